@@ -124,7 +124,7 @@ def test_a_tensor_map_made_in_a_thread_without_a_context(driver: FakeDriver, mon
     asked: list[int | None] = []
     monkeypatch.setattr(torch.cuda, "mem_get_info", asked.append)
     driver.answers = [1]
-    with pytest.raises(RuntimeError, match=r"cuTensorMapEncodeTiled answers CUDA_ERROR_OF_A_TEST \(1\)"):
+    with pytest.raises(RuntimeError, match=r"cuTensorMapEncodeTiled returned CUDA_ERROR_OF_A_TEST \(1\)"):
         plan(call_of(x))
     assert not asked
     driver.answers = [cuda_launch.NO_CONTEXT]
@@ -252,5 +252,5 @@ def test_a_known_call_is_started_by_cpp(
         with pytest.raises(RuntimeError, match=r"a launch returned CUDA_ERROR_OF_A_TEST \(1\)"):
             run()
         driver.answers = [cuda_launch.NO_CONTEXT] * 2
-        with pytest.raises(RuntimeError, match="a launch answers 201 again"):
+        with pytest.raises(RuntimeError, match="a launch returned 201 again"):
             run()

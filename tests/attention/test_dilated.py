@@ -419,13 +419,13 @@ X = torch.randn(1, 4, 8, 4)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"attn_mask": X}, "attn_mask: got .*accepted: None: dilated attention has"),
+        ({"attn_mask": X}, "attn_mask: got .*accepted: None; dilated attention supports"),
         ({"bias": X}, "bias: got .*accepted: None"),
         ({"window": (3, 0)}, r"window: got \(3, 0\); accepted: None"),
         ({"sinks": X}, "sinks: got .*accepted: None"),
         ({"k": X[:, :, :5], "v": X[:, :, :5]}, "k: got 5 positions, but q has 8; accepted: as many as q"),
         ({"k": X[:, :2], "v": X[:, :2]}, "k: got 2 heads, but q has 4; accepted: as many as q"),
-        ({"q": X[:, :1], "k": X[:, :1], "v": X[:, :1]}, "q: got 1 heads for 2 branches; accepted: as many heads as branches"),
+        ({"q": X[:, :1], "k": X[:, :1], "v": X[:, :1]}, "q: got 1 heads for 2 branches; accepted: at least as many"),
         ({"segment_lengths": ()}, r"segment_lengths: got \(\); accepted: a sequence of ints ≥ 1"),
         ({"segment_lengths": (4, 0)}, r"segment_lengths: got \(4, 0\)"),
         ({"segment_lengths": 4}, "segment_lengths: got 4"),

@@ -243,7 +243,7 @@ def test_what_is_not_there_is_named(name: str) -> None:
     q = torch.zeros(1, 1, 1, 8)
     with pytest.raises(NotImplementedError, match=f"{name}: got a tensor; accepted: None"):
         flash_attn_with_kvcache(q, q, q, **{name: torch.zeros(1)})  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="got k alone; accepted: both, or none"):
+    with pytest.raises(ValueError, match="got only k; accepted: both, or neither"):
         flash_attn_with_kvcache(q, q, q, q)
     with pytest.raises(ValueError, match=r"qkv: got shape \(1, 1, 1, 8\); accepted: \(B, T, 3, H, D\)"):
         flash_attn_qkvpacked_func(q)

@@ -138,7 +138,7 @@ def test_a_triton_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(triton_version, "installed", lambda: version)
     selection = explained({}, {})
     assert selection.kernel == ("hopper" if known else "triton")
-    assert (f"and {version} is installed" in selection.reasons["hopper"]) != known
+    assert (f"but {version} is installed" in selection.reasons["hopper"]) != known
 
 
 @pytest.mark.parametrize(("version", "more"), [("3.6.0", False), ("3.8.1", False), ("3.9.0", True), ("3.10.0", True)])
@@ -204,7 +204,7 @@ def test_scratch_that_was_declared_without_the_buffers_is_named() -> None:
     x, odd, lse = cast("Any", X), cast("Any", ODD), cast("Any", Handle((2, 4, 512), torch.float32))
     declared = {name: Handle(*need) for name, need in attention_workspace(X, X, X, Mask(), backward=True).items()}
     message = (
-        r"scratch: attention got no .triton\.delta.; accepted: .*workspace\(…\) lists all buffers, given o, do, dq too, "
+        r"scratch: attention got no 'triton\.delta'; accepted: .*workspace\(…\) lists all buffers, given o, do, dq too, "
         r"because 'hopper' can't run this call: dq: TMA can't step over T by 65"
     )
     with pytest.raises(ValueError, match=message):

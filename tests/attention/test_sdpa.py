@@ -103,12 +103,10 @@ def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="key: got batch dimensions 3; query has 2, value 3; accepted: shapes that"):
         tilegrad.sdpa(q.expand(2, 2, 4, 8), q.expand(3, 2, 4, 8), q.expand(3, 2, 4, 8))
     for shape in ((4, 3), (3, 2, 4, 4), (1, 1, 1, 4, 4)):
-        with pytest.raises(
-            ValueError, match=r"attn_mask: got shape .*, and \(…, Hq, L, S\) is \(1, 2, 4, 4\); accepted"
-        ):
+        with pytest.raises(ValueError, match=r"attn_mask: got shape .* for \(…, Hq, L, S\) = \(1, 2, 4, 4\); accepted"):
             tilegrad.sdpa(q, q, q, torch.ones(shape, dtype=torch.bool))
     many = q.expand(2, 3, 2, 4, 8)
-    with pytest.raises(ValueError, match=r"attn_mask: got shape \(5, 2, 4, 4\), and .* is \(2, 3, 2, 4, 4\)"):
+    with pytest.raises(ValueError, match=r"attn_mask: got shape \(5, 2, 4, 4\) for .* = \(2, 3, 2, 4, 4\)"):
         tilegrad.sdpa(many, many, many, torch.ones(5, 2, 4, 4))
     arrays: list[Any] = [q.numpy()] * 3
     with pytest.raises(TypeError, match=r"query: got ndarray; accepted: a tensor \(torch.from_numpy"):

@@ -103,9 +103,9 @@ def test_a_followed_program_is_the_one_of_its_schedule() -> None:
         first(y=x)
         second(y=x)
     assert seen == ["first", "before", "second", "after"]
-    with pytest.raises(RuntimeError, match=r"op number 0 is 'second': not the program"), follow(steps, {}, {}, observe_names):
+    with pytest.raises(RuntimeError, match=r"op number 0 is 'second', which the schedule does not"), follow(steps, {}, {}, observe_names):
         second(y=x)
-    with pytest.raises(RuntimeError, match=r"op number 1 is 'first': not the program"), follow(steps[:1], {}, {}, observe_names):
+    with pytest.raises(RuntimeError, match=r"op number 1 is 'first', which the schedule does not"), follow(steps[:1], {}, {}, observe_names):
         first(y=x)
         first(y=x)
     with pytest.raises(RuntimeError, match=r"ended after 1 of 2 scheduled ops"), follow(steps, {}, {}, observe_names):

@@ -247,7 +247,7 @@ def test_decoding_with_a_cache_is_reading_at_once(options: dict[str, Any]) -> No
         cache = layer.new_cache(2, 12)
         got = torch.cat([layer(part, cache=cache)[0] for part in x.split([5, 1, 1, 3, 2], 1)], 1)
         torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-12)
-        with pytest.raises(ValueError, match="cache: got 13 tokens; accepted: at most max_tokens, 12"):
+        with pytest.raises(ValueError, match="cache: got 13 tokens; accepted: at most max_tokens = 12"):
             layer(x[:, :1], cache=cache)
 
 
@@ -270,7 +270,7 @@ def test_what_attention_refuses() -> None:
     layer, x = Attention(32, 4, batch_first=True), torch.randn(1, 3, 32)
     with pytest.raises(ValueError, match="need_weights: got True; accepted: False"):
         layer(x, need_weights=True)
-    with pytest.raises(ValueError, match="is_causal: got 3 rows and 2 keys; accepted: as many, or a cache"):
+    with pytest.raises(ValueError, match="is_causal: got 3 rows, 2 keys; accepted: as many rows as keys, or a cache"):
         layer(x, x[:, :2], x[:, :2], is_causal=True)
     with pytest.raises(ValueError, match="num_heads: got embed_dim 32, num_heads 5"):
         Attention(32, 5)

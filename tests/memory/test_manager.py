@@ -111,9 +111,9 @@ def test_bad_requests_are_named(manager, arguments, error):
 
 
 def test_contradicting_options_are_refused():
-    with pytest.raises(ValueError, match="enable_profiling=True needs"):
+    with pytest.raises(ValueError, match="enable_profiling=True with"):
         AttentionBufferManager(enable_profiling=True, lightweight=True)
-    with pytest.raises(ValueError, match="debug=True needs"):
+    with pytest.raises(ValueError, match="debug=True with"):
         AttentionBufferManager(debug=True, lightweight=True)
     with pytest.raises(ValueError, match="max_bytes: got -1"):
         AttentionBufferManager(max_bytes=-1)
@@ -313,7 +313,7 @@ def test_buffers_are_preallocated_with_the_device_in_fifth_place(manager):
     assert (stats["preallocated_buffers"], stats["cached_buffers"]) == (7, 5)
     assert stats["buffer_types"] is stats["per_type"]
     assert stats["buffer_types"][Q]["allocations"] == stats["cache_hits"] == 2
-    with pytest.raises(TypeError, match=r"device: got torch.float32; accepted: a device, and dtype= after it"):
+    with pytest.raises(TypeError, match=r"device: got torch.float32; accepted: a device; pass the dtype"):
         manager.preallocate_buffers(2, 16, 4, 8, torch.float32)
 
 
@@ -346,7 +346,7 @@ def test_what_was_preallocated_first_goes_first():
 
 def test_preallocation_that_cannot_fit_is_refused():
     manager = AttentionBufferManager(max_bytes=1000)
-    with pytest.raises(ValueError, match="do not fit max_bytes=1000"):
+    with pytest.raises(ValueError, match="exceed max_bytes=1000"):
         manager.preallocate_buffers(2, 128, 8, 64)
     with pytest.raises(ValueError, match="seq_len: got 0; accepted: "):
         manager.preallocate_buffers(2, 0, 8, 64)

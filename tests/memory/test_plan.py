@@ -231,8 +231,8 @@ def test_nothing_to_plan() -> None:
         ([Request("a", -1, ((0, 0),))], 64, "'a' has nbytes=-1"),
         ([Request("a", 1, ((3, 2),))], 64, "'a' has live"),
         ([Request("a", 1, ((0, 5), (5, 6)))], 64, "'a' has live"),
-        ([Request("a", 1, ())], 64, r"'a' has live=\(\): what is never alive"),
-        ([], 0, "align=0"),
+        ([Request("a", 1, ())], 64, r"'a' has live=\(\): never alive"),
+        ([], 0, "align: got 0"),
     ],
 )
 def test_refusals_name_the_argument(requests: list[Request], align: int, message: str) -> None:

@@ -26,7 +26,7 @@ def test_all_users_see_the_same_buffers() -> None:
     assert first["grad_Q"].shape == (2, 3, 4)
     assert second["grad_scores"].dtype is torch.float64
     assert first["grad_Q"].data_ptr() == second["grad_Q"].data_ptr()
-    with pytest.raises(KeyError, match="no buffer 'grad_K' in this workspace: it has grad_Q, grad_scores"):
+    with pytest.raises(KeyError, match="no buffer 'grad_K' in this workspace; accepted: grad_Q, grad_scores"):
         first["grad_K"]
 
 
@@ -84,8 +84,8 @@ def test_a_dropped_user_counts_as_released_and_pending_no_more() -> None:
             r"\(2, 3, 5\).*\(2, 3, 4\)",
         ),
         ({"grad_Q": ((2, 3, 4), torch.float16), "grad_scores": ((5,), torch.float64)}, "cpu", "float16.*float32"),
-        ({"grad_Q": ((2, 3, 4), torch.float32)}, "cpu", "needs .*, the workspace has .*grad_scores"),
-        (NEEDS, "meta", "on meta, the workspace has .* on cpu"),
+        ({"grad_Q": ((2, 3, 4), torch.float32)}, "cpu", "needs .*, but the workspace has .*grad_scores"),
+        (NEEDS, "meta", "on meta, but the workspace has .* on cpu"),
     ],
 )
 def test_other_needs_are_refused_with_both_named(needs: dict, device: str, message: str) -> None:

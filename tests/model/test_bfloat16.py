@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import CONFIG, LLAMA, batch, clones
+from support.models import CONFIG, LLAMA, batch, clones, random_ends
 from torch import Tensor
 
 from tilegrad import Engine, ModelConfig
@@ -79,10 +79,12 @@ class Attention(torch.autograd.Function):
     """p and ds are rounded before their products, o before delta is formed of it; dq, dk, dv are buffers."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, r: Roundings) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, r: Roundings) -> Tensor:
         t, d = q.shape[-2:]
-        ahead = torch.ones(t, t, dtype=torch.bool).triu(1)
-        p = (q @ k.mT / math.sqrt(d)).masked_fill(ahead, -torch.inf).softmax(-1)
+        place = torch.arange(t)
+        first = (place - positions)[:, None]  # of each row's document
+        unseen = (place > place[:, None]) | (place < first[..., None])
+        p = (q @ k.mT / math.sqrt(d)).masked_fill(unseen, -torch.inf).softmax(-1)
         rounded = r.of(p)
         o = r.of(rounded @ v)
         ctx.save_for_backward(q, k, v, p, rounded, o)
@@ -90,11 +92,11 @@ class Attention(torch.autograd.Function):
         return o
 
     @staticmethod
-    def backward(ctx: Any, *do: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, *do: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         (q, k, v, p, rounded, o), r = ctx.saved_tensors, ctx.r
         delta = (do[0] * o).sum(-1, keepdim=True)
         ds = r.of(p * (do[0] @ v.mT - delta)) / math.sqrt(q.shape[-1])
-        return ds @ k, ds.mT @ q, rounded.mT @ do[0], None
+        return ds @ k, ds.mT @ q, rounded.mT @ do[0], None, None
 
 
 class Head(torch.autograd.Function):
@@ -117,9 +119,14 @@ class Head(torch.autograd.Function):
         return r.of(d @ w) / kept.sum(), r.of(dw) if r.short else dw, None, None
 
 
-def loss_of(p: reference.Params, tokens: Tensor, targets: Tensor, config: ModelConfig, r: Roundings) -> Tensor:
+def loss_of(
+    p: reference.Params, tokens: Tensor, targets: Tensor, ends: Tensor | None, config: ModelConfig, r: Roundings
+) -> Tensor:
     """As model/transformer.py, one line for each op and its buffers."""
     b, t = tokens.shape
+    positions = torch.arange(t).expand(b, t)
+    if ends is not None:
+        positions = torch.cat([torch.arange(int(n)) for n in ends.diff()]).view(b, t)
 
     def rounded(x: Tensor) -> Tensor:
         y: Tensor = Rounded.apply(x, r)
@@ -135,10 +142,10 @@ def loss_of(p: reference.Params, tokens: Tensor, targets: Tensor, config: ModelC
         q, k, v = (part.view(b, t, -1, d).transpose(1, 2) for part in (q, k, v))
         if config.position == "rope":
             frequency = config.rope_theta ** (-torch.arange(0, d, 2).double() / d)
-            angle = torch.outer(torch.arange(t).double(), frequency)
+            angle = (positions.double()[..., None] * frequency)[:, None]
             q, k = (rounded(reference.rotate(part, angle.cos(), angle.sin())) for part in (q, k))
         k, v = (part.repeat_interleave(hq // hkv, dim=1) for part in (k, v))
-        o: Tensor = Attention.apply(q, k, v, r)
+        o: Tensor = Attention.apply(q, k, v, positions, r)
         return linear(f"{name}.proj", o.transpose(1, 2).reshape(b, t, -1))
 
     def feed_forward(name: str, x: Tensor) -> Tensor:
@@ -148,7 +155,7 @@ def loss_of(p: reference.Params, tokens: Tensor, targets: Tensor, config: ModelC
         return linear(f"{name}.down", rounded(torch.nn.functional.gelu(h, approximate="tanh")))
 
     x = p["wte.weight"][tokens]
-    x = rounded(x + p["wpe.weight"][:t] if config.position == "learned" else x)
+    x = rounded(x + p["wpe.weight"][positions] if config.position == "learned" else x)
     for i in range(config.n_layer):
         name = f"blocks.{i}"
         x = rounded(x + attention(f"{name}.attn", rounded(reference.norm(p, f"{name}.ln1", x, config))))
@@ -159,10 +166,10 @@ def loss_of(p: reference.Params, tokens: Tensor, targets: Tensor, config: ModelC
 
 
 def gradients(
-    p: reference.Params, tokens: Tensor, targets: Tensor, config: ModelConfig, r: Roundings
+    p: reference.Params, tokens: Tensor, targets: Tensor, ends: Tensor | None, config: ModelConfig, r: Roundings
 ) -> dict[str, Tensor]:
     leaves = {name: x.double().requires_grad_() for name, x in p.items()}
-    loss = loss_of(leaves, tokens, targets, config, r)
+    loss = loss_of(leaves, tokens, targets, ends, config, r)
     return dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
 
 
@@ -182,8 +189,9 @@ def complaints(got: dict[str, Tensor], exact: dict[str, Tensor], draws: list[dic
     return found
 
 
-def build(config: ModelConfig) -> tuple[Engine, Tensor, Tensor]:
-    engine, (tokens, targets) = Engine(config, 4, 29, dtype=torch.bfloat16), batch(config, 4, 29)
+def build(config: ModelConfig, documents: int = 0) -> tuple[Engine, Tensor, Tensor]:
+    engine = Engine(config, 4, 29, dtype=torch.bfloat16, documents=documents)
+    tokens, targets = batch(config, 4, 29)
     generator = torch.Generator().manual_seed(1)
     for p in engine.params.values():
         p.copy_((p + 0.1 * torch.randn(p.shape, generator=generator)).bfloat16())
@@ -191,9 +199,9 @@ def build(config: ModelConfig) -> tuple[Engine, Tensor, Tensor]:
 
 
 def drawn(
-    engine: Engine, tokens: Tensor, targets: Tensor, *, short: bool
+    engine: Engine, tokens: Tensor, targets: Tensor, ends: Tensor | None = None, *, short: bool
 ) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
-    given = (engine.params, tokens, targets, engine.config)
+    given = (engine.params, tokens, targets, ends, engine.config)
     exact = gradients(*given, Roundings(0, exact=True, short=short))
     return exact, [gradients(*given, Roundings(seed, exact=False, short=short)) for seed in range(DRAWS)]
 
@@ -202,7 +210,7 @@ def drawn(
 def test_without_roundings_the_model_here_is_the_reference(name: str) -> None:
     engine, tokens, targets = build(CONFIGS[name])
     p = {key: x.double() for key, x in engine.params.items()}
-    got = gradients(p, tokens, targets, CONFIGS[name], Roundings(0, exact=True, short=False))
+    got = gradients(p, tokens, targets, None, CONFIGS[name], Roundings(0, exact=True, short=False))
     _, want = reference.gradients(p, tokens, targets, CONFIGS[name])
     for key, g in want.items():
         torch.testing.assert_close(got[key], g, rtol=1e-9, atol=1e-12)
@@ -222,3 +230,15 @@ def test_gradients_and_that_a_twentieth_too_much_is_seen(
     for tensor in got:
         wrong = complaints(got | {tensor: 1.05 * got[tensor]}, exact, draws)
         assert wrong and all(line.startswith(f"{tensor}: ") for line in wrong), tensor
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_gradients_of_packed_rows(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(linear_op, "_has_bf16_products", lambda: False)
+    engine, tokens, targets = build(CONFIGS[name], documents=6)
+    ends = random_ends(4, 29, 6)
+    engine.gradients(tokens, targets, cu_seqlens=ends)
+    exact, draws = drawn(engine, tokens, targets, ends, short=False)
+    assert complaints(clones(engine.grads), exact, draws) == []
+    whole = gradients(engine.params, tokens, targets, None, engine.config, Roundings(0, exact=True, short=False))
+    assert complaints(whole, exact, draws)

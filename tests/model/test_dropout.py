@@ -11,11 +11,12 @@ import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from support.models import CONFIG, LLAMA, assert_equal_gradients, batch, clones
+from support.models import CONFIG, LLAMA, assert_equal_gradients, batch, clones, exact_gradients, one_by_one
 from torch import Tensor
 
 from tilegrad import Engine, ModelConfig
@@ -45,16 +46,15 @@ def first_word(seed: int, counter: tuple[int, int, int, int]) -> int:
 
 
 @functools.cache
-def kept(seed: int, sequences: int, heads: tuple[int, ...], rows: int, columns: int) -> Tensor:
-    """keep / (1 − p), (B, H, rows, columns); no sequences: the one of a mask that is no attention's."""
+def kept(seed: int, sequence: int | None, heads: tuple[int, ...], rows: int, columns: int) -> Tensor:
+    """keep / (1 − p), (H, rows, columns); no sequence: the one of a mask that is no attention's."""
     words = [
-        first_word(seed, (j, i, h, b))
-        for b in (range(sequences) if sequences else [2**32 - 1])
+        first_word(seed, (j, i, h, 2**32 - 1 if sequence is None else sequence))
         for h in heads
         for i in range(rows)
         for j in range(columns)
     ]
-    keep = torch.tensor(words).view(-1, len(heads), rows, columns) >= math.floor(P * 2**32)
+    keep = torch.tensor(words).view(len(heads), rows, columns) >= math.floor(P * 2**32)
     return keep.double() / (1 - P)
 
 
@@ -63,27 +63,34 @@ def seed_of(seed: int, draw: int, block: int) -> int:
 
 
 def loss_with_dropout(
-    p: reference.Params, tokens: Tensor, targets: Tensor, config: ModelConfig, seed: int, draw: int
+    p: reference.Params, tokens: Tensor, targets: Tensor, config: ModelConfig, seed: int, draw: int, ends: list[int]
 ) -> Tensor:
+    """ends: those of the sequences, rows or documents, after a 0. The mask of a sequence has its number."""
     b, t = tokens.shape
 
     def drop(x: Tensor, block: int, counter: int) -> Tensor:
-        return x * kept(seed_of(seed, draw, block), 0, (counter,), b * t, config.n_embd).view_as(x)
+        return x * kept(seed_of(seed, draw, block), None, (counter,), b * t, config.n_embd).view_as(x)
 
-    def attend(block: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend_one(block: int, n: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        length = q.shape[-2]
         if config.position == "rope":
             frequency = config.rope_theta ** (-torch.arange(0, config.head_dim, 2).double() / config.head_dim)
-            angle = torch.outer(torch.arange(t).double(), frequency)
+            angle = torch.outer(torch.arange(length).double(), frequency)
             q, k = (reference.rotate(x, angle.cos(), angle.sin()) for x in (q, k))
-        k, v = (x.repeat_interleave(config.n_head // config.kv_heads, dim=1) for x in (k, v))
-        gap = torch.arange(t)[:, None] - torch.arange(t)
-        seen = (gap >= 0) & (gap < (config.window or t))
+        k, v = (x.repeat_interleave(config.n_head // config.kv_heads, dim=0) for x in (k, v))
+        gap = torch.arange(length)[:, None] - torch.arange(length)
+        seen = (gap >= 0) & (gap < (config.window or length))
         weights = (q @ k.mT / math.sqrt(config.head_dim)).masked_fill(~seen, -torch.inf).softmax(-1)
-        return weights * kept(seed_of(seed, draw, block), b, tuple(range(config.n_head)), t, t) @ v
+        return weights * kept(seed_of(seed, draw, block), n, tuple(range(config.n_head)), length, length) @ v
+
+    def attend(block: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        rows = [x.transpose(0, 1).flatten(1, 2) for x in (q, k, v)]  # (H, N, D)
+        parts = [attend_one(block, n, *(x[:, a:z] for x in rows)) for n, (a, z) in enumerate(pairwise(ends))]
+        return torch.cat(parts, 1).unflatten(1, (b, t)).transpose(0, 1)
 
     x = p["wte.weight"][tokens]
     if config.position == "learned":
-        x = x + p["wpe.weight"][:t]
+        x = x + p["wpe.weight"][torch.cat([torch.arange(z - a) for a, z in pairwise(ends)]).view(b, t)]
     x = drop(x, 0, 0)
     for i in range(config.n_layer):
         name = f"blocks.{i}"
@@ -98,31 +105,33 @@ def loss_with_dropout(
     return torch.nn.functional.cross_entropy(logits[has_target], targets[has_target])
 
 
-def away_from_the_initial_values(config: ModelConfig) -> Engine:
-    engine = Engine(config, 2, 9, dtype=torch.float64, seed=5)
+def away_from_the_initial_values(config: ModelConfig, documents: int = 0) -> Engine:
+    engine = Engine(config, 2, 9, dtype=torch.float64, seed=5, documents=documents)
     generator = torch.Generator().manual_seed(0)
     for p in engine.params.values():
         p.add_(torch.randn(p.shape, dtype=p.dtype, generator=generator), alpha=0.2)
     return engine
 
 
-def check(config: ModelConfig) -> None:
-    """Four draws, in one call and in two; then `evaluate`, which drops nothing."""
-    engine, (tokens, targets) = away_from_the_initial_values(config), batch(config, 2, 9)
+def check(config: ModelConfig, packed: tuple[int, ...] = ()) -> None:
+    """Four draws, in one call and in two; then `evaluate`, which drops nothing. packed: the ends of documents."""
+    engine, (tokens, targets) = away_from_the_initial_values(config, len(packed)), batch(config, 2, 9)
+    ends = packed or (0, 9, 18)
+    cu_seqlens = torch.tensor(ends, dtype=torch.int32) if packed else None
     for draw in range(4):
         if draw % 2:
-            loss = engine.gradients(tokens, targets)
+            loss = engine.gradients(tokens, targets, cu_seqlens=cu_seqlens)
         else:
             engine.zero_gradients()
-            loss = engine.forward(tokens, targets)
+            loss = engine.forward(tokens, targets, cu_seqlens=cu_seqlens)
             engine.backward()
         leaves = {name: x.clone().requires_grad_() for name, x in engine.params.items()}
-        expected = loss_with_dropout(leaves, tokens, targets, config, engine.seed, draw)
+        expected = loss_with_dropout(leaves, tokens, targets, config, engine.seed, draw, list(ends))
         exact = dict(zip(leaves, torch.autograd.grad(expected, list(leaves.values())), strict=True))
         assert loss == pytest.approx(expected.item(), rel=1e-12)
         assert_equal_gradients(engine.grads, exact, 1e-10)
-    expected = reference.loss(engine.params, tokens, targets, config)
-    assert engine.evaluate(tokens, targets) == pytest.approx(expected.item(), rel=1e-12)
+    expected, _ = exact_gradients(config, engine.params, one_by_one(tokens, targets, cu_seqlens))
+    assert engine.evaluate(tokens, targets, cu_seqlens=cu_seqlens) == pytest.approx(expected, rel=1e-12)
     assert engine.draws == 4
 
 
@@ -131,11 +140,16 @@ def test_gradients_equal_those_of_a_model_that_draws_the_same_masks(name: str) -
     check(CONFIGS[name])
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_gradients_of_packed_rows_equal_those_of_a_model_that_draws_the_same_masks(name: str) -> None:
+    check(CONFIGS[name], packed=(0, 1, 6, 9, 16, 18))
+
+
 def test_no_two_masks_of_a_step_are_equal_and_all_keep_their_share() -> None:
     config = CONFIGS["gpt2"]
     seeds = [seed_of(5, draw, block) for draw in range(2) for block in range(config.n_layer)]
     counters = range(2 * config.n_layer + 1)
-    masks = [kept(seed, 0, (counter,), 18, config.n_embd).flatten() for seed in seeds for counter in counters]
+    masks = [kept(seed, None, (counter,), 18, config.n_embd).flatten() for seed in seeds for counter in counters]
     stacked = (torch.stack(masks) > 0).double()
     assert stacked.mean().item() == pytest.approx(1 - P, abs=0.01)
     correlated = torch.corrcoef(stacked).fill_diagonal_(0.0).abs()

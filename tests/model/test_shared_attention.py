@@ -316,7 +316,7 @@ def test_save_and_load(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     save_file({"a": torch.zeros(1)}, other)
-    with pytest.raises(ValueError, match="no attention layer saved"):
+    with pytest.raises(ValueError, match="is not a saved layer"):
         SharedAttention.load(other)
     made.save(path)
     with pytest.raises(ValueError, match="got a file that tilegrad did not write"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -162,6 +163,39 @@ def test_rope(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, block: int) -
         rope_fwd(x, cos, sin, y=x, scratch=scratch)
         rope_bwd(dy, cos, sin, dx=dy, scratch=scratch)
         assert torch.equal(x, y) and torch.equal(dy, dx)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rope_of_packed_rows_is_that_of_each_document(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    monkeypatch.setitem(rope_torch_ops.BLOCK, "cpu", 300)
+    b, t, h, d, ends = 2, 23, 3, 10, [0, 1, 9, 23, 40, 46]
+    x, positions = (
+        randn(b, t, h, d, dtype=dtype),
+        torch.cat([torch.arange(z - a) for a, z in pairwise(ends)]).view(b, t),
+    )
+    cos, sin = tables(10000.0, d, t, acc(dtype))
+    y, dx = torch.full_like(x, torch.nan), torch.full_like(x, torch.nan)
+    scratch = poisoned(rope_workspace(x, packed=True))
+    rope_fwd(x, cos, sin, positions, y=y, scratch=scratch)
+    rope_bwd(x, cos, sin, positions, dx=dx, scratch=scratch)
+    for a, z in pairwise(ends):
+        one, want = x.flatten(0, 1)[a:z][None], torch.empty(1, z - a, h, d, dtype=dtype)
+        rope_fwd(one, cos, sin, y=want, scratch=scratch)
+        assert torch.equal(y.flatten(0, 1)[a:z], want[0])
+        rope_bwd(one, cos, sin, dx=want, scratch=scratch)
+        assert torch.equal(dx.flatten(0, 1)[a:z], want[0])
+
+
+def test_positions_are_checked() -> None:
+    x, (cos, sin) = randn(2, 3, 1, 4), tables(10000.0, 4, 3, torch.float64)
+    for positions, message in (
+        (torch.zeros(2, 3, dtype=torch.int32), r"positions: got torch.int32 \(2, 3\)"),
+        (torch.zeros(6, dtype=torch.int64), r"positions: got torch.int64 \(6,\).*accepted: torch.int64 \(2, 3\)"),
+        (torch.zeros(3, 2, dtype=torch.int64).t(), "positions: got strides"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            rope_fwd(x, cos, sin, positions, y=x)
 
 
 def test_add_copy_zero() -> None:

@@ -56,6 +56,31 @@ def test_embedding(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, position
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("wide", [False, True])
+def test_positions_of_packed_rows_index_wpe_as_tokens_index_wte(
+    monkeypatch: pytest.MonkeyPatch, kernels: str, dtype: torch.dtype, wide: bool
+) -> None:
+    """wide: weights in the accumulation dtype, which the op rounds on a CPU."""
+    set_block(monkeypatch, 100)
+    b, t, c = 3, 23, 17
+    tokens, inputs, _, dx = build(b, t, c, 20, dtype, positions=True)
+    positions = torch.cat([torch.arange(n) for n in (1, 22, 5, 5, 13, 23)]).view(b, t)
+    wte, wpe = (w.to(acc(dtype)) if wide else w for w in (inputs["wte"], inputs["wpe"]))
+    x, scratch = torch.full_like(dx, torch.nan), poisoned(embedding_workspace(dx, packed=True))
+    embedding_fwd(tokens, wte, wpe, positions, x=x, scratch=scratch)
+    sums = (
+        wte[tokens] + wpe[positions] if kernels == "cpu" and not wide else wte[tokens].to(acc(dtype)) + wpe[positions]
+    )
+    assert torch.equal(x, sums.view_as(x).to(dtype))
+    for accumulate in (False, True):
+        dwpe, dwte = (torch.ones(t + 5, c, dtype=acc(dtype)) for _ in range(2))
+        embedding_bwd(dx, tokens, positions, dwpe=dwpe, accumulate=accumulate, scratch=scratch)
+        embedding_bwd(dx, positions, dwte=dwte, accumulate=accumulate, scratch=scratch)
+        assert torch.equal(dwpe, dwte)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_accumulate_in_the_same_bits_and_none_is_not_computed(dtype: torch.dtype) -> None:
     tokens, inputs, _, dx = build(3, 63, 17, 20, dtype, positions=True)
     once = run(tokens, inputs, dx)

@@ -438,7 +438,7 @@ def test_an_old_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         gpu._refusal.cache_clear()
         told = gpu.refusal(x)
         assert (told is not None) == refused
-        assert told is None or "needs compute capability 8.0 or newer, and cuda:0 has 7.5" in told
+        assert told is None or "needs compute capability 8.0 or newer; cuda:0 has 7.5" in told
     gpu._refusal.cache_clear()
     monkeypatch.setattr(gpu, "has_triton", lambda: False)
     assert "needs Triton" in str(gpu.refusal(x))

@@ -25,6 +25,7 @@ version = "0"
 [project.optional-dependencies]
 rich = []
 bpe = []
+chat = []
 dev = []
 [tool.hatch.build.targets.wheel]
 packages = ["src/tilegrad"]
@@ -139,7 +140,7 @@ def stubbed(checkout: Path) -> Stubbed:
 
 
 def test_a_command_installs_the_small_set_and_linters_the_rest_when_first_needed(stubbed: Stubbed) -> None:
-    small, rest = f"pip {stubbed.root}[rich,bpe]", f"pip {stubbed.root}[dev]"
+    small, rest = f"pip {stubbed.root}[rich,bpe,chat]", f"pip {stubbed.root}[dev]"
     assert [stubbed.tg("demo").stdout, stubbed.tg("train").stdout] == ["ran demo\n", "ran train\n"]
     assert stubbed.calls() == [small]
     stubbed.tg("lint")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from tilegrad import ModelConfig
 from tilegrad.kernels.rope.frequencies import RopeScaling
+from tilegrad.model import reference
 
 CONFIG = ModelConfig(vocab_size=31, block_size=16, n_layer=3, n_head=4, n_embd=16)
 LLAMA = replace(
@@ -26,6 +28,37 @@ def batch(config: ModelConfig, b: int, t: int, seed: int = 0, ignored: float = 0
     targets[torch.rand(b, t, generator=g) < ignored] = -1
     targets[0, 0] = 1
     return tokens, targets
+
+
+def random_ends(b: int, t: int, documents: int, seed: int = 0) -> Tensor:
+    """cu_seqlens of packed rows: in each row 1 … documents of them, of random lengths."""
+    g, ends = torch.Generator().manual_seed(seed), [0]
+    for row in range(b):
+        most = min(documents, t)
+        count = int(torch.randint(1, most + 1, (), generator=g))
+        inner = torch.randperm(t - 1, generator=g)[: count - 1].sort().values + 1
+        ends += [row * t + int(i) for i in inner] + [(row + 1) * t]
+    return torch.tensor(ends, dtype=torch.int32)
+
+
+def one_by_one(tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None) -> list[tuple[Tensor, Tensor]]:
+    """Each document that has a target, as a batch of its own; the rows, if there are no documents."""
+    if cu_seqlens is None:
+        return [(tokens, targets)]
+    spans = list(pairwise(cu_seqlens.tolist()))
+    parts = [(tokens.flatten()[a:z][None], targets.flatten()[a:z][None]) for a, z in spans]
+    return [(x, y) for x, y in parts if (y >= 0).any()]
+
+
+def exact_gradients(
+    config: ModelConfig, params: dict[str, Tensor], parts: list[tuple[Tensor, Tensor]]
+) -> tuple[float, dict[str, Tensor]]:
+    """(loss, gradients) by autograd in float64: the mean over the targets of all parts."""
+    leaves = {name: p.double().requires_grad_() for name, p in params.items()}
+    counts = [int((y >= 0).sum()) for _, y in parts]
+    sums = [reference.loss(leaves, x, y, config) * n for (x, y), n in zip(parts, counts, strict=True)]
+    loss = torch.stack(sums).sum() / sum(counts)
+    return loss.item(), dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
 
 
 def assert_equal_gradients(got: dict[str, Tensor], exact: dict[str, Tensor], limit: float) -> None:

@@ -7,25 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.chats import CHATML, LLAMA, MISTRAL
 
 from tilegrad.data.chat_template import ChatTemplate, Message, load_chat_template
 from tilegrad.data.conversations import detect_format, plain_conversation, read_messages, trained_tokens
+from tilegrad.data.tokenizer import Encoded
 
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-LLAMA = (
-    "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' }}"
-    "{{ m.content | trim + '<|eot_id|>' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
-)
-MISTRAL = (
-    "{{ bos_token }}{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('roles must alternate user/assistant') }}{% endif %}"
-    "{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
-    "{% else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"
-)
 MARKED = (
     "{% for m in messages %}{% if m.role == 'assistant' %}A:{% generation %}{{ m.content }}</s>{% endgeneration %}"
     "{% else %}U:{{ m.content }}{% endif %}{% endfor %}"
@@ -140,7 +127,7 @@ def test_a_line_of_text_has_no_format() -> None:
         ({"messages": TALK[:1]}, "no message of the assistant"),
         ({"prompt": 3, "completion": "x"}, "prompt: got 3"),
         ({"instruction": "x", "input": ["y"], "output": "z"}, "input: got"),
-        ({"text": "x"}, "got 'text'; accepted: an object with 'messages'"),
+        ({"text": "x"}, "got the keys 'text'; accepted: an object with 'messages'"),
     ],
 )
 def test_a_line_that_is_no_conversation_is_refused_by_its_field(record: dict[str, object], reason: str) -> None:
@@ -158,10 +145,18 @@ def test_without_a_template_the_prompt_the_completion_and_eos_follow_each_other(
 def test_tokens_after_the_end_of_a_turn_are_not_trained_on() -> None:
     found = template(CHATML).conversation(TALK[:2])
     text = found.text
-    starts = [text.index("<|im_start|>assistant"), text.index("Hello"), text.rindex("<|im_end|>"), len(text) - 1]
+    starts = np.array(
+        [text.index("<|im_start|>assistant"), text.index("\nHello"), text.rindex("<|im_end|>"), len(text) - 1]
+    )
+    ends = np.append(starts[1:], len(text))
     special = np.array([True, False, True, False])
-    assert trained_tokens(found, np.array(starts), special).tolist() == [False, True, True, False]
-    assert trained_tokens(found, np.array(starts), np.zeros(4, np.bool_)).tolist() == [False, True, True, True]
+    assert trained_tokens(found, Encoded(starts, starts, ends, special)).tolist() == [False, True, True, False]
+    assert trained_tokens(found, Encoded(starts, starts, ends, np.zeros(4, np.bool_))).tolist() == [
+        False,
+        True,
+        True,
+        True,
+    ]
 
 
 @pytest.mark.parametrize("home", ["chat_template.jinja", "tokenizer_config.json", "a list"])

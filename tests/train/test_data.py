@@ -73,21 +73,25 @@ def test_a_folder_is_read_in_order_with_lines_and_gzip(tmp_path: Path) -> None:
     ("name", "content", "message"),
     [
         ("a.jsonl", b'{"text": "x"}\n{"text": ', r"a\.jsonl, line 2: is not JSON"),
-        ("a.jsonl", b'\n{"body": "x"}', r"a\.jsonl, line 2: got 'body'; accepted: an object with the text in 'text'"),
+        (
+            "a.jsonl",
+            b'\n{"body": "x"}',
+            r"a\.jsonl, line 2: got the keys 'body'; accepted: an object with a string in 'text'",
+        ),
         ("a.jsonl", b'["x"]', r"a\.jsonl, line 1: got list; accepted: an object"),
         ("a.jsonl.gz", gzip.compress(b"x", mtime=0), r"a\.jsonl\.gz, line 1: is not JSON"),
         (
             "a.json",
             b'[{"text": "x"}]',
-            r"a\.json: got a file of kind '\.json'; accepted: \.txt, .*\.jsonl, each also with",
+            r"a\.json: got a file of kind '\.json'; accepted: \.txt, .*\.jsonl, or one of these with",
         ),
         ("a.parquet", b"PAR1", r"a\.parquet: got a file of kind '\.parquet'"),
         ("a.zip", b"PK", r"a\.zip: got a file of kind '\.zip'"),
         ("a.tar.gz", gzip.compress(b"x", mtime=0), r"a\.tar\.gz: got a file of kind '\.tar\.gz'"),
-        ("a.txt", b"ab\0c", r"a\.txt: got a byte 0 at 2: binary"),
+        ("a.txt", b"ab\0c", r"a\.txt: got a zero byte at position 2"),
         ("a.txt.gz", b"plain", r"a\.txt\.gz: is not gzip, or damaged"),
         ("a.txt.gz", gzip.compress(b"plain", mtime=0)[:-4], r"a\.txt\.gz: is not gzip, or damaged"),
-        ("folder/a.png", b"x", r"folder: got a folder without text; accepted: one with \.txt"),
+        ("folder/a.png", b"x", r"folder: got a folder without text files; accepted: a folder with \.txt"),
     ],
 )
 def test_what_is_not_understood_is_refused_by_name(tmp_path: Path, name: str, content: bytes, message: str) -> None:
@@ -171,12 +175,12 @@ def patch(at: int, format: str, value: int | bytes) -> Callable[[bytes], bytes]:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda whole: whole[:-1], "truncated, 101 bytes where 3 tokens make 102"),
-        (lambda whole: whole + b"\0", "too long, 103 bytes where 3 tokens make 102"),
+        (lambda whole: whole[:-1], "truncated: got 101 bytes, but 3 tokens need 102"),
+        (lambda whole: whole + b"\0", "too long: got 103 bytes, but 3 tokens need 102"),
         (lambda whole: whole[:50], "50 bytes are less than a header"),
         (lambda _whole: b"", "not a token file"),
         (patch(0, "8s", b"TGTOKENX"), "begins with b'TGTOKENX'"),
-        (patch(8, "<I", 2), "version 2 is not 1"),
+        (patch(8, "<I", 2), "got version 2; accepted: version 1"),
         (patch(12, "<I", 4), "4 bytes per token do not match a vocabulary of 10"),
         (patch(98, "<H", 10), "token 10 at position 1 is not in the vocabulary of 10"),
     ],

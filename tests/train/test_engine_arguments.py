@@ -11,14 +11,25 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import CONFIG, LLAMA, QWEN3, assert_equal_gradients, batch, clones, equal
+from support.models import (
+    CONFIG,
+    LLAMA,
+    QWEN3,
+    assert_equal_gradients,
+    batch,
+    clones,
+    equal,
+    exact_gradients,
+    one_by_one,
+    random_ends,
+)
 from support.pairwise import Spec, all_pairs, covering, pairs
 from torch import Tensor
 
-from tilegrad import Engine, ModelConfig
+from tilegrad import Engine
 from tilegrad.dist.mesh import Mesh
+from tilegrad.engine.batch import Batch
 from tilegrad.engine.state import counters
-from tilegrad.model import reference as plain
 
 MODELS = {
     "gpt": replace(CONFIG, n_layer=2),
@@ -44,6 +55,7 @@ NUMBERS: dict[str, tuple[object, ...]] = {  # what decides about the numbers
     "weight_decay": (0.1, 0.0),
     "max_norm": (1.0, math.inf, 1e-3),
     "learning_rate": (1e-2, 1e-3),
+    "documents": (0, 1, 2),
 }
 NO_BIT: dict[str, tuple[object, ...]] = {  # what changes none of them; the first is the default
     "batch_size": (3, 4),
@@ -60,8 +72,8 @@ NO_BIT: dict[str, tuple[object, ...]] = {  # what changes none of them; the firs
     "way": ("gradients", "step", "submit", "forward"),
 }
 AXES = NUMBERS | NO_BIT
-PAIRS, ROWS = 1_272, 33
-ROWS_IN_CI, PAIRS_IN_CI = 12, 1_130
+PAIRS, ROWS = 1_428, 31
+ROWS_IN_CI, PAIRS_IN_CI = 12, 1_270
 
 
 def allowed(spec: Spec) -> bool:
@@ -70,9 +82,9 @@ def allowed(spec: Spec) -> bool:
 
 
 @functools.cache
-def least(name: str, dtype: torch.dtype | None, batch_size: int, seq_len: int) -> int:
+def least(name: str, dtype: torch.dtype | None, batch_size: int, seq_len: int, documents: int) -> int:
     with pytest.raises(ValueError, match="memory_budget: got 1 bytes") as error:
-        Engine(MODELS[name], batch_size, seq_len, dtype=dtype, memory_budget=1)
+        Engine(MODELS[name], batch_size, seq_len, dtype=dtype, memory_budget=1, documents=documents)
     found = re.search(r"at least ([\d,]+)", str(error.value))
     assert found
     return int(found[1].replace(",", ""))
@@ -81,29 +93,36 @@ def least(name: str, dtype: torch.dtype | None, batch_size: int, seq_len: int) -
 def engine_of(spec: Spec) -> Engine:
     given = {name: spec[name] for name in inspect.signature(Engine).parameters}
     if given["memory_budget"] == "least":
-        given["memory_budget"] = least(*(spec[name] for name in ("model_config", "dtype", "batch_size", "seq_len")))
+        given["memory_budget"] = least(
+            *(spec[name] for name in ("model_config", "dtype", "batch_size", "seq_len", "documents"))
+        )
     given["mesh"] = Mesh("cpu", alone=True) if given["mesh"] else None
     return Engine(**given | {"model_config": MODELS[spec["model_config"]]})
 
 
-def step_of(spec: Spec, number: int) -> tuple[list[Tensor], list[Tensor]]:
-    parts = [
-        batch(MODELS[spec["model_config"]], b, t, 7 * number + n) for n, (b, t) in enumerate(BATCHES[spec["batches"]])
-    ]
-    return [x for x, _ in parts], [y for _, y in parts]
+def step_of(spec: Spec, number: int) -> list[Batch]:
+    config, documents, found = MODELS[spec["model_config"]], spec["documents"], []
+    for n, (b, t) in enumerate(BATCHES[spec["batches"]]):
+        seed = 7 * number + n
+        ends = random_ends(b, t, documents, seed) if documents > 1 else None
+        found.append(Batch(*batch(config, b, t, seed), ends))
+    return found
 
 
-def exact_gradients(config: ModelConfig, params: dict[str, Tensor], tokens: list[Tensor], targets: list[Tensor]) -> Any:
-    """(loss, gradients) by autograd in float64."""
-    leaves = {name: p.double().requires_grad_() for name, p in params.items()}
-    counts = [int((y >= 0).sum()) for y in targets]
-    sums = [plain.loss(leaves, x, y, config) * n for x, y, n in zip(tokens, targets, counts, strict=True)]
-    loss = torch.stack(sums).sum() / sum(counts)
-    return loss.item(), dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+def lists(batches: list[Batch]) -> Any:
+    """Arguments of `gradients`."""
+    return [x for x, *_ in batches], [y for _, y, _ in batches], [ends for *_, ends in batches]
+
+
+def gradients_of(engine: Engine, batches: list[Batch]) -> float:
+    tokens, targets, ends = lists(batches)
+    return engine.gradients(tokens, targets, cu_seqlens=ends)
 
 
 def check_gradients(engine: Engine, loss: float, spec: Spec, params: dict[str, Tensor], number: int) -> None:
-    want, exact = exact_gradients(engine.config, params, *step_of(spec, number))
+    want, exact = exact_gradients(
+        engine.config, params, [x for each in step_of(spec, number) for x in one_by_one(*each)]
+    )
     if engine.dtype == torch.bfloat16:
         assert loss == pytest.approx(want, rel=2e-2)
         largest = max(float(g.norm()) for g in exact.values())
@@ -145,19 +164,20 @@ class Expected:
 
 def by(way: str, engine: Engine, spec: Spec, number: int) -> float:
     """One step; its loss."""
-    tokens, targets = step_of(spec, number)
+    batches = step_of(spec, number)
+    tokens, targets, ends = lists(batches)
     if way == "step":
-        return engine.step(tokens, targets, spec["learning_rate"])
+        return engine.step(tokens, targets, spec["learning_rate"], cu_seqlens=ends)
     if way == "submit":
-        engine.submit(tokens, targets, spec["learning_rate"])
+        engine.submit(tokens, targets, spec["learning_rate"], cu_seqlens=ends)
         (result,) = engine.finished(wait=True)
         return result.loss
     if way == "forward":
         engine.zero_gradients()
-        loss = engine.forward(tokens[0], targets[0])
+        loss = engine.forward(tokens[0], targets[0], cu_seqlens=ends[0])
         engine.backward()
     else:
-        loss = engine.gradients(tokens, targets)
+        loss = gradients_of(engine, batches)
     engine.optimizer_step(spec["learning_rate"])
     return loss
 
@@ -169,7 +189,7 @@ def check(spec: Spec) -> bool:
     expected, losses = Expected(base.params, spec), []
     for number in range(2):
         params = clones(base.params)
-        losses.append(base.gradients(*step_of(spec, number)))
+        losses.append(gradients_of(base, step_of(spec, number)))
         if base.config.dropout == 0:
             check_gradients(base, losses[-1], spec, params, number)
         norm = expected.update(base)
@@ -178,8 +198,9 @@ def check(spec: Spec) -> bool:
     other = engine_of(spec)
     assert [by(spec["way"], other, spec, number) for number in range(2)] == losses
     assert equal(other.tensors(), base.tensors()) and counters(other) == counters(base)
-    tokens, targets = step_of(spec, 2)
-    assert other.evaluate(tokens[0], targets[0]) == base.evaluate(tokens[0], targets[0])
+    tokens, targets, ends = step_of(spec, 2)[0]
+    evaluated = [engine.evaluate(tokens, targets, cu_seqlens=ends) for engine in (other, base)]
+    assert evaluated[0] == evaluated[1]
     return not equal(began, base.params)
 
 
@@ -214,6 +235,7 @@ def test_every_pair_of_arguments_gives_the_numbers_of_autograd_and_the_bits_of_t
     [
         ("linear", "fp8"), ("linear", "other"), ("dtype", torch.float16), ("batch_size", 0), ("batch_size", True),
         ("seq_len", 17), ("memory_budget", 0), ("memory_budget", 1.5), ("context", 2), ("shard", "some"),
+        ("documents", -1), ("documents", 9), ("documents", True),
     ],
 )  # fmt: skip
 def test_an_argument_that_no_engine_has_is_refused_by_its_name(argument: str, value: object) -> None:

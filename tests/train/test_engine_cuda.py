@@ -7,10 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.models import CONFIG, LLAMA, assert_equal_gradients, batch, clones, equal
+from support.models import CONFIG, LLAMA, QWEN3, assert_equal_gradients, batch, clones, equal, random_ends
 
 from tilegrad import Engine, ModelConfig
+from tilegrad.engine.batch import Batch
 from tilegrad.engine.optimizer import NonFiniteError
+from tilegrad.engine.planning import unplanned_bytes
 from tilegrad.kernels.op import Call, observe
 from tilegrad.model import reference as plain
 
@@ -189,3 +191,79 @@ def test_the_compute_copies_are_the_params_rounded() -> None:
     torch.cuda.synchronize()
     for name, p in engine._model(4, 64).params.items():
         assert p.value.dtype == torch.bfloat16 and torch.equal(p.value, p.master.bfloat16()), name
+
+
+# ── packed rows ──
+
+PACKED = {
+    "gpt": replace(CONFIG, n_embd=64, block_size=200),
+    "llama": replace(LLAMA, n_embd=128, block_size=200, n_head=2, n_kv_head=1),  # heads of 64: hopper on Hopper GPUs
+    "qwen": replace(QWEN3, n_embd=64, block_size=200, head_size=32, window=20),
+    "dropout": replace(LLAMA, n_embd=64, block_size=200, dropout=0.1),
+}
+
+
+def packed(config: ModelConfig, b: int, t: int, documents: int, seed: int) -> Batch:
+    return Batch(*batch(config, b, t, seed=seed), random_ends(b, t, documents, seed=seed))
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_one_graph_serves_every_packing_with_the_bits_of_the_uncaptured_step(name: str) -> None:
+    config = PACKED[name]
+    captured, plain_ = (
+        Engine(config, 4, 200, device="cuda", capture=capture, documents=9) for capture in (True, False)
+    )
+    for i in range(24):
+        batches = [packed(config, 4, 200, 1 + (i + j) % 9, seed=2 * i + j) for j in range(2)]
+        tokens, targets, ends = ([x[k] for x in batches] for k in range(3))
+        losses = [engine.step(tokens, targets, 1e-3, cu_seqlens=ends) for engine in (captured, plain_)]
+        assert losses[0] == losses[1], i
+    assert equal(captured.tensors(), plain_.tensors())
+    assert len(captured._device_steps) == 1
+    assert captured._device_steps[((4, 200),) * 2].graph is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_rows_train_as_on_the_cpu(name: str, dtype: torch.dtype) -> None:
+    config = PACKED[name]
+    here, there = (Engine(config, 4, 200, device=device, dtype=dtype, documents=50) for device in ("cpu", "cuda"))
+    for i, (b, t, documents) in enumerate(((4, 200, 50), (2, 7, 3), (4, 64, 50), (3, 41, 5), (4, 200, 1))):
+        x, y, ends = packed(config, b, t, documents, seed=i)
+        a = here.step(x, y, learning_rate=1e-3, cu_seqlens=ends)
+        got = there.step(x.cuda(), y.cuda(), learning_rate=1e-3, cu_seqlens=ends)
+        assert got == pytest.approx(a, rel=2e-2 if dtype == torch.bfloat16 else 1e-4)
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_gradients_of_packed_rows_equal_those_of_the_cpu(name: str) -> None:
+    config, given = PACKED[name], packed(PACKED[name], 4, 200, 20, seed=3)
+    there, exact = (
+        Engine(config, 4, 200, device="cuda", documents=20),
+        Engine(config, 4, 200, dtype=torch.float64, documents=20),
+    )
+    for engine in (there, exact):
+        engine.gradients(given.tokens, given.targets, cu_seqlens=given.cu_seqlens)
+    largest = max(float(g.norm()) for g in exact.grads.values())
+    for parameter, g in exact.grads.items():
+        assert torch.dist(there.grads[parameter].cpu().double(), g) <= 0.05 * g.norm() + 0.005 * largest, parameter
+    whole = clones(there.grads)
+    there.gradients(given.tokens, given.targets)
+    assert not equal(whole, there.grads)
+
+
+def test_nothing_is_allocated_for_other_packings_and_the_bytes_are_planned() -> None:
+    config = replace(PACKED["llama"], vocab_size=1000)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    engine = Engine(config, 4, 200, device="cuda", documents=30)
+    assert torch.cuda.memory_stats()["requested_bytes.all.current"] - before == engine.plan.peak_bytes
+    batches = [packed(config, 4, 200, 3 * i + 1, seed=i) for i in range(8)]
+    for x, y, ends in batches[:4]:
+        engine.step(x, y, 1e-3, cu_seqlens=ends)
+    count = torch.cuda.memory_stats()["allocation.all.allocated"]
+    for x, y, ends in batches:
+        engine.submit(x, y, 1e-3, cu_seqlens=ends)
+    assert len(engine.finished(wait=True)) == 8 and torch.cuda.memory_stats()["allocation.all.allocated"] == count
+    staged = engine._device_steps[((4, 200),)].staged.buffer.nbytes + 4 * 200  # and a bool for each target
+    assert unplanned_bytes(engine.spec)["the batch as it is staged"] == staged - 8  # the learning rate

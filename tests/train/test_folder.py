@@ -127,7 +127,7 @@ def test_a_run_begins_where_a_process_was_killed_while_it_wrote_the_marker(lengt
     assert not Path("run/..tilegrad-run.staged").exists()
     Path("mine").mkdir()
     Path("mine/..tilegrad-run.staged").write_bytes(mark[:length] + b"x")
-    with pytest.raises(ValueError, match=r"mine: got a folder with \.\.tilegrad-run\.staged, which no run"):
+    with pytest.raises(ValueError, match=r"mine: got a folder with \.\.tilegrad-run\.staged, which tilegrad did not"):
         train(RUN, Path("mine"))
 
 

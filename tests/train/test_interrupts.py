@@ -426,7 +426,7 @@ def test_data_that_ends_while_it_is_learned_from_saves_and_is_refused_until_it_i
         os.truncate(tokens, left)
 
     with pytest.raises(
-        RunEnded, match=f"tokens.bin: cut off while it was read, {left} bytes where .*; saved: .*step-6"
+        RunEnded, match=f"tokens.bin: truncated while it was in use: {left} bytes, .* before; .*saved: .*step-6"
     ):
         train(RUN, Path("run"), show=at_step(6, cut))
     kept = newest()

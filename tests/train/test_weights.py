@@ -128,7 +128,7 @@ def test_shards_bare_names_short_dtypes_and_a_file(tmp_path: Path) -> None:
             assert torch.equal(engine.params[name], want if exact else want.bfloat16().float()), name
     (folder / "b.safetensors").unlink()
     with pytest.raises(
-        FileNotFoundError, match=r"b.safetensors: no such file, and model.safetensors.index.json names it"
+        FileNotFoundError, match=r"b.safetensors: no such file, but model.safetensors.index.json lists it"
     ):
         open_weights(folder)
 

@@ -9,6 +9,7 @@ from .. import __version__
 from .arguments import Command, Parser
 from .benches import add_benches
 from .checks import add_checks
+from .data import add_data
 from .faults import complain, escape_what_cannot_be_shown, silence
 from .memory import add_memory
 from .models import add_models
@@ -32,6 +33,7 @@ def build_parser() -> Parser:
     parser.set_defaults(run=None, parser=parser)
     commands = parser.add_subparsers(metavar="COMMAND")
     add_runs(commands)
+    add_data(commands)
     add_models(commands)
     add_weights(commands)
     add_memory(commands)

@@ -67,12 +67,19 @@ def add_keys(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "config", nargs="?", metavar="FILE", help="a run as TOML; `tilegrad init FILE` writes one to begin with"
     )
+    add_key_flags(command)
+
+
+def add_key_flags(command: argparse.ArgumentParser, *, without: Sequence[str] = ()) -> None:
+    """Add one flag for each key."""
     group = command.add_argument_group(
         "keys of a run",
         "each overrides the same key in FILE, and some have a short name; defaults are those of the preset tiny",
     )
     for key in keys():
         name = f"{key.section}.{key.name}"
+        if name in without:
+            continue
         names = (f"--{name}", SHORT[name]) if name in SHORT else (f"--{name}",)
         text = f"{key.meaning} (default: {key.default})"
         if name == "data.files":

@@ -20,7 +20,7 @@ def _bench_attention(args: argparse.Namespace) -> int:
     from ..bench.attention import bench_attention
     from ..text.atomic import check_new
 
-    if args.plot is not None:  # refused before anything is measured
+    if args.plot is not None:  # check the name before anything is measured
         if Path(args.plot).suffix not in PLOTS:
             raise ValueError(f"plot: got {args.plot!r}; accepted: a name that ends with {', '.join(PLOTS)}")
         check_new(Path(args.plot))
@@ -47,18 +47,18 @@ def _bench_host(args: argparse.Namespace) -> int:
 
 
 def add_benches(commands: Commands) -> None:
-    bench = add_command(commands, "bench", "measure, against the peers that are installed").add_subparsers(
+    bench = add_command(commands, "bench", "measure speed and memory, compared with other libraries").add_subparsers(
         metavar="WHAT", required=True
     )
     attention = add_command(
         bench,
         "attention",
-        "time our kernels and the installed peers, each after a check against the oracle",
+        "time our kernels and those of installed libraries (peers), each after a check of its results",
         _bench_attention,
     )
     attention.add_argument("--device", help="default: cuda where there is one, else cpu")
     add_dtype(attention, "bfloat16, float16 or float32 (default: %(default)s)", default="bfloat16")
-    attention.add_argument("--kernels", nargs="+", metavar="NAME", help="default: those that run there")
+    attention.add_argument("--kernels", nargs="+", metavar="NAME", help="default: all that run on the device")
     attention.add_argument(
         "--preset",
         metavar="NAME",
@@ -70,20 +70,26 @@ def add_benches(commands: Commands) -> None:
         metavar="B,H,T,D[,causal]",
         help="shapes instead of a preset; after D also window=N, hkv=N, tq=N",
     )
-    attention.add_argument("--peers", nargs="*", metavar="NAME", help="default: all that are installed; no name: none")
-    attention.add_argument("--deterministic", action="store_true", help="the backward's deterministic mode")
+    attention.add_argument(
+        "--peers", nargs="*", metavar="NAME", help="default: all installed; --peers without a name: none"
+    )
+    attention.add_argument("--deterministic", action="store_true", help="time the deterministic backward")
     attention.add_argument(
         "--repeats", type=int, default=30, metavar="N", help="interleaved rounds (default: %(default)s)"
     )
     attention.add_argument("--json", action="store_true", help="JSON lines instead of the table")
     attention.add_argument("--out", metavar="FILE", help="append the JSON lines to a file")
     attention.add_argument("--plot", metavar="FILE", help="draw bars into a new file (needs matplotlib)")
-    attention.add_argument("--profile", action="store_true", help="each kernel's share of the device's limits")
+    attention.add_argument(
+        "--profile", action="store_true", help="also print each kernel's share of the device's limits"
+    )
     host = add_command(bench, "host", "host time of a tiny call of attention, compared with SDPA", _bench_host)
     host.add_argument("--device", help="default: cuda where there is one, else cpu")
     add_dtype(host, "bfloat16, float16 or float32 (default: %(default)s)", default="bfloat16")
     host.add_argument("--repeats", type=int, default=200, metavar="N", help="interleaved rounds (default: %(default)s)")
     host.add_argument("--json", action="store_true", help="JSON lines instead of the table")
     host.add_argument("--out", metavar="FILE", help="append the JSON lines to a file")
-    memory = add_command(bench, "memory", "time to get a buffer from the manager, against torch.empty", _bench_memory)
+    memory = add_command(
+        bench, "memory", "time to get a buffer from the manager, compared with torch.empty", _bench_memory
+    )
     memory.add_argument("--json", action="store_true", help="JSON instead of the table")

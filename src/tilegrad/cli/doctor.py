@@ -43,6 +43,7 @@ EXTRAS = {  # extra → packages, what they are for
     "rich": (("rich",), "a live bar while a run trains"),
     "plot": (("matplotlib",), "tilegrad bench attention --plot"),
     "bpe": (("tokenizers",), "BPE tokenizers, and weights of Hugging Face with theirs"),
+    "chat": (("jinja2", "tokenizers"), "conversations: chat templates of tokenizers"),
     "tensorboard": (("tensorboard",), "a run's curves in TensorBoard"),
     "wandb": (("wandb",), "a run's curves in Weights & Biases (--log wandb)"),
     "mlflow": (("mlflow",), "a run's curves in MLflow (--log mlflow)"),

@@ -55,30 +55,37 @@ def _message(event: str, n: Numbers) -> str | None:
     if event == "prepare":
         return str(n["doing"])
     if event == "data":
-        left_out = f"; {n['left_out']:,} files of other kinds are left out" if n["left_out"] else ""
-        kind = f"conversation{'s' * (n['documents'] != 1)} ({n['format']})" if n.get("format") else None
-        kind = kind or f"document{'s' * (n['documents'] != 1)}"
-        documents = f"{n['documents']:,} {kind} in {n['files']:,} file{'s' * (n['files'] != 1)}"
-        lines = [f"{documents}, {n['bytes']:,} bytes, {n['tokens']:,} tokens{left_out}", *_ends(n), *_rows(n)]
-        return "\n".join(lines)
+        return described(n)
+    if event == "early":
+        return f"step {n['step']:>6,}  the end: {n['reason']}"
     if event == "validation":
         below = n["unigram_entropy"] - n["loss"]
         where = f"{abs(below):.2f} {'below' if below > 0 else 'above'} the unigram entropy"
         return f"step {n['step']:>6,}  validation loss {n['loss']:.4f}, {where}"
     if event == "evaluate":
         return f"{n['batch']:,} of {n['batches']:,} batches, loss so far {n['loss']:.4f}"
-    if event == "early":
-        return f"step {n['step']:>6,}  the end: {n['reason']}"
     if event == "stop":
         return f"{n['signal']} after step {n['step']:,}: saving"
     return None
+
+
+def described(n: Numbers) -> str:
+    """The data of a run: what was read, and what becomes of it."""
+    left_out = f"; {n['left_out']:,} files of other kinds are left out" if n["left_out"] else ""
+    kind = f"conversation{'s' * (n['documents'] != 1)} ({n['format']})" if n.get("format") else None
+    kind = kind or f"document{'s' * (n['documents'] != 1)}"
+    documents = f"{n['documents']:,} {kind} in {n['files']:,} file{'s' * (n['files'] != 1)}"
+    lines = [f"{documents}, {n['bytes']:,} bytes, {n['tokens']:,} tokens{left_out}", *_ends(n), *_rows(n)]
+    return "\n".join(lines)
 
 
 def _ends(n: Numbers) -> Iterator[str]:
     """How documents become text, and what ends them."""
     if n.get("format"):
         yield f"Chat template: {n['template'] or 'none; the completion follows the prompt'}"
-    if n.get("eos"):
+    if n.get("eos") and n.get("template"):
+        yield f"EOS {n['eos']!r} ends a conversation where the template writes no special token at its end"
+    elif n.get("eos"):
         yield f"EOS {n['eos']!r} ends each " + ("conversation" if n.get("format") else "document")
     elif "eos" in n:
         yield "The tokenizer has no EOS: a blank line ends each document"

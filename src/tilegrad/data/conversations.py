@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from ..text.untrusted import shown
 from .chat_template import Conversation, Message
-from .tokens import Tokens
+from .document_file import Mask
+from .tokenizer import Encoded
 
 Format: TypeAlias = Literal["text", "messages", "prompt", "instruction"]
 
@@ -39,9 +39,9 @@ def read_messages(record: dict[str, object], format: Format) -> list[Message]:
     """The messages of one line; at least one is the assistant's."""
     for names in _REQUIRED[format]:
         if _first(record, names) is None:
-            has = ", ".join(map(shown, [*record][:20])) or "no field"
+            keys = ", ".join(map(shown, [*record][:20])) or "none"
             raise ValueError(
-                f"got {has}; accepted: an object with {' or '.join(map(repr, names))} (data.format {format})"
+                f"got the keys {keys}; accepted: an object with {' or '.join(map(repr, names))} (data.format {format})"
             )
     if format == "messages":
         messages = _messages(record["messages"], "messages")
@@ -70,14 +70,14 @@ def plain_conversation(messages: Sequence[Message], format: Format, end: str) ->
     return Conversation(text, ((len(prompt), len(text)),))
 
 
-def trained_tokens(conversation: Conversation, starts: Tokens, special: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """Which tokens are targets: those that begin in a span. Where the span has special tokens, such as the end of the turn,
-    tokens after the last of them are not. `starts`: the character at which each token begins, in rising order."""
-    trained = np.zeros(len(starts), np.bool_)
+def trained_tokens(conversation: Conversation, encoded: Encoded) -> Mask:
+    """Which tokens are targets: those with a character in a span. Where the span has special tokens, such as the end of the
+    turn, tokens after the last of them are not."""
+    trained = np.zeros(len(encoded.tokens), np.bool_)
     for begin, end in conversation.spans:
-        first, after = np.searchsorted(starts, (begin, end))
-        ends = np.flatnonzero(special[first:after])
-        trained[first : first + ends[-1] + 1 if len(ends) else after] = True
+        inside = np.flatnonzero((encoded.ends > begin) & (encoded.starts < end))
+        ends = np.flatnonzero(encoded.special[inside])
+        trained[inside[: ends[-1] + 1] if len(ends) else inside] = True
     return trained
 
 

@@ -65,13 +65,13 @@ def open_documents(path: Path, file: TokenFile) -> DocumentFile:
         raise TokenFileError(f"{path}: begins with {head[:8]!r}, or ends in its header: not a file of documents")
     _, version, has_bits, documents, count, source, tokenizer, digest = _HEADER.unpack(head)
     if version != _VERSION:
-        raise TokenFileError(f"{path}: version {version} is not {_VERSION}, the one that this tilegrad reads")
+        raise TokenFileError(f"{path}: got version {version}; accepted: version {_VERSION}")
     if (source.hex(), tokenizer.hex(), count) != (file.source_sha256, file.tokenizer_sha256, len(file.tokens)):
         raise TokenFileError(f"{path}: belongs to other tokens than {file.path}")
     expected = _HEADER.size + 8 * documents + ((count + 7) // 8 if has_bits else 0)
     found = path.stat().st_size
     if has_bits > 1 or not documents or found != expected:
-        raise TokenFileError(f"{path}: got {found} bytes where {documents} documents of {count} tokens make {expected}")
+        raise TokenFileError(f"{path}: got {found} bytes, but {documents} documents of {count} tokens need {expected}")
     with path.open("rb") as opened:
         mapped = mmap.mmap(opened.fileno(), expected, access=mmap.ACCESS_READ)
     if hashlib.sha256(memoryview(mapped)[_HEADER.size :]).digest() != digest:

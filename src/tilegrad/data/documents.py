@@ -8,7 +8,8 @@ a folder      all such files in it and below it, in sorted order; other files th
 EOS ends each document. Where the tokenizer has none, a blank line follows the document of a line, and nothing follows a file.
 
 All of the text is in memory while it is encoded, so text larger than half of the machine's memory is refused before it is
-read. A .gz is decompressed piece by piece, and refused when it exceeds 16 MiB and 100 times its size.
+read. A .gz is decompressed piece by piece, and refused if the text exceeds both 16 MiB and 100 times the
+compressed size.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ Numbers = dict[str, Any]  # the numbers of an event: {"step": 10, "loss": 2.5}
 Show = Callable[[str, Numbers], None]  # called with each event ("prepare", "start", "train", …) and its numbers
 TEXT = (".txt", ".text", ".md", ".rst", ".tex")
 LINES = (".jsonl",)
-_GZIP_GROWTH, _GZIP_SMALL = 100, 1 << 24  # a .gz may hold 100 times its size, and 16 MiB in any case
+_GZIP_GROWTH, _GZIP_SMALL = 100, 1 << 24  # text of a .gz: at most 100 times its size, or 16 MiB if that is more
 _LOOKED_AT, _HEAD = 20, 1 << 22  # lines, and bytes, of a .jsonl in which its format is looked for
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -103,7 +104,9 @@ def read_documents(paths: Sequence[Path], text_field: str = "text", show: Show =
             blank_lines.append("")
             places.append((file, 0))
     if not any((*texts, *blank_lines)):
-        raise ValueError(f"{', '.join(map(str, paths))}: got no text; accepted: {_accepted()} with text in it")
+        raise ValueError(
+            f"{', '.join(map(str, paths))}: got no text; accepted: files that contain text ({_accepted()})"
+        )
     return Documents(texts, blank_lines, places, len(files), left_out)
 
 
@@ -160,9 +163,9 @@ def _format_of(file: Path, text_field: str) -> str:
             return "text"
         format = detect_format(record)
         if format is None:
-            has = ", ".join(map(shown, [*record][:20])) or "no field"
+            keys = ", ".join(map(shown, [*record][:20])) or "none"
             raise ValueError(
-                f"{file}, line {number}: got {has}; accepted: an object with the text in {text_field!r} (data.text_field), or "
+                f"{file}, line {number}: got the keys {keys}; accepted: an object with a string in {text_field!r}, or "
                 "with messages, with prompt and completion or response, or with instruction and output"
             )
         if found not in ("text", format):
@@ -203,9 +206,7 @@ def find_files(paths: Sequence[Path]) -> tuple[list[Path], int]:
             below = sorted(file for file in path.rglob("*") if file.is_file())
             understood = [file for file in below if _kind(file) in TEXT + LINES]
             if not understood:
-                raise ValueError(
-                    f"{path}: got a folder without text; accepted: one with {_accepted()} in it or below it"
-                )
+                raise ValueError(f"{path}: got a folder without text files; accepted: a folder with {_accepted()}")
             files += understood
             left_out += len(below) - len(understood)
         elif not path.is_file():
@@ -221,7 +222,7 @@ def find_files(paths: Sequence[Path]) -> tuple[list[Path], int]:
 
 
 def _accepted() -> str:
-    return f"{', '.join(TEXT + LINES)}, each also with .gz"
+    return f"{', '.join(TEXT + LINES)}, or one of these with .gz"
 
 
 def _kind(file: Path) -> str:
@@ -244,7 +245,7 @@ def _content(file: Path, room: float) -> bytes:
                 grown += len(part)
                 if grown > most:
                     raise ValueError(
-                        f"{file}: got more than {grown >> 20} MiB out of {size:,} bytes; accepted: at most "
+                        f"{file}: got {size:,} bytes that decompress to more than {grown >> 20} MiB; accepted: at most "
                         f"{_GZIP_GROWTH} times the compressed size; if the file is right, decompress it first"
                     )
                 if grown > room:
@@ -271,7 +272,9 @@ def _decoded(file: Path, content: bytes) -> str:
             "convert it, for instance with iconv -t utf-8"
         ) from error
     if "\0" in text:
-        raise ValueError(f"{file}: got a byte 0 at {content.index(0)}: binary; accepted: UTF-8 text")
+        raise ValueError(
+            f"{file}: got a zero byte at position {content.index(0)}; accepted: UTF-8 text, not binary data"
+        )
     return text
 
 
@@ -295,8 +298,10 @@ def _lines(file: Path, text: str) -> Iterator[tuple[int, Record]]:
 def _field(record: Record, where: str, name: str) -> str:
     text = record.get(name)
     if not isinstance(text, str):
-        has = ", ".join(map(shown, [*record][:20]))
-        raise ValueError(f"{where}: got {has}; accepted: an object with the text in {name!r} (data.text_field)")
+        keys = ", ".join(map(shown, [*record][:20])) or "none"
+        raise ValueError(
+            f"{where}: got the keys {keys}; accepted: an object with a string in {name!r} (data.text_field)"
+        )
     try:
         check_surrogates(text, repr(name))
     except ValueError as error:

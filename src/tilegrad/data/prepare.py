@@ -188,7 +188,7 @@ def _conversations(
             found = plain_conversation(one, format, end)
         else:
             found = template.conversation(one) if train_on == "assistant" else template.render(one)
-        return Conversation(found.text, ((0, len(found.text)),)) if train_on == "all" else found
+        return found if train_on == "assistant" else Conversation(found.text, ())
 
     for begin in range(0, len(messages), _TOGETHER):
         places = read.places[begin : begin + _TOGETHER]
@@ -204,14 +204,16 @@ def _conversations(
 
 
 def _marked(text: Conversation, encoded: Encoded, source: Source) -> tuple[Tokens, Mask]:
-    """The tokens, with EOS unless they end with a special token and white space; and which of them are trained on."""
-    tokens, trained = encoded.tokens, trained_tokens(text, encoded.starts, encoded.special)
+    """The tokens, with EOS unless they end with a special token and white space; and which of them are trained on, all if there
+    are no spans."""
+    tokens, trained = encoded.tokens, trained_tokens(text, encoded)
     ends = np.flatnonzero(encoded.special)
     after = int(ends[-1]) + 1 if len(ends) else 0
     ended = len(ends) > 0 and (after == len(tokens) or not text.text[int(encoded.starts[after]) :].strip())
     if source.eos is not None and not ended:
         tokens = np.append(tokens, tokens.dtype.type(source.eos))
         trained = np.append(trained, bool(text.spans) and text.spans[-1][1] == len(text.text))
+    trained[:] |= not text.spans
     trained[:1] = False  # the first token is no target
     if not trained.any():
         raise ValueError(

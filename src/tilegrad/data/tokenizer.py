@@ -44,7 +44,8 @@ _KNOWN_EOS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|
 @dataclass(frozen=True, slots=True)
 class Encoded:
     tokens: Tokens
-    starts: Tokens  # the character at which each token begins, in rising order
+    starts: Tokens  # the character at which each token begins,
+    ends: Tokens  # and the one after its last; a token that is not in the text, such as BOS, has 0 and 0
     special: npt.NDArray[np.bool_]  # which are special tokens, such as EOS
 
 
@@ -96,7 +97,7 @@ class ByteTokenizer:
         found = []
         for text, tokens in zip(texts, self.encode_all(texts), strict=True):
             starts = np.repeat(np.arange(len(text)), [len(c.encode("utf-8")) for c in text])
-            found.append(Encoded(tokens, starts, np.zeros(len(tokens), np.bool_)))
+            found.append(Encoded(tokens, starts, starts + 1, np.zeros(len(tokens), np.bool_)))
         return found
 
     def token_id(self, text: str) -> int | None:  # noqa: ARG002
@@ -154,9 +155,9 @@ class BpeTokenizer:
             found = self.inner.encode_batch(list(texts), add_special_tokens=add_special_tokens)
         marked = []
         for one in found:
-            starts = np.array([begin for begin, _ in one.offsets], np.int64)
+            starts, ends = np.array(one.offsets, np.int64).reshape(-1, 2).T
             tokens = self._checked(one.ids)
-            marked.append(Encoded(tokens, np.maximum.accumulate(starts), np.isin(tokens, self._special)))
+            marked.append(Encoded(tokens, starts, ends, np.isin(tokens, self._special)))
         return marked
 
     def token_id(self, text: str) -> int | None:

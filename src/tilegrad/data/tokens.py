@@ -45,7 +45,7 @@ class TokenFile:
             if one is not None and one.map.size() < len(one.map):
                 found, mapped = one.map.size(), len(one.map)
                 raise OSError(
-                    errno.EIO, f"cut off while it was read, {found} bytes where there were {mapped}", str(one.path)
+                    errno.EIO, f"truncated while it was in use: {found} bytes, {mapped} before", str(one.path)
                 )
 
 
@@ -70,7 +70,7 @@ def open_tokens(path: Path) -> TokenFile:
         raise TokenFileError(f"{path}: {len(head)} bytes are less than a header; {remedy}")
     _, version, itemsize, count, vocab_size, source, tokenizer = _HEADER.unpack(head)
     if version != _VERSION:
-        raise TokenFileError(f"{path}: version {version} is not {_VERSION}, the one that this tilegrad reads; {remedy}")
+        raise TokenFileError(f"{path}: got version {version}; accepted: version {_VERSION}; {remedy}")
     if not 1 <= vocab_size <= 1 << 32:
         raise TokenFileError(f"{path}: got a vocabulary of {vocab_size}; accepted: 1 … 2³²; {remedy}")
     if itemsize != token_dtype(vocab_size).itemsize:
@@ -78,7 +78,7 @@ def open_tokens(path: Path) -> TokenFile:
     expected, found = _HEADER.size + count * itemsize, path.stat().st_size
     if found != expected:
         what = "truncated" if found < expected else "too long"
-        raise TokenFileError(f"{path}: {what}, {found} bytes where {count} tokens make {expected}; {remedy}")
+        raise TokenFileError(f"{path}: {what}: got {found} bytes, but {count} tokens need {expected}; {remedy}")
     with path.open("rb") as file:
         mapped = mmap.mmap(file.fileno(), expected, access=mmap.ACCESS_READ)
     tokens = np.frombuffer(mapped, token_dtype(vocab_size), offset=_HEADER.size)

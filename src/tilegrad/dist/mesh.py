@@ -5,9 +5,9 @@ rank, there is no process group, and every collective is a no-op.
 
 A collective that waits for a lost rank fails with an error that names no rank, and on a GPU it may never fail. So a heartbeat
 thread on each rank publishes (beat, collectives entered, place) in the store every second; on failure two snapshots are
-compared. A rank whose beat has not changed is dead or stopped. Among the others, the rest waits for the ranks with the lowest
-count. A rank that gives up because of another one publishes this before it ends, so that it does not count as dead. No clocks
-are compared.
+compared. A rank whose beat has not changed is dead or stopped. Among the live ranks, those with the lowest count are behind,
+and the others wait for them. A rank that gives up because of another one publishes this before it ends, so that it does not
+count as dead. No clocks are compared.
 """
 
 from __future__ import annotations

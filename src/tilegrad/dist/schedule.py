@@ -82,8 +82,8 @@ def order(buckets: Sequence[Bucket], steps: Sequence[Touch]) -> tuple[int, ...]:
 
 def cut(params: Sequence[Handle], steps: Sequence[Touch], world: int, bucket_bytes: int) -> tuple[Bucket, ...]:
     """Buckets of about `bucket_bytes`, front to back, with sizes divisible by `world`. `params` are handles in the order of the
-    arena. Vectors have their own buckets because they have no weight decay. So have the gradients completed by the backward's
-    last op (an embedding), because no other gradient should wait for them."""
+    arena. Vectors have their own buckets, because they have no weight decay. Parameters whose gradients the backward's last op
+    completes (embeddings) have their own too, because no other gradient should wait for them."""
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes: got {bucket_bytes}; accepted: at least 1")
     last: set[str] = set()
@@ -106,7 +106,7 @@ def cut(params: Sequence[Handle], steps: Sequence[Touch], world: int, bucket_byt
         align = align_of(own[0])
         size = flat("bucket", own).shape[0]
         aligned = -(-size // align) * align
-        ragged = align if aligned > size else 0  # an arena ends with its last buffer, which must be padding
+        ragged = align if aligned > size else 0  # padding must fill the bucket: an arena ends where its last buffer ends
         whole = -(-(aligned + ragged) // (world * align)) * world * align if world > 1 else size
         decayed = whole if len(own[0].shape) >= 2 else 0
         buckets.append(Bucket(tuple(p.name for p in own), start, start + whole, max(whole - aligned, 0), decayed))
@@ -126,7 +126,7 @@ def follow(
     after: Mapping[int, Sequence[Work]],
     observe_names: ObserveNames,
 ) -> Iterator[None]:
-    """Runs the program of these steps inside, with `before[i]` and `after[i]` around op number i."""
+    """Inside, the program of these steps runs, with `before[i]` and `after[i]` around op number i."""
     clock, nothing = 0, ()
 
     def run(name: str, op: Work) -> None:

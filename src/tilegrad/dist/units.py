@@ -124,7 +124,7 @@ class Units:
         before: Actions = {}
         after: Actions = {}
         uses: list[tuple[int, str]] = []  # (op, unit): a unit is needed and not gathered yet
-        there: dict[bool, str] = {}  # gathered now: the root, and one block at a time
+        there: dict[bool, str] = {}  # the units gathered now: the root (True) and one block (False)
         first: dict[str, int] = {}
         last: dict[str, int] = {}
         for i, step in enumerate(steps):
@@ -152,7 +152,7 @@ class Units:
         self, steps: Sequence[Touch], mesh: Mesh, *, first: bool, emit: Emit | None, observe: Observe,
         observe_names: ObserveNames,
     ) -> Iterator[None]:  # fmt: skip
-        """Runs the program of these steps inside. `first`: sums overwrite the parts, otherwise they accumulate. `emit` is the
+        """Inside, the program of these steps runs. `first`: sums overwrite the parts, otherwise they accumulate. `emit` is the
         outer observer (a trace or poison), which gets each call; None without one. A traced program communicates nothing."""
         works: dict[str, Pending] = {}
         before, after = self.schedule(steps)
@@ -208,7 +208,7 @@ class Units:
                     emit(Emitted("reduce_scatter", (grads,), (grads,), (grads,), reduce))
 
     def _by_unit(self, call: Call) -> Call:
-        """On handles: the call with unit buffers in place of parameters and gradients. It writes only parts of these."""
+        """On handles: the call with unit buffers in place of parameters and gradients. It writes only a part of each buffer."""
         if not any(isinstance(h, Handle) for h in (*call.reads, *call.writes)):
             return call
 

@@ -39,7 +39,7 @@ def new_outputs(q: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
 
 
 def new_gradients(q: Tensor, k: Tensor, v: Tensor, mask: Mask, wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
-    """GRADIENTS; None for those not wanted."""
+    """New tensors for GRADIENTS; None if not wanted."""
     want_q, want_k, want_v, want_bias, want_sinks = wanted
     return (
         torch.empty_like(q) if want_q else None,
@@ -117,7 +117,7 @@ def backward(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Checks, allocates, runs: dq, dk, dv, dbias, dsinks; None for those not wanted. `key` is from `backward_key`."""
     prepared, device = recall(key), q.device
-    if prepared is None and not rows_aligned(do):  # not every kernel can read such rows; a prepared one can
+    if prepared is None and not rows_aligned(do):  # not every kernel reads unaligned rows; a prepared one does
         do = do.clone(memory_format=torch.contiguous_format)
         key = backward_key(q, k, v, o, lse, do, dlse, mask, wanted, kernel, deterministic, manager)
         prepared = recall(key)

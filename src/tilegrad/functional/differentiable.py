@@ -1,4 +1,4 @@
-"""Makes a pair of torch.library ops, <name>_fwd and <name>_bwd, differentiable under every torch feature that sees ops.
+"""Registers a pair of torch.library ops, <name>_fwd and <name>_bwd, with autograd, autocast, fake tensors and vmap.
 
 Compilers, fake tensors, dispatch modes and autocast see the ops themselves. torch.func transforms see an autograd.Function
 around each op. Second derivatives and forward mode raise.
@@ -21,11 +21,11 @@ def register(
     library: torch.library.Library, name: str, public_name: str, kernels: tuple[Op, Op], fakes: tuple[Op, Op],
     save: Callable[..., None], gradient: Op, vmaps: tuple[Op, Op],
 ) -> tuple[Op, Op]:  # fmt: skip
-    """Registers both ops, whose schemas are already defined and whose first arguments are q, k and v. Returns them in the form
-    that torch.func transforms take.
+    """Registers both ops, whose schemas are already defined and whose first arguments are q, k and v. Returns each op in an
+    autograd.Function, for torch.func transforms.
 
     `kernels`, `fakes` and `vmaps` are (forward, backward) pairs of functions. `save(ctx, inputs, output)` and
-    `gradient(ctx, *grads)` are setup_context and backward of the forward op in autograd.
+    `gradient(ctx, *grads)` are the forward op's setup_context and backward for autograd.
     """
 
     def no_second_derivative(*_: object) -> NoReturn:
@@ -63,7 +63,7 @@ def _for_transforms(public_name: str, op: Op, save: Callable[..., None], gradien
         forward = staticmethod(lambda *arguments: op(*arguments))
         setup_context = staticmethod(save)
         backward = staticmethod(gradient)
-        jvp = staticmethod(lambda *_: raise_forward_mode(public_name))  # type: ignore[assignment]  # torch's has ctx
+        jvp = staticmethod(lambda *_: raise_forward_mode(public_name))  # type: ignore[assignment]  # torch's jvp has a ctx
 
     return Function.apply
 
@@ -76,12 +76,12 @@ def raise_forward_mode(public_name: str) -> NoReturn:
 
 
 def batching_rule(op: Callable[..., Any], tensors: int, folds: Callable[..., bool]) -> Callable[..., Any]:
-    """vmap of an op whose first `tensors` arguments have a batch dimension B at 0, or are None. If folds(in_dims, arguments),
-    samples are folded into B; else there is one call per sample."""
+    """vmap of an op whose first `tensors` arguments have a batch dimension B at 0, or are None. If folds(in_dims,
+    arguments) is true, samples are folded into B; else there is one call per sample."""
 
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
         n = info.batch_size
-        in_dims = tuple(d if isinstance(d, int) else None for d in in_dims)  # that of a list is a list of None
+        in_dims = tuple(d if isinstance(d, int) else None for d in in_dims)  # the in_dim of a list is a list of None
         first = [x if d is None else x.movedim(d, 0) for x, d in zip(arguments, in_dims, strict=True)]
         if folds(in_dims, arguments):
             own = [

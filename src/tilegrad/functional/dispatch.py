@@ -1,13 +1,14 @@
 """Three dispatch paths for attention: cached C++ call, eager autograd.Function, torch.library op.
 
-    fast path   eager.cpp, to the kernel and back in C++, if it        plain tensors, only q, k and v, no mode, no
-                was built                                              transform, a signature that ran before
+    path        what runs                                              for which calls
+    fast path   the whole call in C++ (eager.cpp, if it was built)     plain tensors, only q, k and v, no mode, no
+                                                                       transform, a signature that ran before
     eager       an autograd.Function around the kernel                 plain tensors, no mode, no transform
-    op          library.py                                             compile, export, fake tensors, subclasses,
+    op          a torch.library op (library.py)                        compile, export, fake tensors, subclasses,
                                                                        dispatch and function modes, torch.func, tracing
 
-The last two check, allocate and run through the same two functions of call.py. In a small call torch's dispatcher takes
-most of the time, and Python the rest, so the other two paths exist. All three give the same bits.
+The eager path and the op check, allocate and run through the same two functions of call.py. In a small call torch's dispatcher
+takes most of the time, which the eager path saves, and Python the rest, which the fast path saves. All give the same bits.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, return_lse: bool, deterministic: bool | None, kernel: str | None
 ) -> Tensor | tuple[Tensor, Tensor]:
     """o, or (o, lse); differentiable."""
-    if not mask.has_tensors and mask.cache_key is not None and call.fast_path is not None:  # None in a compiler
+    # cache_key is None while torch.compile traces
+    if not mask.has_tensors and mask.cache_key is not None and call.fast_path is not None:
         found = call.fast_path.attend(q, k, v, mask.cache_key, kernel, table.ATTENTION, deterministic, return_lse)
         if found is not None:
             return found  # type: ignore[no-any-return]
@@ -75,7 +77,7 @@ def _learned(mask: Mask) -> bool:
 
 
 def seed_tensor(mask: Mask, device: torch.device) -> Tensor | None:
-    """The seed as a tensor: drawn if dropout has no seed. None if there is no dropout and the seed is an int."""
+    """The seed as a tensor, drawn if dropout has none. Without dropout: the caller's tensor, or None."""
     seed = mask.seed
     if seed is None and mask.dropout_p:
         return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device)
@@ -108,8 +110,8 @@ def is_plain_tensor(q: Any, *others: Any) -> bool:
 
 
 class _EagerAttention(torch.autograd.Function):
-    """A kernel and its backward, without the dispatcher: apply(options, q, k, v). If the mask has tensors, all of bias,
-    alibi_slopes, sinks, seed, cu_seqlens_q and cu_seqlens_k follow."""
+    """A kernel and its backward, without the dispatcher: apply(options, q, k, v), or, if the mask has tensors,
+    apply(options, q, k, v, bias, alibi_slopes, sinks, seed, cu_seqlens_q, cu_seqlens_k)."""
 
     @staticmethod
     def forward(ctx: Any, options: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, *held: Tensor | None) -> Any:
@@ -122,7 +124,7 @@ class _EagerAttention(torch.autograd.Function):
             deterministic,
             kernel,
             manager,
-        )  # without tensors: only autograd saves those
+        )  # no tensors here: autograd saves them
         return (o, lse) if return_lse else o
 
     @staticmethod
@@ -145,14 +147,14 @@ class _EagerAttention(torch.autograd.Function):
         return (None, dq, dk, dv, dbias, None, dsinks, None, None, None) if held else (None, dq, dk, dv)
 
 
-_apply_eagerly = super(torch.autograd.Function, _EagerAttention).apply  # Function.apply checks for transforms first
+_apply_eagerly = super(torch.autograd.Function, _EagerAttention).apply  # skips Function.apply's check for transforms
 
 
 def _backward_of_eager(
     reads: Sequence[Any], mask: Mask, wanted: tuple[bool, ...], kernel: str | None, deterministic: bool,  # noqa: FBT001
     manager: int = 0,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """The kernel on plain tensors, else the op."""
+    """Runs the kernel if the tensors are plain, else the op."""
     q, k, v, o, lse, do, dlse = reads
     held = tensors_of(mask, mask.seed)
     batched = _is_batched(do) or dlse is not None and _is_batched(dlse)  # torch.autograd.grad(…, is_grads_batched=True)

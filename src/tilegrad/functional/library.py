@@ -154,7 +154,7 @@ _keep_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a
 
 
 def _vmap(op: Callable[..., Any], tensors: int) -> Callable[..., Any]:
-    """Folds samples if q, k and v all have the vmap dimension, and no tensor of the mask nor its gradient has it."""
+    """Folds samples if q, k and v all have the vmap dimension, and neither a tensor of the mask nor its gradient has it."""
 
     def folds(in_dims: tuple[Any, ...], arguments: tuple[Any, ...]) -> bool:
         bias, alibi_slopes, sinks, seed, cu_seqlens_q = arguments[tensors : tensors + 5]

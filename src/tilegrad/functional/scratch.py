@@ -26,7 +26,7 @@ _managers: WeakValueDictionary[int, AttentionBufferManager] = WeakValueDictionar
 
 
 def number_of(manager: AttentionBufferManager | None) -> int:
-    """The number that stands for the manager among an op's arguments; 0 for None."""
+    """The number that an op takes instead of the manager; 0 for None."""
     if manager is None:
         return 0
     _managers[id(manager)] = manager

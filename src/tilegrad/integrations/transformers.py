@@ -7,7 +7,7 @@ the mask function. Ours is an `Attends`, which has no T×T matrix:
     band   (left, right), the largest distance attended to on either side
     runs   padding and packing as cumulative lengths over the B·T rows, for `attention_varlen`, without copies. Padding is
            rows without columns and columns without rows, so it has no effect
-    bias   for the rest: (B, 1, 1, Tk) for padding if rows are not columns, (B, 1, Tq, Tk) for an unknown closure
+    bias   for the rest: (B, 1, 1, Tk) for padding if queries and keys differ, (B, 1, Tq, Tk) for an unknown closure
 
 An `Attends` is not a tensor and never None, so a model that computes attention itself raises instead of ignoring the mask.
 """
@@ -118,7 +118,9 @@ def mask(
         return Attends(**form, bias=padding[:, None, None])
     split = ((padding[:, 1:] & ~padding[:, :-1]).sum(1) + padding[:, 0] > 1).any()
     if tracing:
-        accepted = "attention_mask: got padding between tokens; accepted by torch.compile: before or after them"
+        accepted = (
+            "attention_mask: got padding between tokens; accepted in torch.compile: padding before or after all tokens"
+        )
         torch._assert_async(~split, accepted)
     elif bool(split):
         return Attends(**form, bias=padding[:, None, None])
@@ -212,7 +214,7 @@ def _traced(
     function: Callable[..., Any], config: Any = None, local_size: int | None = None,
     allow_is_causal_skip: bool = False, **_: Any,
 ) -> tuple[Window, None] | None:  # fmt: skip
-    """The same for torch.compile, which can't look into a closure: by the function's identity and its other arguments."""
+    """`_read` for torch.compile, which can't look into a closure: by the function's identity and its other arguments."""
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
     if function is causal_mask_function or function is bidirectional_mask_function:
@@ -238,8 +240,8 @@ def _packed(ids: Tensor) -> Runs:
 def _padded(padding: Tensor, rows: int | None) -> Runs:
     """Runs of tokens between padding. padding (B, Tk), True for tokens.
 
-    `rows`: number of rows, all of which attend to the tokens (an encoder, or cross attention). None: rows are columns, and
-    padding rows attend to nothing.
+    `rows`: number of rows, all of which attend to the tokens (an encoder, or cross attention). None: rows and
+    columns are the same tokens, and padding rows attend to nothing.
     """
     tokens, before = padding.sum(1), padding.int().argmax(1)
     none, after = torch.zeros_like(tokens), padding.shape[1] - before - tokens

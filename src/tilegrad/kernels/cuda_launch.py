@@ -10,7 +10,7 @@ but not its launcher. A kernel takes its parameters in order, without constexprs
     number     in its own type
 
 The driver copies parameters at a launch, so a launch may be captured in a CUDA graph, and repeated. A plan caches packed
-launches by the addresses and the stream of a call: every training step uses the same ones.
+launches by stream and addresses, which are the same in every training step.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ NUMBERS = {
 }  # fmt: skip
 MAP_DTYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CUtensorMapDataType
 USUAL = {"num_ctas": 1, "launch_cooperative_grid": False, "launch_pdl": False, "instrumentation_mode": ""}
+ACCEPTED = "a kernel of a supported Triton, with one CTA per cluster, an ordinary launch and no scratch"
 PROMOTE_128_BYTES = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
 
 Encoder = Callable[[int, int], None]  # writes a tensor map: (destination, address of the tensor)
@@ -69,7 +70,7 @@ def current_device() -> int:
 def _encoder(descriptor: Any, meta: dict[str, Any]) -> Encoder:
     rank, itemsize, dtype = len(descriptor.shape), descriptor.base.element_size(), MAP_DTYPES[descriptor.base.dtype]
     shape = (ctypes.c_uint64 * rank)(*reversed(descriptor.shape))
-    strides = (ctypes.c_uint64 * rank)(*(itemsize * s for s in reversed(descriptor.strides[:-1])))  # without columns
+    strides = (ctypes.c_uint64 * rank)(*(itemsize * s for s in reversed(descriptor.strides[:-1])))  # the last is 1
     box = (ctypes.c_uint32 * rank)(*reversed(meta["block_size"]))
     ones = (ctypes.c_uint32 * rank)(*(1,) * rank)
     encode = driver().cuTensorMapEncodeTiled
@@ -84,7 +85,7 @@ def _encoder(descriptor: Any, meta: dict[str, Any]) -> Encoder:
 
 
 def _call(call: _Call, device: int, name: str) -> None:
-    """Calls the driver. A thread without a CUDA context, as autograd's are at first, gets one and calls again."""
+    """Calls the driver. If the thread has no CUDA context yet (as in autograd's threads), makes one and calls again."""
     function, arguments = call
     code = function(*arguments)
     if code == NO_CONTEXT:
@@ -124,7 +125,7 @@ class Launch:
     def __init__(self, compiled: Any, grid: Sequence[int], arguments: Sequence[Any], device: int) -> None:
         unfit = refusal(compiled)
         if unfit:
-            raise RuntimeError(f"kernel: got {compiled.metadata.name}, which {unfit}; accepted: a kernel without this")
+            raise RuntimeError(f"kernel: got {compiled.metadata.name}, which {unfit}; accepted: {ACCEPTED}")
         self.device, self._compiled, self._grid = device, compiled, (*grid, 1, 1)[:3]
         self._numbers, self._offsets = bytearray(), list[int]()
         self._pointers, self._maps = list[int](), list[tuple[int, Encoder]]()  # their offsets in the packed parameters
@@ -160,7 +161,7 @@ class Launch:
         struct.pack_into(code, self._numbers, start, number)
 
     def take_tensors(self) -> tuple[Tensor, ...]:
-        """Returns the tensors, in the order of the addresses of `bind`, and releases them."""
+        """Returns the tensors, in the order in which `bind` takes their addresses, and releases them."""
         tensors, self._tensors = self._tensors, ()
         return tensors
 
@@ -203,7 +204,7 @@ _kept: dict[tuple[object, ...], tuple[_Call, ...]] = {}  # (plan, stream, addres
 
 
 class HasTensors(Protocol):
-    """A call: has the tensors whose addresses its launches need."""
+    """A call, with the tensors whose addresses its launches need."""
 
     @property
     def tensors(self) -> Sequence[Tensor]: ...
@@ -212,8 +213,9 @@ class HasTensors(Protocol):
 class Plan:
     """The launches of all calls whose tensors have the same sizes, strides, dtypes and alignment as those of `call`.
 
-    The tensors of a call are distinct objects, though two may have one address. An argument of a kernel is one of them, or a
-    view of one of `viewed`: contiguous memory that no other tensor shares, or a tensor with the view's first address.
+    The tensors of a call are distinct objects, though two may have one address. An argument of a kernel is one of these
+    tensors, or a view of a tensor in `viewed`. A view is found by its address: the viewed tensor is contiguous and shares no
+    memory with other tensors, or it starts at the same address as the view.
     """
 
     def __init__(
@@ -240,13 +242,14 @@ class Plan:
                 _call(each, device, "a launch")
 
     def numbers(self, stream: int, addresses: Sequence[int]) -> tuple[list[list[int]], object]:
-        """The same launches for eager.cpp: each as the address of a function and its four arguments. Also returns the objects
-        that must live as long as these are used."""
+        """The launches of a call, for eager.cpp: each is the address of a function and its four arguments. Also returns the
+        objects that must stay alive while the launches are used."""
         calls = self._bound(stream, addresses)
         return [[_number(x) for x in (_address(f), *arguments)] for f, arguments in calls], calls
 
     def answered(self, code: int) -> None:
-        """Handles the error of a launch: if the thread has no context, makes one for a second attempt, else raises."""
+        """Handles the error code of a launch: makes a CUDA context if this thread has none, so that the caller can try again;
+        raises for any other code."""
         if code != NO_CONTEXT:
             _raise(code, "a launch")
         _make_context(self._device)

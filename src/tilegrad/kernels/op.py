@@ -26,7 +26,7 @@ class Call:
     name: str
     reads: tuple[Any, ...]
     writes: tuple[Any, ...]
-    accumulates: tuple[Any, ...]  # those of writes whose old value is also read
+    accumulates: tuple[Any, ...]  # tensors of `writes` whose old value is also read
     run: Callable[[], None]
 
 

@@ -41,7 +41,7 @@ def _reachable(distance: int, terms: Terms) -> bool:
 
 
 def check_apart(writes: Mapping[str, Tensor | None], reads: Mapping[str, object]) -> None:
-    """Raises if a written tensor of a call shares memory with any other tensor of it."""
+    """Raises if a tensor that a call writes shares memory with another tensor of the call."""
     written = [(name, x) for name, x in writes.items() if x is not None]
     read = [(name, x) for name, x in reads.items() if isinstance(x, Tensor)]
     for n, (name, x) in enumerate(written):

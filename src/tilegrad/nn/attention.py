@@ -110,7 +110,9 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.append(k, v)
         elif causal and q.shape[2] != k.shape[2]:
-            raise ValueError(f"is_causal: got {q.shape[2]} rows and {k.shape[2]} keys; accepted: as many, or a cache")
+            raise ValueError(
+                f"is_causal: got {q.shape[2]} rows, {k.shape[2]} keys; accepted: as many rows as keys, or a cache"
+            )
         window = None if self.window is None else (self.window - 1, None)
         bias = self._bias(key_padding_mask, None if is_causal else attn_mask, q, k)
         dropout_p = self.dropout if self.training else 0.0

@@ -20,12 +20,12 @@ from .attention import Attention
 class DilatedAttention(nn.Module):
     """Dilated attention over query, key and value (B, T, H, D).
 
-    segment_lengths, dilation_rates, mode   as in `tilegrad.dilated_attention`, like `scale`
+    segment_lengths, dilation_rates, mode   as in `tilegrad.dilated_attention`, and so is `scale`
     dropout                                 of probabilities, in training only
     enable_buffer_manager                   False: torch's allocator
     enable_buffer_reuse                     False: the manager caches nothing
     enable_preallocation                    one buffer of each type's typical size is cached from the start
-    manager                                 one to share with other modules; None: creates its own
+    manager                                 a manager to share with other modules; None: creates its own
 
     A copy of the module creates its own manager.
 

@@ -77,14 +77,14 @@ def theirs(kind: str, tensors: Mapping[str, Tensor], config: ModelConfig) -> Ite
 Requirement = tuple[object, str, bool]  # got, accepted, whether it is accepted
 
 
-def _refuse(kind: str, requirements: Mapping[str, Requirement]) -> None:
+def _refuse(what: str, requirements: Mapping[str, Requirement]) -> None:
     bad = [
         f"{name}: got {shown(got)}; accepted: {accepted}"
         for name, (got, accepted, ok) in requirements.items()
         if not ok
     ]
     if bad:
-        raise ValueError(f"the engine has no such {kind}: {'; '.join(bad)}")
+        raise ValueError(f"{what}: {'; '.join(bad)}")
 
 
 def config_of(origin: Config) -> ModelConfig:
@@ -139,7 +139,7 @@ def _gpt2(c: Config) -> ModelConfig:
     act, scaled = c.get("activation_function", "gelu_new"), c.get("scale_attn_weights", True)
     by_layer = c.get("scale_attn_by_inverse_layer_idx", False)
     _refuse(
-        "gpt2",
+        "this gpt2 is not supported",
         {
             "activation_function": (act, "'gelu_new'", act in ("gelu_new", "gelu_pytorch_tanh")),
             "attn_pdrop, resid_pdrop, embd_pdrop": (sorted({*drops}), "one dropout for all", len({*drops}) == 1),
@@ -166,7 +166,7 @@ def _llama(c: Config, kind: str) -> ModelConfig:
     window, types = _windows(c, kind, layers)
     turned = rope.get("partial_rotary_factor", c.get("partial_rotary_factor", 1.0))
     _refuse(
-        kind,
+        f"this {kind} is not supported",
         {
             "hidden_act": (act, "'silu'", act in ("silu", "swish")),
             "attention_dropout": (drop, "0; --model.dropout sets it for the whole model", not drop),
@@ -247,7 +247,7 @@ def _gpt2_json(c: ModelConfig, biases: list[bool]) -> tuple[str, dict[str, objec
         "window": (c.window, "None", c.window is None),
         "qk_norm": (c.qk_norm, "False", not c.qk_norm),
     }
-    _refuse("gpt2 in transformers", requirements | _requirements(c))
+    _refuse("this model can't be exported as gpt2", requirements | _requirements(c))
     return "gpt2", {
         "n_positions": c.block_size,
         "n_layer": c.n_layer,
@@ -274,7 +274,7 @@ def _llama_json(c: ModelConfig, biases: list[bool]) -> tuple[str, dict[str, obje
         "window_layers": (c.window_layers, "None", c.window_layers is None or kind.startswith("qwen")),
         "dropout": (c.dropout, "0", not c.dropout),
     }
-    _refuse(f"{kind} in transformers", requirements | _requirements(c))
+    _refuse(f"this model can't be exported as {kind}", requirements | _requirements(c))
     rope: dict[str, object] = {"rope_type": "default", "rope_theta": c.rope_theta}
     if (s := c.rope_scaling) is not None:
         rope["rope_type"] = s.kind

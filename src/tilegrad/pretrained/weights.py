@@ -188,7 +188,7 @@ def _indexed(folder: Path, index: Path) -> dict[str, Path]:
     names = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(names, dict):
         raise ValueError(
-            f"{index}: got no weight_map; accepted: an object, each tensor's name with the name of its file"
+            f"{index}: got no weight_map; accepted: an object that maps the name of each tensor to its file"
         )
     paths: dict[str, Path] = {}
     for file in names.values():
@@ -196,7 +196,7 @@ def _indexed(folder: Path, index: Path) -> dict[str, Path]:
             try:
                 path = file_in(folder, file, str(index))
             except FileNotFoundError as error:
-                raise FileNotFoundError(f"{folder / str(file)}: no such file, and {index.name} names it") from error
+                raise FileNotFoundError(f"{folder / str(file)}: no such file, but {index.name} lists it") from error
             paths[path.name] = path
     for file, path in paths.items():
         with open_tensors(path) as opened:
@@ -234,7 +234,7 @@ def write_weights(
     staged = folder.with_name(f".{folder.name}.partial")
     if staged.exists():
         raise ValueError(
-            f"{folder}: got {staged} next to it, which may be what a killed process left; accepted: a new name, or this one "
+            f"{folder}: got {staged} next to it, perhaps from a killed process; accepted: a new name, or this one "
             "after that folder is deleted"
         )
     try:

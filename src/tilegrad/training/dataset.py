@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import cast
 
 import numpy as np
 
 from ..data.batches import Batches, Rows, Windows, batches_in_order, split, split_windows
+from ..data.conversations import Format
 from ..data.document_file import DocumentFile
-from ..data.documents import Numbers
+from ..data.documents import Numbers, Show, default_text
 from ..data.packing import Batch, PackedRows, Pieces, TooLong, cut_documents, split_pieces
+from ..data.prepare import TrainOn, prepare
 from ..data.tokenizer import Tokenizer
 from ..data.tokens import TokenFile, Tokens, unigram_entropy
 from .config import DataConfig, RunConfig
@@ -22,6 +25,24 @@ _PROMPT_TOKENS = 32
 def needs_documents(data: DataConfig) -> bool:
     """Whether rows are made of documents, not of windows."""
     return data.format != "text" or bool(data.packing)
+
+
+def prepare_data(
+    config: RunConfig, folder: Path, show: Show, *, documents: bool = False
+) -> tuple[TokenFile, Tokenizer]:
+    """Write the tokens of a settled run into `folder`; with `documents`, the ends of documents in any case."""
+    data = config.data
+    return prepare(
+        [Path(name) for name in data.files] or [default_text()],
+        folder,
+        tokenizer=data.tokenizer,
+        vocab_size=data.vocab_size,
+        text_field=data.text_field,
+        format=cast(Format, data.format),
+        train_on=cast(TrainOn, data.train_on),
+        packing=documents or bool(data.packing),
+        show=show,
+    )
 
 
 @dataclass(frozen=True, slots=True)

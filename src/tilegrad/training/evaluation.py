@@ -20,10 +20,8 @@ import torch
 from torch import Tensor
 
 from ..data.batches import Rows, Windows, batches_in_order
-from ..data.conversations import Format
 from ..data.documents import Show
 from ..data.packing import PackedRows, TooLong, cut_documents
-from ..data.prepare import TrainOn, prepare
 from ..data.tokenizer import Tokenizer
 from ..data.tokens import Tokens
 from ..engine.batch import Batch, count_targets
@@ -33,7 +31,7 @@ from ..engine.state import write_param
 from ..pretrained.weights import is_weights
 from .checkpoint import read_state
 from .config import DTYPES, RunConfig, TrainConfig, Values, check_vocab_size, initial_run, run_from, settled
-from .dataset import Dataset, needs_documents
+from .dataset import Dataset, needs_documents, prepare_data
 from .folder import locate, own_data, upgraded
 from .ranks import Ranks
 
@@ -132,16 +130,8 @@ def _with_files(config: RunConfig, files: Sequence[Path]) -> RunConfig:
 def _read(config: RunConfig, tokenizer: Path, scratch: Path, show: Show) -> tuple[Rows, Tokenizer]:
     """All rows of config.data.files."""
     t, data = config.train, config.data
-    file, made = prepare(
-        [Path(name) for name in data.files],
-        scratch,
-        tokenizer=str(tokenizer),
-        text_field=data.text_field,
-        format=cast(Format, data.format),
-        train_on=cast(TrainOn, data.train_on),
-        packing=bool(data.packing),
-        show=show,
-    )
+    own = replace(config, data=replace(data, tokenizer=str(tokenizer)))
+    file, made = prepare_data(own, scratch, show)
     check_vocab_size(config, file.vocab_size)
     if not needs_documents(data) or file.documents is None:
         return Windows(file.tokens, min(t.seq_len, max(1, len(file.tokens) - 1))), made  # a short text is one window

@@ -11,11 +11,8 @@ import shutil
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import cast
 
-from ..data.conversations import Format
 from ..data.documents import Numbers, Show, default_text, quiet
-from ..data.prepare import TrainOn, prepare
 from ..data.tokenizer import Tokenizer
 from ..data.tokens import TokenFile
 from ..dist.mesh import Mesh, RankLost
@@ -25,7 +22,7 @@ from ..engine.parallel import BUCKET_BYTES, Shard, check_accumulation, check_agr
 from ..engine.state import write_param
 from ..pretrained.weights import open_weights
 from .config import RunConfig, Sections, check_vocab_size
-from .dataset import Dataset, needs_documents
+from .dataset import Dataset, needs_documents, prepare_data
 from .folder import check_shared, claimed, forget, own_data
 from .loggers import check_installed, chosen_loggers
 from .loop import Run, RunResult
@@ -116,7 +113,6 @@ def _open(start: Start, show: Show, ranks: Ranks) -> Run:
 def _prepare(start: Start, show: Show, mesh: Mesh, summary: Numbers) -> tuple[TokenFile, Tokenizer]:
     """The tokens of a new run; rank 0 prepares them first. `summary` gets the counts."""
     config, data = start.config, start.config.data
-    files = [Path(name) for name in data.files] or [default_text()]
 
     def show_but_summary(event: str, numbers: Numbers) -> None:
         if event == "data":
@@ -125,23 +121,13 @@ def _prepare(start: Start, show: Show, mesh: Mesh, summary: Numbers) -> tuple[To
             show(event, numbers)
 
     def prepared() -> tuple[TokenFile, Tokenizer]:
-        return prepare(
-            files,
-            start.folder / "data",
-            tokenizer=data.tokenizer,
-            vocab_size=data.vocab_size,
-            text_field=data.text_field,
-            format=cast(Format, data.format),
-            train_on=cast(TrainOn, data.train_on),
-            packing=bool(data.packing),
-            show=show_but_summary,
-        )
+        return prepare_data(config, start.folder / "data", show_but_summary)
 
     mesh.at("preparing data")
     tokens, tokenizer = mesh.first(prepared)
     if not needs_documents(data) and len(tokens.tokens) <= config.train.seq_len:
         raise ValueError(
-            f"{', '.join(map(str, files))}: got {len(tokens.tokens)} tokens; accepted: at least seq_len + 1 = "
+            f"{', '.join(data.files) or default_text()}: got {len(tokens.tokens)} tokens; accepted: at least seq_len + 1 = "
             f"{config.train.seq_len + 1}; give more text, or a smaller seq_len"
         )
     check_vocab_size(config, tokens.vocab_size)

@@ -25,15 +25,15 @@ class RunState(TypedDict):
     train_loss: float | None  # None: it was not finite
     validation_loss: float | None  # None: there was no evaluation, or it was not finite
     threads: int  # torch's number of threads at the save
-    finite: list[Any] | None  # engine, data and train_loss before the non-finite steps in progress
+    finite: list[Any] | None  # [engine, data, train_loss] before the latest non-finite steps; None: the last was finite
     tokenizer_sha256: NotRequired[str]  # older checkpoints lack it
     evaluations_since_best: NotRequired[int]  # likewise
-    shapes: NotRequired[dict[str, list[int]]]  # in checkpoints of several ranks: the shape of every parameter,
-    ranks: NotRequired[int]  # and how many ranks wrote them
+    shapes: NotRequired[dict[str, list[int]]]  # of all parameters; only in checkpoints of several ranks
+    ranks: NotRequired[int]  # how many ranks wrote the checkpoint, if several did
 
 
 def check_run_state(state: Mapping[str, object], step: int) -> None:
-    """Refuse, with the field's name, a state that no run saves after `step` steps."""
+    """Raise ValueError, with the field's name, if no run can have saved this state after `step` steps."""
     check_values(state, "state")
     engine, data, run = (_mapping(state.get(name), name) for name in ("engine", "data", "run"))
     _check_engine(engine, "engine")
@@ -59,7 +59,9 @@ def check_run_state(state: Mapping[str, object], step: int) -> None:
     _check_text(text)
     for name, values in (("engine", engine), ("data", data)):
         if values["seed"] != train.get("seed"):
-            raise ValueError(f"{name}.seed: got {shown(values)}; accepted: {shown(train.get('seed'))}, the run's")
+            raise ValueError(
+                f"{name}.seed: got {shown(values['seed'])}; accepted: {shown(train.get('seed'))}, as in run.train"
+            )
 
 
 def _check_text(data: Mapping[str, object]) -> None:
@@ -109,7 +111,7 @@ def _check_engine(engine: Mapping[str, object], name: str) -> None:
     _draws, steps, skipped, in_a_row = (_count(engine.get(key), f"{name}.{key}", 0) for key in _COUNTERS)
     if not in_a_row <= skipped <= steps:
         got = f"steps {steps}, skipped {skipped}, skipped_in_a_row {in_a_row}"
-        raise ValueError(f"{name}: got {got}; accepted: no more in a row than in all, and no more than steps")
+        raise ValueError(f"{name}: got {got}; accepted: skipped_in_a_row ≤ skipped ≤ steps")
 
 
 def _check_data(data: Mapping[str, object], name: str) -> None:
@@ -124,7 +126,7 @@ def _check_finite(value: object) -> None:
     if value is None:
         return
     if not isinstance(value, list) or len(value) != 3:
-        raise ValueError(f"finite: got {shown(value)}; accepted: null, or engine, data and a loss")
+        raise ValueError(f"finite: got {shown(value)}; accepted: null, or a list [engine, data, loss]")
     _check_engine(_mapping(value[0], "finite.engine"), "finite.engine")
     _check_data(_mapping(value[1], "finite.data"), "finite.data")
     _check_loss(value[2], "finite.loss")

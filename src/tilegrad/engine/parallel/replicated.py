@@ -46,8 +46,8 @@ class Replicated(Alone):
     def around(
         self, program: Program, *, training: bool = True, accumulate: bool = True, last: bool = False
     ) -> Iterator[None]:
-        """In a step, an op waits for the parameters that it reads, and in the last micro-batch each bucket is summed as soon
-        as its gradients are complete."""
+        """Inside, an op of a step waits until the parameters that it reads are gathered. In the last micro-batch, the sum of
+        a bucket starts as soon as its gradients are complete."""
         if program == "step":
             self.mesh.at(f"step {self.step}: forward and backward")
         if program != "step" or not (self._gathers or last):
@@ -60,7 +60,7 @@ class Replicated(Alone):
             before.setdefault(needed(self.buckets[i], steps), []).append(partial(self._wait_for, i))
         at = 0
         for i in self.order if last else ():
-            at = max(at, final(self.buckets[i], steps))  # never before the bucket that precedes it in the order
+            at = max(at, final(self.buckets[i], steps))  # not before the previous bucket in the order
             after.setdefault(at, []).append(partial(self._sum, i))
         with follow(steps, before, after, observe_names):
             yield
@@ -92,7 +92,7 @@ class Replicated(Alone):
         if not self.summed:
             self.sum_gradients()
         self.forget_sums()
-        self.settle()  # a rank without a micro-batch has not waited for the parameters
+        self.settle()  # a rank without a micro-batch has not waited for the gathers yet
         optimizer, agreed = self.optimizer, self.optimizer.agreed
         assert agreed is not None
         optimizer.measure()

@@ -54,7 +54,7 @@ def _backward(ctx: Any, dy: Tensor | None, _dlse: Tensor | None) -> tuple[Tensor
 
 
 def _vmap(op: Callable[..., Any], tensors: int) -> Callable[..., Any]:
-    """With a seed each sample is a separate call: samples that share a seed have the same mask, others have their own."""
+    """With a seed, each sample is a separate call: its dropout mask depends on the seed, not on its place in the batch."""
     return batching_rule(op, tensors, lambda _in_dims, arguments: arguments[tensors] is None)
 
 
@@ -65,7 +65,7 @@ _dilated_fwd, _dilated_bwd = register(
 
 
 def dilated_fwd(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """The op, or under torch.func an autograd.Function around it."""
+    """Calls the op or, under a torch.func transform, an autograd.Function around it."""
     transformed = torch._C._are_functorch_transforms_active()
     return (_dilated_fwd if transformed else torch.ops.tilegrad.dilated_fwd)(*arguments)  # type: ignore[no-any-return]
 

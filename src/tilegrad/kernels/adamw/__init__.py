@@ -41,7 +41,7 @@ class Range(NamedTuple):
     m: Tensor
     v: Tensor
     rounded: Tensor | None
-    decayed: int  # the first so many elements have weight decay
+    decayed: int  # number of leading elements with weight decay
 
 
 @op(accumulates=("params", "grads", "m", "v", "step", "rounded"))

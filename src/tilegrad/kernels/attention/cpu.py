@@ -162,7 +162,7 @@ class NativeRun:
 
     def __call__(self, call: Forward | Backward) -> None:
         words, dbias, sums = self._words[:], None, None
-        for i, x in zip(self._places, call.tensors, strict=False):  # the seed's address too; its value replaces it
+        for i, x in zip(self._places, call.tensors, strict=False):  # also the seed's, replaced below by its value
             words[i] = x.data_ptr()
         if self._dropout and call.mask.seed is not None:
             words[_AT["seed"]] = _signed(call.mask.seed) % 2**64

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..gpu import ceil_div, launch, multiprocessors, padded
 from ..scratch import Scratch, Shapes, TensorLike
 
-TILE, COLUMNS = 4096, 256  # elements of a tile, and at most so many columns
+TILE, COLUMNS = 4096, 256  # elements of a tile, most columns of a tile
 PROGRAMS = 8  # per multiprocessor
 PARTIALS_ROWS, PARTIALS_COLUMNS = 128, 32  # of a tile of partials
 WARPS = 4

@@ -22,7 +22,7 @@ ISAS = ("portable", "avx2", "avx512", "amx")
 SLOW = "attention runs on plain torch ops"
 _environment: dict[bytes, bytes] = os.environ._data  # type: ignore[attr-defined]
 _ASKED = b"TILEGRAD_ISA"
-_children: list[int] = []  # in a forked child: the process ids of it and its forked ancestors
+_children: list[int] = []  # in a forked child: its process id and those of its forked ancestors
 os.register_at_fork(after_in_child=lambda: _children.append(os.getpid()))
 
 

@@ -1,4 +1,4 @@
-"""The same by torch's casts and a float32 product of the rounded factors: any device. Allocates memory."""
+"""Float8 products by torch's casts and a float32 product of the rounded factors: any device. Allocates memory."""
 
 from __future__ import annotations
 

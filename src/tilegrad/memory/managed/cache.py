@@ -150,7 +150,7 @@ class BufferCache:
         if tensor is not None:
             try:  # noqa: SIM105  `suppress` costs a microsecond
                 slot.free_list.slots.remove(slot)
-            except ValueError:  # an interrupted call did not add it
+            except ValueError:  # a `deallocate` that was interrupted did not add it
                 pass
         return tensor
 
@@ -239,10 +239,8 @@ class BufferCache:
 
     def is_over(self) -> bool:
         """Whether the cached bytes exceed a limit."""
-        for (
-            device,
-            limit,
-        ) in self.limits.items():  # a loop: an interrupt inside a generator that is closed early would be lost
+        # not any(…): Python loses an interrupt that comes while a generator is closed early
+        for device, limit in self.limits.items():
             if limit.max_bytes is not None and self.cached_on(device) > limit.max_bytes:
                 return True
         return self.cached > self.max_bytes
@@ -314,7 +312,7 @@ class BufferCache:
             slot = handle.slot
             if slot.handle is handle:
                 with suppress(KeyError):
-                    if self.slots[slot.ident] is slot:  # not interrupted before the next line: neither is a call
+                    if self.slots[slot.ident] is slot:  # no interrupt before the next line: neither calls a function
                         del self.slots[slot.ident]
                         gone.append(slot)
                 slot.handle = None

@@ -255,7 +255,7 @@ class AttentionBufferManager:
         slot.stamp = cache.clock = clock = cache.clock + 1
         free = pool.free
         try:
-            del slots[ident]  # not interrupted before the next line: neither is a call
+            del slots[ident]  # no interrupt before the next line: neither calls a function
             free[slot] = tensor
         except KeyError:  # another thread freed it meanwhile
             raise self._not_in_use(tensor) from None

@@ -83,7 +83,7 @@ class Profile:
         row.time_ns += self.now() - began_ns
 
     def end(self, slot: object, *, began_ns: int | None) -> None:
-        """The buffer came back (began_ns: when its deallocate was called) or its last holder dropped it (None)."""
+        """Ends the life of a buffer: deallocated (began_ns: when that call began) or dropped by its last holder (None)."""
         life = self._open.pop(slot, None)
         if life is None:  # an interrupted call ended it already
             return

@@ -228,7 +228,7 @@ def _pack(order: list[_Item], *, tightest: bool, below: int | None = None) -> _P
 
 
 def _repair(best: _Packing, bound: int, passes: int) -> _Packing:
-    """Seeded local search over orders. In even passes an item that sets the top is placed earlier, in odd ones any item."""
+    """Seeded local search over orders. In even passes an item that ends at the top is placed earlier, in odd ones any."""
     chance = random.Random(0)
     for iteration in range(passes):
         if best.top == bound:

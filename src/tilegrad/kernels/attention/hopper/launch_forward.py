@@ -44,7 +44,7 @@ WINDOW_CONFIG = TileConfig(3, 64, 4, 4, 2)  # for D 96 and 128: narrow blocks wa
 
 
 def tile_config(sizes: Sizes, programs: int, *, varlen: bool) -> TileConfig:
-    """The config of the head dimension; one warpgroup if each such tile gets a CTA; WINDOW_CONFIG for windows at D 96, 128."""
+    """The config of the head dimension, WINDOW_CONFIG for windows at D 96, 128. One warpgroup if all its tiles get a CTA."""
     width = width_of(sizes.d)
     config = TILE_CONFIGS[width]
     if varlen:

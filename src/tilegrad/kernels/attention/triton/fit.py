@@ -17,7 +17,7 @@ from ..problem import Sizes
 from .arguments import Arguments, ieee_fp32
 from .tiles import INTERPRETER, UNALIGNED, Key, Tile, candidates, row
 
-FAST_FLOAT64 = (INTERPRETER, 80, 90)  # float64 at ≥ half of float32's rate; 100 too, but Triton 3.6 can't compile it
+FAST_FLOAT64 = (INTERPRETER, 80, 90)  # float64 at ≥ half of float32's rate; not 100: Triton 3.6 can't compile it there
 
 Grid = Callable[[Tile], tuple[Arguments, tuple[int, ...]]]  # further arguments and the grid for a tile
 

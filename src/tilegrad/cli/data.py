@@ -1,0 +1,84 @@
+"""`tilegrad data`: what a run would learn from, before it is trained."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from typing import TYPE_CHECKING
+
+from .arguments import Commands, add_command, add_key_flags, given_keys
+
+if TYPE_CHECKING:
+    from ..training.preview import Preview
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a terminal would act on these
+_BAR = 40  # characters of the longest
+
+
+def _data(args: argparse.Namespace) -> int:
+    from ..data.documents import quiet
+    from ..training.config import run_from, settled
+    from ..training.preview import preview
+
+    content = given_keys(args)
+    content["data"] = {**content.get("data", {}), "files": args.files}
+    found = preview(settled(run_from(content, "flags")), quiet)
+    if args.json:
+        print(json.dumps(_plain(found), indent=1, ensure_ascii=False))
+        return 0
+    print(_text(found, colour=sys.stdout.isatty()))
+    return 0
+
+
+def _plain(found: Preview) -> dict[str, object]:
+    example = [{"text": text, "trained": trained} for text, trained in found.example]
+    return {
+        **found.counts,
+        "lengths": found.lengths,
+        "histogram": found.histogram,
+        "trained_share": found.trained_share,
+        "padding_share": found.padding,
+        "example": example,
+        "example_cut": found.example_cut,
+    }
+
+
+def _text(found: Preview, *, colour: bool) -> str:
+    from .progress import described
+
+    kind = "conversation" if found.counts.get("format") else "document"
+    n = found.lengths
+    longest = max(found.histogram.values())
+    lines = [
+        described(found.counts),
+        f"{found.trained_share:.1%} of the targets are trained on",
+        *([f"Padding: {found.padding['packed']:.1%} packed, {found.padding['padded']:.1%} with one {kind} in each row"]
+          if found.padding else []),
+        "",
+        f"Tokens in a {kind}: {n['least']:,} to {n['most']:,}, median {n['median']:,.0f}, mean {n['mean']:,.1f}",
+    ]  # fmt: skip
+    width = max(map(len, found.histogram))
+    for name, count in found.histogram.items():
+        lines.append(f"  {name:>{width}}  {'█' * -(-count * _BAR // longest):<{_BAR}} {count:,}".rstrip())
+    how = "in green" if colour else "between ⟦ and ⟧"
+    lines += ["", f"The first {kind}, with what is trained on {how}:"]
+    begin, end = ("\x1b[32m", "\x1b[0m") if colour else ("⟦", "⟧")
+    parts = [(_CONTROL.sub(lambda c: f"\\x{ord(c[0]):02x}", text), trained) for text, trained in found.example]
+    lines.append("".join(f"{begin}{text}{end}" if trained else text for text, trained in parts))
+    return "\n".join(lines + (["…"] if found.example_cut else []))
+
+
+def add_data(commands: Commands) -> None:
+    command = add_command(
+        commands,
+        "data",
+        "what a run would learn from: counts, lengths, and the first document with its trained part marked",
+        _data,
+    )
+    command.add_argument("files", nargs="+", metavar="FILE", help="text, .jsonl, or folders of them")
+    command.add_argument("--json", action="store_true", help="JSON instead of text")
+    command.set_defaults(config=None)
+    add_key_flags(command, without=("data.files",))
+    command.usage = f"{command.prog} FILE... [--init DIR] [--SECTION.KEY X ...] [--json]"

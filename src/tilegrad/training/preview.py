@@ -1,0 +1,96 @@
+"""What a run would learn from: counts, lengths of documents, and the first one with its trained part marked. `tilegrad data`
+prints it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+
+from ..data.document_file import DocumentFile
+from ..data.documents import Numbers, Show
+from ..data.packing import PackedRows
+from ..data.tokenizer import Tokenizer
+from ..data.tokens import Tokens
+from .config import RunConfig
+from .dataset import Dataset, prepare_data
+
+_EXAMPLE = 4000  # tokens of the first document that are shown
+
+
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """`example`: the first document as pieces of text, each with whether it is trained on."""
+
+    counts: Numbers  # as a run's first lines have them
+    lengths: dict[str, float]  # least, median, mean and most tokens of a document
+    histogram: dict[str, int]  # "16 … 31" → documents of that many tokens
+    trained_share: float  # of the targets
+    padding: dict[str, float]  # share of the positions, with packing true and false; empty for windows
+    example: list[tuple[str, bool]]
+    example_cut: bool  # whether the first document is longer than what is shown
+
+
+def preview(config: RunConfig, show: Show) -> Preview:
+    """The preview of a settled run, from data that is prepared in a temporary folder."""
+    counts: Numbers = {}
+
+    def show_but_counts(event: str, numbers: Numbers) -> None:
+        if event == "data":
+            counts.update(numbers)
+        else:
+            show(event, numbers)
+
+    with TemporaryDirectory(prefix="tilegrad-data-") as folder:
+        file, tokenizer = prepare_data(config, Path(folder), show_but_counts, documents=True)
+        documents = file.documents
+        assert documents is not None
+        dataset = Dataset.split(file, tokenizer, config, counts)
+        lengths = np.diff(documents.ends, prepend=0)
+        rows = dataset.batches.rows
+        padding = _padding(rows, config.train.seed) if isinstance(rows, PackedRows) else {}
+        targets = int((lengths - 1).sum())
+        trained = int(documents.trained(0, len(file.tokens)).sum()) if documents.bits is not None else targets
+        return Preview(
+            counts=dataset.summary,
+            lengths={
+                "least": int(lengths.min()),
+                "median": float(np.median(lengths)),
+                "mean": float(lengths.mean()),
+                "most": int(lengths.max()),
+            },
+            histogram=_histogram(lengths),
+            trained_share=trained / max(targets, 1),
+            padding=padding,
+            example=_example(file.tokens, documents, tokenizer),
+            example_cut=int(lengths[0]) > _EXAMPLE,
+        )
+
+
+def _padding(rows: PackedRows, seed: int) -> dict[str, float]:
+    """The share of padding if these documents are packed, and if each has a row."""
+    used, documents = int(rows.pieces.length.sum()), rows.documents or 16
+    packed = PackedRows(rows.tokens, rows.file, rows.pieces, rows.seq_len, min(documents, rows.seq_len))
+    return {
+        "packed": 1 - used / (len(packed.order(seed, 0)) * rows.seq_len),
+        "padded": 1 - used / (len(rows.pieces) * rows.seq_len),
+    }
+
+
+def _histogram(lengths: Tokens) -> dict[str, int]:
+    """Documents by length, in steps of a factor of two."""
+    steps = np.bincount(np.floor(np.log2(np.maximum(lengths, 1))).astype(np.int64))
+    first = int(np.flatnonzero(steps)[0])
+    return {f"{1 << i:,} … {(2 << i) - 1:,}": int(n) for i, n in enumerate(steps) if i >= first}
+
+
+def _example(tokens: Tokens, documents: DocumentFile, tokenizer: Tokenizer) -> list[tuple[str, bool]]:
+    end = min(int(documents.ends[0]), _EXAMPLE)
+    trained = documents.trained(0, end)
+    if documents.bits is None:
+        trained[:1] = False  # the first token is no target
+    runs = groupby(zip(tokens[:end].tolist(), trained.tolist(), strict=True), key=lambda pair: pair[1])
+    return [(tokenizer.decode([token for token, _ in run]), learned) for learned, run in runs]
