@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import time
@@ -156,9 +157,16 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     slow = bool(config.getoption("--slow"))
     picked = [item for item in items if (item.get_closest_marker("slow") is not None) == slow]
-    config.hook.pytest_deselected(items=[item for item in items if item not in picked])
+    config.hook.pytest_deselected(items=list(set(items).difference(picked)))
     items[:] = picked
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """The garbage collector no longer looks at what exists now, a million objects that live to the end: where a test
+    collects, it would look at each of them."""
+    gc.collect()
+    gc.freeze()

@@ -12,8 +12,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from support.cases import Case, build, check_call
 from support.hopper_specs import case_of, specs
 
@@ -154,15 +156,22 @@ def test_a_warpgroup_sees_what_its_rows_see_and_hands_back_every_tile(
             assert min(span.before, behind) >= 0 < span.last - span.first
             assert span.before + (span.last - span.first) + behind == tile.last - tile.first
             start = tile.start + 64 * warpgroup
-            own = range(max(start, 0), max(start + 64, 0))
-            seen = {(i, j) for i in own for j in range(tk) if sees(i + tk - tq - j, left, right)}
-            assert all(span.first <= j // columns < span.last for _, j in seen)
+            own = np.arange(max(start, 0), max(start + 64, 0))
+            seen = sees(own[:, None] + tk - tq - np.arange(tk), left, right)
+            tiles = np.flatnonzero(seen.any(axis=0)) // columns
+            assert ((span.first <= tiles) & (tiles < span.last)).all()
             unmasked = range(max(span.unmasked, span.first), min(span.unmasked_end, span.last))
-            assert seen >= {(i, j) for i in own for n in unmasked for j in range(columns * n, columns * (n + 1))}
+            whole = np.arange(columns * unmasked.start, columns * unmasked.stop)
+            assert not own.size or (((whole >= 0) & (whole < tk)).all() and seen[:, whole].all())
 
 
-def sees(gap: int, left: int | None, right: int | None) -> bool:
-    return (left is None or gap <= left) and (right is None or gap >= -right)
+def sees(gap: NDArray[Any], left: int | None, right: int | None) -> NDArray[Any]:
+    seen = np.ones(gap.shape, dtype=bool)
+    if left is not None:
+        seen &= gap <= left
+    if right is not None:
+        seen &= gap >= -right
+    return seen
 
 
 HOPPER = "tilegrad.kernels.attention.hopper"

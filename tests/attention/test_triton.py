@@ -11,13 +11,14 @@ import random
 import subprocess
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from support.cases import LARGE_SCORES, WITH_LARGE_SCORES, Case, build, check_call, oracle, run
+from support.cases import LARGE_SCORES, WITH_LARGE_SCORES, Case, Tensors, build, check_call, oracle, run
 from support.interpreter import INTERPRETED, in_the_interpreter, interpreted
 from support.ops import randn
 from support.pairwise import Spec, all_pairs, pairs
@@ -92,10 +93,15 @@ FEATURES = {
 }  # fmt: skip
 
 
+@cache
+def results_of(name: str) -> Tensors:
+    return run(build(FEATURES[name]), "triton")
+
+
 @interpreted
 @pytest.mark.parametrize("name", FEATURES)
 def test_interpreted_feature(name: str) -> None:
-    check(FEATURES[name])
+    check_call(build(FEATURES[name]), results_of(name))
 
 
 @interpreted
@@ -104,11 +110,11 @@ def test_interpreted_feature_where_float64_is_slow(name: str, monkeypatch: pytes
     from tilegrad.kernels.attention import api
     from tilegrad.kernels.attention.triton import fit
 
-    want = run(build(FEATURES[name]), "triton")
+    want, call = results_of(name), build(FEATURES[name])
     monkeypatch.setattr(fit, "FAST_FLOAT64", ())
     monkeypatch.setattr(api, "prepared_calls", {})  # a device does not change its mind about float64
-    check(FEATURES[name])
-    got = run(build(FEATURES[name]), "triton")
+    got = run(call, "triton")
+    check_call(call, got)
     assert name == "no columns" or any(not torch.equal(got[x], want[x]) for x in want)
 
 

@@ -126,27 +126,23 @@ def test_the_compiled_peer_is_one_graph(config):
 # ── contenders ──
 
 
-def test_a_process_for_each_contender():
-    """The whole path, in processes: two contenders that agree, and the table with its goals."""
-    case = replace(SMALL, micro_batches=2)
-    rows = training.measure(case.problem, [SMALL, replace(case, name="small-2x2")], QUICK)
+def test_a_process_for_each_contender_and_one_that_fails_is_named():
+    """The whole path, in processes: contenders that agree, one that fails while the others continue, and the table with its
+    goals."""
+    cases = [SMALL, replace(SMALL, name="small-2x2", micro_batches=2), replace(SMALL, name="odd", micro_batches=3)]
+    *rows, failed = training.measure(SMALL.problem, cases, QUICK)
     assert [(row.case, row.contender) for row in rows] == [
         ("small", "eager"), ("small", "ours"), ("small-2x2", "ours"),
     ]  # fmt: skip
     for row in rows:
         assert not row.note and len(row.tokens_per_s) == 2 and (row.speed or 0) > 0 and row.mfu is None
-        assert (row.allocated_bytes or 0) > 0 and row.reserved_bytes is None
+        assert (row.allocated_bytes or 0) > 0 and row.reserved_bytes is None and not row.wrong
         assert row.loss == pytest.approx(rows[0].loss, rel=0.05)
     assert rows[0].sdpa == "FLASH_ATTENTION" and (rows[1].planned_bytes or 0) > 0
     text = report(rows, ratios(rows, [SMALL], ["eager"]))
     assert "small-2x2" in text and "eager" in text
-
-
-def test_a_process_that_fails_is_named_and_the_others_continue():
-    case = Case("odd", SMALL.problem, micro_batches=3, device="cpu")
-    rows = training.measure(SMALL.problem, [SMALL, case], replace(QUICK, peers=(), rounds=1))
-    assert rows[0].tokens_per_s and not rows[0].wrong
-    assert rows[1].wrong and "micro_batches: got 3; accepted: a divisor of 4" in rows[1].note
+    assert (failed.case, failed.wrong) == ("odd", True)
+    assert "micro_batches: got 3; accepted: a divisor of 4" in failed.note
 
 
 def test_canary_a_wrong_step_has_no_speed(monkeypatch):

@@ -5,6 +5,7 @@ instead of running. Argument specialisation, tile choice and ptxas are the real 
 from __future__ import annotations
 
 import re
+import struct
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,21 +26,45 @@ class Compiled(NamedTuple):
     sass: str
 
 
-_dumped: dict[
-    bytes, tuple[int, int, str]
-] = {}  # cubin → registers, spilled bytes, code: tests launch many kernels twice
+# cubin → registers, spilled bytes, code: tests launch many kernels twice
+_dumped: dict[bytes, tuple[int, int, str]] = {}
+INSTRUCTION_BYTES = 16
 
 
-def resources(name: str, compiled: Any, folder: Path) -> Compiled:
-    code: bytes = compiled.asm["cubin"]
-    if code not in _dumped:
-        (cubin := folder / f"{name}.cubin").write_bytes(code)
-        usage = re.search(r"REG:(\d+) STACK:(\d+)", dump("cuobjdump", "-res-usage", cubin))
-        assert usage is not None
-        sass = dump("cuobjdump", "-lelf", cubin) + dump("nvdisasm", "-c", "-ndf", cubin)  # with the architecture's name
-        _dumped[code] = int(usage[1]), int(usage[2]), sass
-    registers, spilled, sass = _dumped[code]
-    return Compiled(name, registers, spilled, compiled.metadata.shared, sass)
+def resources(kernels: dict[str, Any], folder: Path) -> dict[str, Compiled]:
+    """Kernels of one architecture by name. nvdisasm takes longer to start than to run: it runs once for all of them."""
+    new = {code: folder / f"{name}.cubin" for name, x in kernels.items() if (code := x.asm["cubin"]) not in _dumped}
+    if new:
+        for code, path in new.items():
+            path.write_bytes(code)
+        listed = [dump("cuobjdump", "-lelf", path) for path in new.values()]  # with the architecture's name
+        (architecture,) = {name for line in listed for name in re.findall(r"\.sm_(\w+)\.cubin", line)}
+        (every := folder / "instructions").write_bytes(b"".join(map(instructions, new)))
+        code_lines = re.findall(
+            r"^ +/\*[0-9a-f]+\*/.*", dump("nvdisasm", "-b", f"SM{architecture}", every), re.MULTILINE
+        )
+        assert len(code_lines) * INSTRUCTION_BYTES == every.stat().st_size
+        for (code, path), line in zip(new.items(), listed, strict=True):
+            usage = re.search(r"REG:(\d+) STACK:(\d+)", dump("cuobjdump", "-res-usage", path))
+            assert usage is not None
+            count = len(instructions(code)) // INSTRUCTION_BYTES
+            own, code_lines = code_lines[:count], code_lines[count:]
+            _dumped[code] = int(usage[1]), int(usage[2]), "\n".join([line, *own])
+    found = {}
+    for name, x in kernels.items():
+        registers, spilled, sass = _dumped[x.asm["cubin"]]
+        found[name] = Compiled(name, registers, spilled, x.metadata.shared, sass)
+    return found
+
+
+def instructions(cubin: bytes) -> bytes:
+    """What is in the sections .text of a 64-bit ELF file."""
+    at, count, names = (int.from_bytes(cubin[a:b], "little") for a, b in ((40, 48), (60, 62), (62, 64)))
+    sections = [struct.unpack_from("<I20xQQ", cubin, at + 64 * i) for i in range(count)]  # name, place, size
+    start = sections[names][1]
+    parts = [cubin[place : place + n] for name, place, n in sections if cubin.startswith(b".text.", start + name)]
+    assert parts and not any(len(part) % INSTRUCTION_BYTES for part in parts)
+    return b"".join(parts)
 
 
 def dump(tool: str, *arguments: str | Path) -> str:
@@ -51,7 +76,7 @@ def dump(tool: str, *arguments: str | Path) -> str:
 
 @contextmanager
 def compiling(architecture: int, folder: Path) -> Iterator[dict[str, Compiled]]:
-    """What was launched inside, by name; a kernel launched again is "‹name› again"."""
+    """After the block, what was launched in it, by name; a kernel launched again is "‹name› again"."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime.driver import driver  # its own default fails where there is no GPU, so it is put back by hand
     from triton.runtime.jit import JITFunction
@@ -69,6 +94,7 @@ def compiling(architecture: int, folder: Path) -> Iterator[dict[str, Compiled]]:
         def get_active_torch_device(self) -> torch.device:
             return torch.device("cpu")
 
+    launched: dict[str, Any] = {}
     found: dict[str, Compiled] = {}
     run = JITFunction.run
 
@@ -76,13 +102,13 @@ def compiling(architecture: int, folder: Path) -> Iterator[dict[str, Compiled]]:
         assert kwargs["enable_fp_fusion"], f"{self.__name__} leaves it to Triton whether a·b + c is one instruction"
         compiled = run(self, *args, grid=grid, warmup=True, **kwargs)
         if not warmup:
-            name = self.__name__ if self.__name__ not in found else f"{self.__name__} again"
-            found[name] = resources(name, compiled, folder)
+            launched[self.__name__ if self.__name__ not in launched else f"{self.__name__} again"] = compiled
         return compiled
 
     driver.set_active(Driver())
     try:
         with mock.patch.object(JITFunction, "run", compile_only):
             yield found
+        found |= resources(launched, folder)
     finally:
         driver._active = None
