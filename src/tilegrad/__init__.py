@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from .kernels.table import Explanation
     from .model.config import ModelConfig
     from .specification.shared_attention import free_attention, init_attention
-    from .training.api import TrainedModel, load, presets, train
+    from .training.api import TrainedModel, evaluate, load, presets, train
     from .training.config import RunConfig, RunEnded
+    from .training.evaluation import Evaluation
 
 __version__ = "0.1.0.dev0"
 
@@ -49,12 +50,15 @@ _HOME = {
     "init_attention": "specification.shared_attention",
     "free_attention": "specification.shared_attention",
     "TrainedModel": "training.api",
+    "evaluate": "training.api",
+    "Evaluation": "training.evaluation",
     "load": "training.api",
     "presets": "training.api",
     "train": "training.api",
 }
 __all__ = [
     "Engine",
+    "Evaluation",
     "Explanation",
     "Mask",
     "Mesh",
@@ -68,6 +72,7 @@ __all__ = [
     "attention_varlen",
     "attention_workspace",
     "dilated_attention",
+    "evaluate",
     "explain",
     "free_attention",
     "init_attention",

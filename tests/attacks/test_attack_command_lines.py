@@ -51,10 +51,19 @@ ALWAYS: dict[str, tuple[str, ...]] = {  # what keeps a command small; what is dr
     "train": (*TRAINED, "--out", "new"),
     "plan": SMALL,
     "generate": ("--max-tokens", "3"),
+    "chat": ("--once", "the", "--max-tokens", "3"),
     "bench attention": ("--shape", "1,1,8,8", "--repeats", "2", "--dtype", "float32"),
     "bench host": ("--repeats", "2", "--dtype", "float32"),
 }  # fmt: skip
-OFTEN = {"train": 8, "generate": 6, "plan": 4, "export": 4, "import": 4}  # times as often as another command
+OFTEN = {
+    "train": 8,
+    "generate": 6,
+    "plan": 4,
+    "export": 4,
+    "import": 4,
+    "evaluate": 3,
+    "chat": 2,
+}  # times as often as another command
 NEVER = {"demo"}  # it takes no argument, and trains for a minute
 ENDLESS = {"repeats", "max_tokens", "train.steps"}  # of these a large number is right, and takes as long as it says
 LARGE = "99999999999999999999"
@@ -84,7 +93,9 @@ VALID: dict[str, tuple[str, ...]] = {  # of a key or an argument, besides its de
     "shard": ("none", "optimizer"), "bucket_mb": ("1", "0.5"), "context": ("1",), "timeout": ("5",), "resume": ("run", "bpe"),
     "run_folder": ("run", "bpe", "weights", "run/best/000001-step-2"), "text": ("the", "é"), "prompt": ("fox",),
     "max_tokens": ("1", "4"), "temperature": ("0", "0.7", "1e-300"), "top_k": ("1", "5", "999"), "seed": ("0", "3"),
-    "source": ("weights", "weights/model.safetensors"), "out": ("new", "deep/new"), "max_shard_size": ("1KB", "5GB"),
+    "source": ("weights", "weights/model.safetensors", "some/model"), "data": ("text.txt", "lines.jsonl"), "system": ("Hi",),
+    "once": ("fox",), "batch_size": ("1", "4"), "seq_len": ("8", "16"), "train.log": ("none", "auto"),
+    "out": ("new", "deep/new"), "max_shard_size": ("1KB", "5GB"),
     "kernel": ("tiled", "native"), "device": ("cpu",), "dtype": ("float32", "fp32"), "kernels": ("tiled",),
     "peers": ("sdpa",), "repeats": ("2",), "shape": ("1,1,8,8", "1,2,9,8,causal"),
 }  # fmt: skip
@@ -113,6 +124,7 @@ THERE = (
 )  # to write to
 DAMAGED: dict[str, tuple[str, ...]] = {  # of an argument that names a file
     "run_folder": RUNS, "resume": RUNS, "source": WEIGHTS, "train.init": WEIGHTS, "out": THERE, "html": THERE, "file": THERE,
+    "data": ("empty.txt", "binary.txt", "bad.jsonl", "folder", "run"),
     "data.files": ("empty.txt", "binary.txt", "latin.txt", "cut.txt.gz", "bad.jsonl", "folder", "dangling", "run", "weights"),
     "data.tokenizer": ("bpe", "weights/config.json", "notes.txt", "run/data/tokenizer.json", "nope.json", "bad.json"),
     "config": ("bad.toml", "misspelt.toml", "text.txt", "folder", "nope.toml", "binary.txt"),
@@ -129,7 +141,7 @@ def users(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A user's folder: texts, a configuration, two runs and their weights, and each of them damaged."""
     folder = tmp_path_factory.mktemp("user")
     with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "tensorboard_installed", lambda: False)
+        patch.setattr(loop, "chosen_loggers", lambda _log: ())
         text = "the quick brown fox jumps over the lazy dog. " * 12
         for name, content in {"text.txt": text, "empty.txt": "", "notes.txt": "mine", "run.toml": TOML}.items():
             Path(name).write_text(content, encoding="utf-8")
@@ -150,6 +162,7 @@ def users(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert main(["train", *TRAINED, "--out", "run"]) == 0
         assert main(["train", *TRAINED, "--out", "bpe", "--data.tokenizer", "bpe", "--data.bpe_vocab_size", "260"]) == 0
         assert main(["export", "bpe", "weights"]) == 0
+        Path("weights/chat_template.jinja").write_text("{{ messages[-1].content }}", encoding="utf-8")
         _damage_runs()
         _damage_weights()
     return folder
@@ -276,7 +289,7 @@ def look(folder: Path) -> dict[str, bytes | str]:
 
 
 def attack(users: Path, here: Path, seeds: range, monkeypatch: pytest.MonkeyPatch) -> Tally:
-    monkeypatch.setattr(loop, "tensorboard_installed", lambda: False)
+    monkeypatch.setattr(loop, "chosen_loggers", lambda _log: ())
     monkeypatch.setattr(gradcheck, "SAMPLES", 1)
     monkeypatch.setattr(bench_memory, "bench_memory", lambda **_options: 0)
     shutil.copytree(users, here / "user", symlinks=True)

@@ -61,8 +61,9 @@ KEYS: dict[str, tuple[str, ...]] = {
     "train.linear": ('"plain"', ABSENT),
     "train.deterministic": YES_NO,
     "train.seed": ("0", "12345678901"),
+    "train.log": ('"auto"', '"none"', '["tensorboard"]', "[]"),
     "train.epochs": (ABSENT, "none"),  # tests/train/test_epochs.py has the others
-    "train.patience": ("0", "1", "7"),
+    "train.patience": ("0", "7"),  # more evaluations than a run has, so that none ends early
     "train.init": ("none", '"weights"'),  # a folder of weights of the same model
     "data.files": ('["text.txt"]', '["lines.jsonl", "text.txt"]', '"folder"', '["text.txt.gz"]', "[]"),
     "data.text_field": ('"text"', '"body"'),

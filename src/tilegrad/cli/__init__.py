@@ -12,6 +12,7 @@ from .checks import add_checks
 from .data import add_data
 from .faults import complain, escape_what_cannot_be_shown, silence
 from .memory import add_memory
+from .models import add_models
 from .runs import add_runs
 from .weights import add_weights
 
@@ -33,6 +34,7 @@ def build_parser() -> Parser:
     commands = parser.add_subparsers(metavar="COMMAND")
     add_runs(commands)
     add_data(commands)
+    add_models(commands)
     add_weights(commands)
     add_memory(commands)
     add_checks(commands)

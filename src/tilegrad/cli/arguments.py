@@ -19,7 +19,7 @@ Command = Callable[[argparse.Namespace], int]
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 PRESETS = ("tiny", "gpt2", "gpt2-medium", "gpt2-xl", "llama-135m")  # as in model/config.py, which imports torch
 DTYPES = ("float32", "float64", "bfloat16")  # torch's names, everywhere
-_SHORT = ("steps", "batch_size", "seq_len", "learning_rate", "device", "dtype", "seed", "memory_budget", "init")
+_SHORT = ("steps", "batch_size", "seq_len", "learning_rate", "device", "dtype", "seed", "memory_budget", "init", "log")
 SHORT = {"model.preset": "--preset", "data.files": "--data"}  # short flags of keys that are often set
 SHORT |= {f"train.{name}": f"--{name.replace('_', '-')}" for name in _SHORT}
 

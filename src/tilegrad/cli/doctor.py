@@ -47,6 +47,8 @@ EXTRAS = {  # extra → packages, what they are for
     "chat": (("jinja2", "tokenizers"), "conversations: chat templates of tokenizers"),
     "tensorboard": (("tensorboard",), "a run's curves in TensorBoard"),
     "gguf": (("gguf", "tokenizers"), "GGUF files of llama.cpp and Ollama"),
+    "wandb": (("wandb",), "a run's curves in Weights & Biases (--log wandb)"),
+    "mlflow": (("mlflow",), "a run's curves in MLflow (--log mlflow)"),
     "hf": (("transformers", "accelerate", "peft", "trl"), "attention in Hugging Face models and trainers"),
 }
 

@@ -62,6 +62,8 @@ def _message(event: str, n: Numbers) -> str | None:
         below = n["unigram_entropy"] - n["loss"]
         where = f"{abs(below):.2f} {'below' if below > 0 else 'above'} the unigram entropy"
         return f"step {n['step']:>6,}  validation loss {n['loss']:.4f}, {where}"
+    if event == "evaluate":
+        return f"{n['batch']:,} of {n['batches']:,} batches, loss so far {n['loss']:.4f}"
     if event == "stop":
         return f"{n['signal']} after step {n['step']:,}: saving"
     return None
@@ -153,7 +155,9 @@ def _rich(out: TextIO) -> Iterator[Show]:
 
         def show(event: str, numbers: Numbers) -> None:
             message = _message(event, numbers)
-            if message:
+            if event == "evaluate":
+                bar.update(task, total=numbers["batches"], completed=numbers["batch"], description=message)
+            elif message:
                 bar.console.print(message)
             if event == "start":
                 bar.reset(task, total=numbers["steps"], completed=numbers["step"])

@@ -1,4 +1,4 @@
-"""`tilegrad train`, `demo`, `init` and `generate`."""
+"""`tilegrad train`, `demo` and `init`."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ import shlex
 import signal
 import sys
 import time
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .arguments import Commands, add_command, add_keys, add_ranks, given_keys, sharding_of
 from .faults import complain, silence
-
-PROMPT = "Call me "  # the default of generate
 
 if TYPE_CHECKING:
     from ..training.loop import RunResult
@@ -126,23 +123,6 @@ def _demo(_args: argparse.Namespace) -> int:
     return 0 if learned else 1
 
 
-def _generate(args: argparse.Namespace) -> int:
-    from ..model.generate import WindowSlides
-    from ..training.api import load
-
-    if args.text is not None and args.prompt is not None:
-        raise ValueError(f"prompt: got {args.text!r} and --prompt {args.prompt!r}; accepted: one of them")
-    prompt = next((given for given in (args.text, args.prompt) if given is not None), PROMPT)
-    model = load(args.run_folder, best=args.best)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", WindowSlides)
-        text = model.generate(prompt, args.max_tokens, temperature=args.temperature, top_k=args.top_k, seed=args.seed)
-    for warning in caught:
-        complain(warning.message)
-    print(text)
-    return 0
-
-
 def add_runs(commands: Commands) -> None:
     add_command(
         commands,
@@ -167,25 +147,3 @@ def add_runs(commands: Commands) -> None:
         help="how long a collective waits for a rank (default: %(default)s)",
     )  # fmt: skip
     add_keys(train)
-
-    text = add_command(commands, "generate", "let a trained model write", _generate)
-    text.add_argument(
-        "run_folder", metavar="RUN", help="the folder of a run, a checkpoint in it, or an imported model's folder"
-    )
-    text.add_argument("text", nargs="?", metavar="PROMPT", help="the same as --prompt")
-    text.add_argument("--best", action="store_true", help="the weights of the lowest validation loss, not the newest")
-    text.add_argument("--prompt", help=f"the text to continue (default: {PROMPT!r})")
-    text.add_argument(
-        "--max-tokens", type=int, default=80, metavar="N", help="tokens to generate (default: %(default)s)"
-    )
-    text.add_argument(
-        "--temperature",
-        type=float,
-        default=0.8,
-        metavar="X",
-        help="0 = always the likeliest token (default: %(default)s)",
-    )
-    text.add_argument("--top-k", type=int, metavar="N", help="sample only from the N likeliest tokens")
-    text.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="the same seed gives the same text (default: %(default)s)"
-    )

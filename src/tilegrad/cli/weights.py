@@ -28,7 +28,8 @@ def _import(args: argparse.Namespace) -> int:
         )
     source = open_weights(given)
     params = source.read()
-    out = Path(args.out or f"models/{source.folder.resolve().name}")
+    name = source.folder.resolve().name if given.exists() else given.name  # not the revision of a cached ORG/NAME
+    out = Path(args.out or f"models/{name}")
     write_weights(out, params, source.config, origin=source.folder)
     _say_imported(out, source.kind, sum(p.numel() for p in params.values()))
     return 0
@@ -79,8 +80,9 @@ def add_weights(commands: Commands) -> None:
         commands, "import", "import Hugging Face weights or a GGUF file: GPT-2, Llama, Mistral, Qwen2, Qwen3", _import
     )
     bring.add_argument(
-        "source", metavar="DIR_OR_FILE", help="a folder with config.json and *.safetensors, one such file, or a .gguf"
-    )
+        "source", metavar="DIR_OR_FILE",
+        help="a folder with config.json and *.safetensors, one such file, a .gguf, or ORG/NAME in Hugging Face's cache",
+    )  # fmt: skip
     bring.add_argument("--out", metavar="DIR", help="the new folder (default: models/ and the name of the source)")
     bring.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json to use instead of the one in a .gguf")
     give = add_command(commands, "export", "write a run's weights for transformers, llama.cpp or Ollama", _export)

@@ -13,7 +13,8 @@ Bytes have none, and a BPE of our own has <|endoftext|> if it was learned from s
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,6 +32,9 @@ from .tokens import Tokens, check_range, token_dtype
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as HuggingFaceTokenizer
+
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
+_CONTEXT = 8  # tokens before the first that `stream_text` decodes with it, because some decoders strip a leading space
 
 
 END_OF_TEXT = "<|endoftext|>"  # EOS of a BPE of our own
@@ -57,6 +61,9 @@ class Tokenizer(Protocol):
 
     def json(self) -> str: ...
 
+    def byte_lengths(self) -> Tokens | None:
+        """How many bytes of text each token has, 0 for a special token; None if the tokenizer does not say."""
+
     def encode_all(self, texts: Sequence[str]) -> list[Tokens]: ...
 
     def encode_marked(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Encoded]: ...
@@ -79,6 +86,9 @@ class ByteTokenizer:
 
     def json(self) -> str:
         return json.dumps({"model": {"type": "bytes"}})
+
+    def byte_lengths(self) -> Tokens:
+        return np.ones(self.vocab_size, np.int64)
 
     def encode_all(self, texts: Sequence[str]) -> list[Tokens]:
         return [self.encode(text) for text in texts]
@@ -116,6 +126,24 @@ class BpeTokenizer:
 
     def json(self) -> str:
         return str(self.inner.to_str())
+
+    def byte_lengths(self) -> Tokens | None:
+        """Byte-level tokens have a character for each byte. SentencePiece's have ▁ for a space, and <0x0A> for a byte."""
+        decoder = json.loads(self.json())["decoder"] or {}
+        parts = {part.get("type") for part in decoder.get("decoders", [decoder])}
+        if not parts & {"ByteLevel", "ByteFallback", "Metaspace"}:
+            return None
+        added = self.inner.get_added_tokens_decoder()
+
+        def length(token: int) -> int:
+            text = self.inner.id_to_token(token) or ""
+            if token in added:
+                return 0 if added[token].special else len(text.encode("utf-8"))
+            if "ByteLevel" in parts:
+                return len(text)
+            return 1 if _BYTE.fullmatch(text) else len(text.replace("▁", " ").encode("utf-8"))
+
+        return np.array([length(token) for token in range(self.vocab_size)], np.int64)
 
     def encode_all(self, texts: Sequence[str]) -> list[Tokens]:
         with _named_faults(self.name):
@@ -198,25 +226,36 @@ def find_eos(folder: Path, tokenizer: Tokenizer) -> int | None:
                 f"{folder / CONFIG}: eos_token: got {shown(text)}, which is not in tokenizer.json; accepted: one of its tokens"
             )
         return found
-    for name in ("generation_config.json", "config.json"):
-        if (folder / name).exists():
-            found = _eos_id(file_in(folder, name), tokenizer.vocab_size)
-            if found is not None:
-                return found
+    listed = _listed_eos(folder, tokenizer)
+    if listed:
+        return listed[0]
     return next((n for text in _KNOWN_EOS if (n := tokenizer.token_id(text)) is not None), None)
 
 
-def _eos_id(file: Path, vocab_size: int) -> int | None:
-    content = read_json(file)
-    value = content.get("eos_token_id") if isinstance(content, dict) else None
-    value = value[0] if isinstance(value, list) and value else value
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocab_size:
-        raise ValueError(
-            f"{file}: eos_token_id: got {shown(value)}; accepted: a token of tokenizer.json, 0 … {vocab_size - 1}"
-        )
-    return value
+def eos_token_ids(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
+    """Every token that ends a text: EOS (`find_eos`), and all that generation_config.json and config.json list, such as the end
+    of a turn."""
+    if isinstance(tokenizer, ByteTokenizer):
+        return frozenset()
+    eos = find_eos(folder, tokenizer)
+    return frozenset(_listed_eos(folder, tokenizer)) | (frozenset() if eos is None else {eos})
+
+
+def _listed_eos(folder: Path, tokenizer: Tokenizer) -> list[int]:
+    """eos_token_id of generation_config.json, then of config.json."""
+    found: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        if not (folder / name).exists():
+            continue
+        file = file_in(folder, name)
+        content = read_json(file)
+        value = content.get("eos_token_id") if isinstance(content, dict) else None
+        for one in value if isinstance(value, list) else [] if value is None else [value]:
+            if isinstance(one, bool) or not isinstance(one, int) or not 0 <= one < tokenizer.vocab_size:
+                accepted = f"a token of tokenizer.json, 0 … {tokenizer.vocab_size - 1}"
+                raise ValueError(f"{file}: eos_token_id: got {shown(one)}; accepted: {accepted}")
+            found.append(one)
+    return found
 
 
 def decode_known(tokenizer: Tokenizer, tokens: list[int]) -> str:
@@ -224,6 +263,31 @@ def decode_known(tokenizer: Tokenizer, tokens: list[int]) -> str:
     if all(token < tokenizer.vocab_size for token in tokens):
         return tokenizer.decode(tokens)
     return "".join(tokenizer.decode([token]) if token < tokenizer.vocab_size else "�" for token in tokens)
+
+
+def stream_text(tokenizer: Tokenizer, tokens: Iterable[int], *, after: Sequence[int] = ()) -> Iterator[str]:
+    """The text of tokens as they come; joined, it is their `decode_known`. A character whose bytes are in several tokens
+    comes with the last of them.        after: the tokens before the first
+
+    An incomplete character decodes to one � at the end, so only a � at the end can still change.
+    """
+    chunk = [token for token in after if token < tokenizer.vocab_size][-_CONTEXT:]
+    shown = len(tokenizer.decode(chunk))
+    for token in tokens:
+        if token >= tokenizer.vocab_size:  # not the tokenizer's: what was incomplete before it stays so
+            yield tokenizer.decode(chunk)[shown:] + "�"
+            chunk, shown = [], 0
+            continue
+        chunk.append(token)
+        text = tokenizer.decode(chunk)
+        if text.endswith("�"):
+            yield text[shown:-1]
+            shown = max(shown, len(text) - 1)
+        else:
+            yield text[shown:]
+            chunk = chunk[-_CONTEXT:]
+            shown = len(tokenizer.decode(chunk))
+    yield tokenizer.decode(chunk)[shown:]
 
 
 def _tokenizers() -> ModuleType:

@@ -27,6 +27,7 @@ from ..model.config import ModelConfig
 from ..model.transformer import declare
 from ..text.atomic import check_new, named, save_tensors
 from ..text.untrusted import file_in, open_tensors, read_json, shown
+from .cache import cached_model, how_to_download
 from .families import FAMILIES, Config, config_json, config_of, theirs
 
 _DTYPES = ("F64", "F32", "F16", "BF16")  # safetensors' names
@@ -112,9 +113,9 @@ class Weights:
         return params
 
 
-def is_weights(folder: Path) -> bool:
-    """Whether the path is a folder of Hugging Face weights or a file of weights, not a run."""
-    return folder.is_file() or _is_there(folder / "config.json")
+def is_weights(source: Path) -> bool:
+    """Whether the path is a folder of Hugging Face weights or a file of weights, or ORG/NAME in Hugging Face's cache."""
+    return source.is_file() or _is_there(source / "config.json") or not _is_there(source) and bool(cached_model(source))
 
 
 def _is_there(path: Path) -> bool:
@@ -122,18 +123,21 @@ def _is_there(path: Path) -> bool:
     return path.is_symlink() or path.exists()
 
 
-def imported(folder: Path) -> tuple[ModelConfig, dict[str, Tensor], Tokenizer]:
-    """A model to generate with: config, weights and tokenizer."""
+def imported(folder: Path) -> tuple[ModelConfig, dict[str, Tensor], Tokenizer, Path]:
+    """A model to generate with: config, weights, tokenizer, and the folder with the tokenizer's other files."""
     source = open_weights(folder)
     if source.tokenizer is None:
         raise FileNotFoundError(
             f"{source.folder / 'tokenizer.json'}: no such file; accepted: weights with their tokenizer"
         )
-    return source.config, source.read(), load_tokenizer(source.tokenizer)
+    return source.config, source.read(), load_tokenizer(source.tokenizer), source.folder
 
 
 def open_weights(source: Path) -> Weights:
-    """A folder with config.json and *.safetensors, or one such file next to its config.json."""
+    """A folder with config.json and *.safetensors, one such file next to its config.json, or ORG/NAME in Hugging Face's
+    cache."""
+    if not _is_there(source):
+        source = cached_model(source) or source
     folder = source.parent if source.is_file() else source
     if source.is_file() and source.suffix == ".gguf":
         raise ValueError(f"{source}: got a GGUF file; accepted: the folder that `tilegrad import {source}` writes")
@@ -144,6 +148,7 @@ def open_weights(source: Path) -> Weights:
     if not source.exists():
         raise FileNotFoundError(
             f"{source}: no such folder or file; accepted: a folder with config.json and *.safetensors"
+            f"{how_to_download(source)}"
         )
     if not _is_there(folder / "config.json"):
         raise FileNotFoundError(

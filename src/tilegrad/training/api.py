@@ -1,10 +1,14 @@
-"""Runs from Python: `tilegrad.train`, `tilegrad.load`, `tilegrad.presets`. A run's modules are imported on first use."""
+"""Runs from Python: `tilegrad.train`, `tilegrad.load`, `tilegrad.evaluate`, `tilegrad.presets`. A run's modules are imported on
+first use."""
 
 from __future__ import annotations
 
+import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,8 +19,10 @@ from ..model.config import PRESETS, ModelConfig
 from .config import RunConfig, Sections, preset_run, read_toml
 
 if TYPE_CHECKING:
+    from ..data.chat_template import ChatTemplate
     from ..data.documents import Show
     from ..data.tokenizer import Tokenizer
+    from .evaluation import Evaluation
     from .loop import RunResult
     from .start import StrPath
 
@@ -57,29 +63,57 @@ def train(
 
 @dataclass(frozen=True, slots=True)
 class TrainedModel:
-    """A model with its weights and its tokenizer. `params` are float32 (float64 after a float64 run), by name."""
+    """A model with its weights and its tokenizer. `params` are float32 (float64 after a float64 run), by name.
+    `eos_token_ids` are the tokens that end a text."""
 
     config: ModelConfig
     params: dict[str, Tensor]
     tokenizer: Tokenizer
     step: int  # at which it was saved
     checkpoint: Path
+    eos_token_ids: frozenset[int] = frozenset()
+    chat_template: ChatTemplate | None = None
 
     def generate(
-        self, prompt: str, max_tokens: int = 80, *, temperature: float = 0.8, top_k: int | None = None, seed: int = 0
+        self,
+        prompt: str,
+        max_tokens: int = 80,
+        *,
+        temperature: float = 0.8,
+        top_k: int | None = None,
+        seed: int = 0,
+        ignore_eos: bool = False,
     ) -> str:
-        """The prompt and its continuation, the same for the same seed. Beyond block_size tokens the context slides, with
-        a warning (`model/generate.py`)."""
+        """The prompt and its continuation, the same for the same seed. It ends before a token that ends a text, unless
+        `ignore_eos`. Beyond block_size tokens the context slides, with a warning (`model/generate.py`)."""
         from ..data.tokenizer import decode_known
-        from ..model.generate import WindowSlides, generate, sliding
+        from ..model.generate import WindowSlides, sliding
 
         tokens = [int(token) for token in self.tokenizer.encode(prompt)]
         if not tokens:
             raise ValueError(f"prompt: got {prompt!r}; accepted: a text of at least one token")
         if slides := sliding(self.config, len(tokens), max_tokens):
             warnings.warn(slides, WindowSlides, stacklevel=2)
-        new = generate(self.config, self.params, tokens, max_tokens, temperature=temperature, top_k=top_k, seed=seed)
+        stop = frozenset[int]() if ignore_eos else self.eos_token_ids
+        new = self.tokens(tokens, max_tokens, temperature=temperature, top_k=top_k, seed=seed, stop=stop)
         return decode_known(self.tokenizer, [*tokens, *new])
+
+    def tokens(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        *,
+        temperature: float = 0.8,
+        top_k: int | None = None,
+        seed: int = 0,
+        stop: Collection[int] = (),
+    ) -> Iterator[int]:
+        """The tokens that follow a prompt, as they come, until one of `stop`, which is left out."""
+        from ..model.generate import generate
+
+        new = generate(self.config, self.params, prompt, max_tokens, temperature=temperature, top_k=top_k, seed=seed)
+        with closing(new):  # type: ignore[type-var]  # a generator
+            yield from takewhile(lambda token: token not in stop, new)
 
     @torch.no_grad()
     def logits(self, text: str | Sequence[int]) -> Tensor:
@@ -113,17 +147,68 @@ def load(run: StrPath, *, best: bool = False, device: torch.device | str = "cpu"
     >>> model.logits("Call me ").shape
     torch.Size([8, 256])
     """
+    from ..data.chat_template import load_chat_template
+    from ..data.tokenizer import eos_token_ids
     from ..pretrained.weights import imported, is_weights
     from .checkpoint import load_model
-    from .folder import own_tokenizer, weights_of
+    from .folder import origin_of, own_tokenizer, weights_of
 
     if is_weights(Path(run)) and not best:
-        config, weights, tokenizer = imported(Path(run))
-        return TrainedModel(config, {n: w.to(device) for n, w in weights.items()}, tokenizer, 0, Path(run))
+        config, weights, tokenizer, files = imported(Path(run))
+        params = {name: tensor.to(device) for name, tensor in weights.items()}
+        eos, template = eos_token_ids(files, tokenizer), load_chat_template(files)
+        return TrainedModel(config, params, tokenizer, 0, Path(run), eos, template)
     folder, path = weights_of(Path(run), best=best)
     config, loaded = load_model(path)
     params = {name: tensor.to(device) for name, tensor in loaded.tensors.items()}
-    return TrainedModel(config, params, own_tokenizer(folder, loaded.state), loaded.step, path)
+    tokenizer = own_tokenizer(folder, loaded.state)
+    origin = origin_of(folder, tokenizer)
+    places = [folder / "data", *([] if origin is None else [origin])]
+    eos = frozenset[int]().union(*(eos_token_ids(place, tokenizer) for place in places))
+    template = next(filter(None, map(load_chat_template, places)), None)
+    return TrainedModel(config, params, tokenizer, loaded.step, path, eos, template)
+
+
+def evaluate(
+    run: StrPath,
+    data: StrPath | Sequence[StrPath] = (),
+    *,
+    best: bool = False,
+    batch_size: int | None = None,
+    seq_len: int | None = None,
+    device: str | None = None,
+    dtype: str | None = None,
+    show: Show | None = None,
+) -> Evaluation:
+    """Loss, perplexity and bits per byte of a run, a checkpoint or a folder of weights, as `tilegrad evaluate` prints them.
+
+    run         what `load` accepts
+    data        text files and folders; none: all windows that the run holds out for validation
+    batch_size  and seq_len: by default the run's own; for a folder of weights those that `--init` begins with
+    device      by default CUDA where there is one, else the CPU
+    dtype       by default the run's own; for a folder of weights bfloat16 on CUDA, float32 elsewhere
+    show        is called with each event and its numbers
+
+    >>> import tempfile, tilegrad
+    >>> folder = f"{tempfile.mkdtemp()}/small"
+    >>> small = {"model": {"n_layer": 1, "n_embd": 32}, "train": {"steps": 4, "batch_size": 2, "seq_len": 16}}
+    >>> result = tilegrad.train(small | {"data": {"validation_fraction": 3e-4}}, folder)
+    >>> tilegrad.evaluate(folder).loss == result.validation_loss
+    True
+    """
+    from ..data.documents import quiet
+    from ..pretrained.weights import is_weights
+    from .evaluation import evaluate_weights
+
+    files = [Path(data)] if isinstance(data, str | os.PathLike) else [Path(name) for name in data]
+    if not files and is_weights(Path(run)):
+        raise ValueError(
+            f"data: got none; accepted: text, because {run} is a folder of weights without validation data"
+        )
+    model = load(run, best=best)
+    given = {"batch_size": batch_size, "seq_len": seq_len, "dtype": dtype}
+    settings = {name: value for name, value in given.items() if value is not None}
+    return evaluate_weights(model.params, model.checkpoint, files, device=device, settings=settings, show=show or quiet)
 
 
 def presets() -> dict[str, RunConfig]:

@@ -38,6 +38,7 @@ from ..model.config import PRESETS, ModelConfig, is_count
 from ..model.layer import Linear
 from ..text.spelling import byte_count, did_you_mean, dtype_name
 from ..text.untrusted import check_values, decoded, regular_file, shown, too_deep
+from .loggers import LOGGERS
 
 Values: TypeAlias = dict[str, Any]  # the keys of a section, with values as TOML and JSON have them
 Sections: TypeAlias = Mapping[str, Mapping[str, Any]]  # section → key → value
@@ -45,7 +46,7 @@ Sections: TypeAlias = Mapping[str, Mapping[str, Any]]  # section → key → val
 _INTERVALS = ("eval_interval", "checkpoint_interval", "log_interval")
 _COUNTS = ("steps", "eval_batches", "keep_checkpoints", "sample_tokens", "patience")
 MAY_CHANGE = frozenset(  # the keys of [train] that a resumed run may change
-    (*_INTERVALS, *_COUNTS, "epochs", "learning_rate", "min_learning_rate", "memory_budget", "device")
+    (*_INTERVALS, *_COUNTS, "epochs", "learning_rate", "min_learning_rate", "memory_budget", "device", "log")
 )
 LIMITS = {  # the largest value of each key; docs/training.md gives the reasons
     **MODEL_LIMITS,
@@ -98,6 +99,7 @@ class TrainConfig:
     deterministic: bool = True
     seed: int = 0
     init: str | None = None  # a folder of weights to begin with
+    log: str | tuple[str, ...] = "auto"  # loggers besides log.jsonl; auto: TensorBoard where it is installed
     epochs: int | None = None  # instead of steps, which follow once the data is read
     patience: int = 0  # evaluations without a better validation loss that end the run; 0: never
 
@@ -132,6 +134,15 @@ class TrainConfig:
             raise ValueError(f"linear: got {self.linear!r}; accepted: 'plain' or 'fp8'")
         if not isinstance(self.deterministic, bool):
             raise ValueError(f"deterministic: got {self.deterministic!r}; accepted: True or False")
+        given: object = self.log
+        names = [*given] if isinstance(given, list | tuple) else [given]
+        accepted = LOGGERS if isinstance(given, list | tuple) else ("auto", "none", *LOGGERS)
+        if not all(isinstance(name, str) and name in accepted for name in names) or len({*names}) != len(names):
+            raise ValueError(
+                f"log: got {shown(given)}; accepted: 'auto', 'none', or {', '.join(LOGGERS)}, or a list of these"
+            )
+        if isinstance(given, list):
+            object.__setattr__(self, "log", tuple(given))
         if self.epochs is None and self.warmup_steps >= self.steps:
             raise ValueError(f"warmup_steps: got {self.warmup_steps}; accepted: less than steps, {self.steps}")
 

@@ -1,12 +1,54 @@
-"""The validation loss, over the same held-out windows or documents each time."""
+"""The validation loss, over the same held-out windows or documents each time, and what `tilegrad evaluate` says of a model.
+
+    loss = Σ nll / tokens        perplexity = exp(loss)        bits per byte = Σ nll / ln 2 / bytes
+
+Σ is over the targets, nll in nats. The bytes are those of the text that the targets stand for: a special token, such as the
+end of a document, has a loss and no bytes. A token attends only to its own window or document.
+"""
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from ..data.batches import Rows, Windows, batches_in_order
+from ..data.documents import Show
+from ..data.packing import PackedRows, TooLong, cut_documents
+from ..data.tokenizer import Tokenizer
+from ..data.tokens import Tokens
 from ..engine.batch import Batch, count_targets
 from ..engine.engine import Engine
-from .config import TrainConfig
-from .dataset import Dataset
+from ..engine.machine import check_device
+from ..engine.state import write_param
+from ..pretrained.weights import is_weights
+from .checkpoint import read_state
+from .config import DTYPES, RunConfig, TrainConfig, Values, check_vocab_size, initial_run, run_from, settled
+from .dataset import Dataset, needs_documents, prepare_data
+from .folder import locate, own_data, upgraded
 from .ranks import Ranks
+
+_SHOWN_S = 5.0  # between two events of progress
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What a model knows of a text. `bits_per_byte` is None if the tokenizer does not say how many bytes a token has, and so is
+    `perplexity` if the model's loss is no cross-entropy."""
+
+    loss: float  # nats per token; mean squared error where model.loss is embedding_mse
+    perplexity: float | None
+    bits_per_byte: float | None
+    tokens: int  # targets
+    bytes: int | None
+    seconds: float
 
 
 class Evaluator:
@@ -32,3 +74,113 @@ class Evaluator:
             total, count = mesh.sum(total, count)
         self.loss = total / count
         return self.loss
+
+
+def evaluate_weights(
+    params: Mapping[str, Tensor], at: Path, files: Sequence[Path], *, device: str | None, settings: Values, show: Show
+) -> Evaluation:
+    """Evaluate the weights `params` of `at`, a checkpoint or a folder of weights.
+
+    files      text; none: all windows that the run of the checkpoint holds out
+    settings   keys of [train] that differ from the run's: batch_size, seq_len, dtype
+    """
+    config, tokenizer_file = _run_of(at)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    check_device(device)
+    own = config.train.seq_len
+    automatic = {"dtype": "auto"} if is_weights(at) else {}
+    t = replace(config.train, **{"device": device, "linear": "plain", **automatic, **settings})
+    config = replace(config, train=t)
+    with TemporaryDirectory(prefix="tilegrad-evaluate-") as scratch:
+        if files:
+            config = _with_files(config, files)
+            rows, tokenizer = _read(config, tokenizer_file, Path(scratch), show)
+        elif config.train.seq_len != own:
+            raise ValueError(
+                f"seq_len: got {config.train.seq_len}; accepted: the run's own, {own}, because it gives the windows that are "
+                "held out; any other with --data"
+            )
+        else:
+            documents = needs_documents(config.data)
+            dataset = Dataset.split(*own_data(locate(at)[0], read_state(at), documents=documents), config, {})
+            if dataset.held_out is None:
+                raise ValueError(f"{at}: got a run that holds out nothing for validation; accepted: text, with --data")
+            rows, tokenizer = dataset.held_out, dataset.tokenizer
+        t = config.train
+        engine = Engine(
+            config.model, t.batch_size, t.seq_len, t.device, DTYPES[t.dtype],
+            deterministic=t.deterministic, documents=config.documents,
+        )  # fmt: skip
+        for name, value in params.items():
+            write_param(engine, name, value)
+        return _evaluate(engine, rows, t.batch_size, tokenizer.byte_lengths(), show)
+
+
+def _with_files(config: RunConfig, files: Sequence[Path]) -> RunConfig:
+    """The settings with other files, in the format that these have. Texts, or conversations, are made into rows as the run
+    does it; what it does not have is made into rows as a new run would."""
+    own = config.data
+    data = replace(own, files=tuple(map(str, files)), format="auto", packing=None, too_long="auto")
+    found = settled(replace(config, data=data))
+    if own.format == "auto" or (own.format == "text") != (found.data.format == "text"):
+        return found
+    return replace(found, data=replace(found.data, packing=own.packing, too_long=own.too_long))
+
+
+def _read(config: RunConfig, tokenizer: Path, scratch: Path, show: Show) -> tuple[Rows, Tokenizer]:
+    """All rows of config.data.files."""
+    t, data = config.train, config.data
+    own = replace(config, data=replace(data, tokenizer=str(tokenizer)))
+    file, made = prepare_data(own, scratch, show)
+    check_vocab_size(config, file.vocab_size)
+    if not needs_documents(data) or file.documents is None:
+        return Windows(file.tokens, min(t.seq_len, max(1, len(file.tokens) - 1))), made  # a short text is one window
+    pieces = cut_documents(file.documents, t.seq_len, cast(TooLong, data.too_long))
+    if pieces.cut or pieces.dropped:
+        lost = f"are cut: {pieces.cut_tokens:,} tokens are lost" if pieces.cut else "are left out"
+        doing = f"{pieces.cut or pieces.dropped:,} documents longer than a row {lost} (data.too_long {data.too_long})"
+        show("prepare", {"doing": doing})
+    return PackedRows(file.tokens, file.documents, pieces, t.seq_len, config.documents), made
+
+
+def _run_of(at: Path) -> tuple[RunConfig, Path]:
+    """The settings of a checkpoint's run, or those that fine-tune a folder of weights; and the file of the tokenizer."""
+    if is_weights(at):
+        config = initial_run(at)
+        return config, Path(config.data.tokenizer)
+    config = run_from(upgraded(read_state(at)["run"]), f"{at}/manifest.json")
+    return config, locate(at)[0] / "data" / "tokenizer.json"
+
+
+def _evaluate(engine: Engine, rows: Rows, batch_size: int, lengths: Tokens | None, show: Show) -> Evaluation:
+    """`lengths`: bytes of each token. `show` gets "evaluate" every few seconds."""
+    began = last_shown = time.monotonic()
+    batches = -(-len(rows.in_order()) // batch_size)
+    total, count, nbytes = 0.0, 0, 0
+    for number, (tokens, targets, cu_seqlens) in enumerate(batches_in_order(rows, batch_size), 1):
+        n = count_targets(targets)
+        total += engine.evaluate(tokens, targets, cu_seqlens=cu_seqlens) * n
+        count += n
+        if lengths is not None:
+            nbytes += int(lengths[targets[targets >= 0].numpy()].sum())
+        if time.monotonic() - last_shown > _SHOWN_S and count:
+            last_shown = time.monotonic()
+            show("evaluate", {"batch": number, "batches": batches, "loss": total / count, "tokens": count})
+    if not count:
+        raise ValueError("data: got no token to predict; accepted: text of at least two tokens")
+    loss, is_nats = total / count, engine.config.loss == "cross_entropy"
+    return Evaluation(
+        loss=loss,
+        perplexity=_exp(loss) if is_nats else None,
+        bits_per_byte=total / math.log(2) / nbytes if is_nats and nbytes else None,
+        tokens=count,
+        bytes=nbytes if lengths is not None else None,
+        seconds=time.monotonic() - began,
+    )
+
+
+def _exp(x: float) -> float:
+    try:
+        return math.exp(x)
+    except OverflowError:
+        return math.inf

@@ -16,7 +16,7 @@ from ..pretrained.families import config_json
 from ..pretrained.gguf.files import Outcome, write_gguf
 from ..pretrained.weights import is_weights, open_weights, write_weights
 from .checkpoint import load_model
-from .folder import own_tokenizer, weights_of
+from .folder import origin_of, own_tokenizer, weights_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +40,8 @@ def _exported(source: Path, *, best: bool) -> Exported:
     folder, path = weights_of(source, best=best)
     config, checkpoint = load_model(path)
     own = own_tokenizer(folder, checkpoint.state)  # raises if the weights were trained with another tokenizer
-    origin = folder / "origin"
-    began_with = origin / "tokenizer.json"
-    same_tokens = began_with.is_file() and load_tokenizer(began_with).json() == own.json()
     tokenizer = folder / "data" / "tokenizer.json"
-    return Exported(config, checkpoint.tensors, origin if same_tokens else None, tokenizer, checkpoint.step)
+    return Exported(config, checkpoint.tensors, origin_of(folder, own), tokenizer, checkpoint.step)
 
 
 def export_run(

@@ -8,6 +8,8 @@ best/                 the checkpoint with the lowest validation loss
 origin/               config.json and tokenizer files of the weights that --init named
 report.html           curves, memory and a sample, as one self-contained page
 tensorboard/          the log for TensorBoard, where it is installed
+wandb/                files of Weights & Biases, with train.log wandb
+loggers.json          ids of the run in wandb and MLflow, which a resumed run continues
 .tilegrad-run         marks the folder as a run of tilegrad: a new run begins in an empty folder, or in one with this file
                       and no checkpoint
 run.lock              exists while a process trains there: its id and a token that all ranks must find; locked by flock
@@ -41,7 +43,7 @@ from ..text.atomic import sha256_of, staged_name, write_whole
 from ..text.spelling import did_you_mean
 from .checkpoint import DamagedCheckpoint, is_checkpoint, latest_checkpoint, newest_name, read_state
 from .config import RunConfig, Values
-from .log import EVENTS
+from .loggers import EVENTS, IDS
 from .state import RunState
 
 if TYPE_CHECKING:
@@ -128,7 +130,8 @@ def weights_of(run: Path, *, best: bool) -> tuple[Path, Path]:
 def forget(folder: Path) -> None:
     """Delete the log and the curves of a run that died before its first checkpoint. Only files that a run wrote are deleted,
     and nothing through a symbolic link."""
-    (folder / "log.jsonl").unlink(missing_ok=True)
+    for name in ("log.jsonl", IDS):
+        (folder / name).unlink(missing_ok=True)
     curves = folder / "tensorboard"
     if curves.is_dir() and not curves.is_symlink():
         for file in curves.glob(f"{EVENTS}*"):
@@ -179,6 +182,13 @@ def own_tokenizer(folder: Path, state: RunState) -> Tokenizer:
         return tokenizer
     _check_tokenizer(folder, state, sha256_of(file))
     return load_tokenizer(file)
+
+
+def origin_of(folder: Path, tokenizer: Tokenizer) -> Path | None:
+    """The folder with the files of the weights that the run began with; None if there is none, or if the run has another
+    tokenizer than they."""
+    file = folder / "origin" / "tokenizer.json"
+    return file.parent if file.is_file() and load_tokenizer(file).json() == tokenizer.json() else None
 
 
 def _check_tokenizer(folder: Path, state: RunState, found: str) -> None:

@@ -1,25 +1,21 @@
-"""A run's log: one JSON object per line, only ever appended to, and optionally TensorBoard's curves."""
+"""A run's log: one JSON object per line, only ever appended to. Loggers (loggers.py) get the same numbers."""
 
 from __future__ import annotations
 
 import errno
-import importlib.util
 import json
 import math
 import os
-import secrets
-import socket
-import time
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any
 
-from ..text.atomic import create, named
+from ..text.atomic import named
+from .loggers import Loggers
 
 Record = dict[str, Any]
-EVENTS = "events.out.tfevents."  # what the names of TensorBoard's files begin with
 
 
 class RunLog:
@@ -29,15 +25,15 @@ class RunLog:
     written as null. The kind "resume" means that the run continued from that step: earlier records of later steps no
     longer count (`read_log`). An incomplete last line, left by a killed process, is cut off.
 
-    tensorboard        a folder: every number also becomes a point of the curve "name/kind" there
-    hyper_parameters   name → value; TensorBoard compares runs by them, with the losses as metrics
+    loggers            names of loggers that get every number as well
+    hyper_parameters   name → value; loggers compare runs by them
     """
 
     def __init__(
         self,
         path: Path,
         *,
-        tensorboard: Path | None = None,
+        loggers: Iterable[str] = (),
         hyper_parameters: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,7 +41,7 @@ class RunLog:
         self._path = path
         self._file = open(path, "a", encoding="utf-8", opener=_open_no_follow)  # noqa: SIM115
         try:
-            self._curves = None if tensorboard is None else _Curves(tensorboard, hyper_parameters)
+            self._loggers = Loggers(loggers, path.parent, hyper_parameters)
         except BaseException:
             self._file.close()
             raise
@@ -57,10 +53,9 @@ class RunLog:
             self._file.flush()
         except OSError as error:
             raise named(error, self._path) from error
-        if self._curves is not None:
-            self._curves.append(step, kind, values)
+        self._loggers.append(step, kind, values)
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         if self._file.closed:
             return
         try:
@@ -70,15 +65,14 @@ class RunLog:
         except OSError as error:
             raise named(error, self._path) from error
         finally:
-            if self._curves is not None:
-                self._curves.close()
+            self._loggers.close(failed=failed)
 
     def __enter__(self) -> RunLog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         with suppress(OSError) if error is not None else nullcontext():  # the first error is the one to report
-            self.close()
+            self.close(failed=error is not None)
 
 
 def read_log(path: Path) -> list[Record]:
@@ -98,10 +92,6 @@ def read_log(path: Path) -> list[Record]:
             records = [earlier for earlier in records if earlier["step"] <= step]
         records.append(record)
     return records
-
-
-def tensorboard_installed() -> bool:
-    return importlib.util.find_spec("tensorboard") is not None
 
 
 def _open_no_follow(path: str, flags: int) -> int:
@@ -125,50 +115,3 @@ def _cut_torn_line(path: Path) -> None:
 
 def _finite(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-class _Curves:
-    """A file of TensorBoard's events. SummaryWriter is not used, because its thread prints a traceback when the disk is
-    full."""
-
-    def __init__(self, folder: Path, hyper_parameters: Mapping[str, object]) -> None:
-        if not tensorboard_installed():
-            raise ImportError("tensorboard: not installed, and its curves need it; pip install 'tilegrad[tensorboard]'")
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.summary.writer.record_writer import RecordWriter
-        from torch.utils.tensorboard.summary import hparams, scalar
-
-        self._event, self._scalar = Event, scalar
-        folder.mkdir(parents=True, exist_ok=True)
-        name = f"{EVENTS}{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}"
-        self._path = folder / name
-        self._file = os.fdopen(create(self._path), "wb")
-        self._records = RecordWriter(self._file)
-        self._write([Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString()])
-        if hyper_parameters:  # `SummaryWriter.add_hparams` would write them into another folder
-            plain = {
-                name: value if isinstance(value, bool | int | float | str) else str(value)
-                for name, value in hyper_parameters.items()
-            }
-            summaries = hparams(plain, dict.fromkeys(("loss/train", "loss/validation"), math.nan))
-            self._write(Event(wall_time=time.time(), summary=one).SerializeToString() for one in summaries)
-
-    def append(self, step: int, kind: str, values: Mapping[str, object]) -> None:
-        points = {f"{name}/{kind}": value for name, value in values.items() if isinstance(value, int | float)}
-        now, summaries = time.time(), [self._scalar(name, value) for name, value in points.items()]
-        self._write(self._event(wall_time=now, step=step, summary=one).SerializeToString() for one in summaries)
-
-    def _write(self, events: Iterable[bytes]) -> None:
-        """The first error is raised, and nothing is written after it."""
-        try:
-            if not self._file.closed:
-                for event in events:
-                    self._records.write(event)
-                self._file.flush()
-        except OSError as error:
-            self.close()
-            raise named(error, self._path) from error
-
-    def close(self) -> None:
-        with suppress(OSError):  # `_write` has raised it
-            self._file.close()

@@ -38,7 +38,8 @@ from .config import DTYPES, RunEnded, run_from
 from .dataset import Dataset
 from .evaluation import Evaluator
 from .folder import Best, resume_command, write_run
-from .log import RunLog, read_log, tensorboard_installed
+from .log import RunLog, read_log
+from .loggers import chosen_loggers
 from .ranks import Ranks
 from .report import run_report, run_tables
 from .resident import Resident, process_memory, resident
@@ -180,9 +181,9 @@ class Run:
         if self.mesh.rank:
             return nullcontext()
         write_run(self.folder, self.config)
-        tensorboard = self.folder / "tensorboard" if tensorboard_installed() else None
-        chosen = {f"{part}.{key}": value for part, keys in self.config.plain().items() for key, value in keys.items()}
-        return RunLog(self.folder / "log.jsonl", tensorboard=tensorboard, hyper_parameters=chosen)
+        names, sections = chosen_loggers(self.config.train.log), self.config.plain().items()
+        hyper_parameters = {f"{part}.{key}": value for part, keys in sections for key, value in keys.items()}
+        return RunLog(self.folder / "log.jsonl", loggers=names, hyper_parameters=hyper_parameters)
 
     def _train(self) -> RunResult:
         t, engine = self.config.train, self.engine

@@ -24,6 +24,7 @@ from ..pretrained.weights import open_weights
 from .config import RunConfig, Sections, check_vocab_size
 from .dataset import Dataset, needs_documents, prepare_data
 from .folder import check_shared, claimed, forget, own_data
+from .loggers import check_installed, chosen_loggers
 from .loop import Run, RunResult
 from .ranks import Ranks
 from .signals import end_on_signals
@@ -53,6 +54,7 @@ def train(
     if start.saved is None:  # a run may resume with more ranks than micro-batches, and then says how many are idle
         check_accumulation(t.gradient_accumulation, world, context)
     check_device(t.device)
+    check_installed(chosen_loggers(t.log))
     mesh = Mesh(t.device, timeout_s)
     ranks = Ranks(mesh, {"shard": shard, "bucket_bytes": bucket_bytes, "context": context})
     with end_on_signals(), mesh.watch(), ExitStack() as until_the_end:

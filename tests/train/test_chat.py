@@ -1,0 +1,267 @@
+"""`tilegrad generate` ends at EOS, and `tilegrad chat` talks by the chat template. The model's tokens are scripted where the
+answer matters, so that what is read, shown and kept can be compared exactly."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import tilegrad
+from tilegrad.cli import main
+from tilegrad.data.tokenizer import ByteTokenizer, decode_known, eos_token_ids, load_tokenizer, stream_text, train_bpe
+from tilegrad.engine.engine import Engine
+from tilegrad.model import generate
+from tilegrad.model.config import ModelConfig
+from tilegrad.pretrained.weights import write_weights
+from tilegrad.training.chat import Chat, end_of_turn
+
+pytest.importorskip("jinja2", reason="needs pip install 'tilegrad[chat]'")
+pytest.importorskip("tokenizers", reason="needs pip install 'tilegrad[bpe]'")
+
+TEXT = "the quick brown fox 🦊 jumps over the lazy dog. naïve, 二匹の狐. " * 12
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TOKENIZER = train_bpe(TEXT, 300)
+TOKENIZER.inner.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+END_OF_TEXT, START, END = 300, 301, 302
+MODEL = ModelConfig(vocab_size=304, block_size=96, n_layer=1, n_head=2, n_embd=16)
+TINY = [
+    "--steps",
+    "2",
+    "--batch-size",
+    "2",
+    "--seq-len",
+    "48",
+    "--train.eval_batches",
+    "1",
+    "--train.sample_tokens",
+    "0",
+]
+
+
+def ids(text: str) -> list[int]:
+    return [int(token) for token in TOKENIZER.encode(text)]
+
+
+@pytest.fixture(autouse=True)
+def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "weights"
+    write_weights(folder, Engine(MODEL, 1, 4).params, MODEL)
+    (folder / "tokenizer.json").write_text(TOKENIZER.json(), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}', encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(CHATML, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[int]]]:
+    """The model writes these tokens, whatever its logits; returned is what it read, a list for each call."""
+
+    def play(*tokens: int) -> list[list[int]]:
+        left = iter(tokens)
+        read: list[list[int]] = []
+        feed = generate.Decoder.feed
+
+        def noted(self: generate.Decoder, given: Sequence[int]) -> Tensor:
+            read.append([*given])
+            return feed(self, given)
+
+        monkeypatch.setattr(generate, "_pick", lambda *_: next(left))
+        monkeypatch.setattr(generate.Decoder, "feed", noted)
+        return read
+
+    return play
+
+
+Script = Callable[..., list[list[int]]]
+
+
+def test_generate_ends_before_eos_unless_it_is_ignored(script: Script, capsys: pytest.CaptureFixture[str]) -> None:
+    fox = ids(" fox")
+    for flags, want in (([], "the fox"), (["--ignore-eos"], "the fox<|endoftext|>.")):
+        script(*fox, END_OF_TEXT, *ids("."))
+        most = len(fox) + 1 + len(ids("."))
+        assert main(["generate", "weights", "the", "--max-tokens", str(most), *flags]) == 0
+        assert capsys.readouterr().out == f"{want}\n"
+    script(END_OF_TEXT)
+    assert tilegrad.load("weights").generate("the", 5) == "the"
+
+
+def test_what_ends_a_text_is_what_the_files_say(weights: Path) -> None:
+    tokenizer = load_tokenizer(weights / "tokenizer.json")
+    assert eos_token_ids(weights, tokenizer) == {END_OF_TEXT}
+    (weights / "generation_config.json").write_text(f'{{"eos_token_id": [{END}, {END_OF_TEXT}]}}', encoding="utf-8")
+    assert tilegrad.load(weights).eos_token_ids == {END_OF_TEXT, END}
+    (weights / "tokenizer_config.json").unlink()
+    config = json.loads((weights / "config.json").read_text(encoding="utf-8"))
+    (weights / "generation_config.json").write_text("{}", encoding="utf-8")
+    (weights / "config.json").write_text(json.dumps(config | {"eos_token_id": START}), encoding="utf-8")
+    assert tilegrad.load(weights).eos_token_ids == {START}
+    assert eos_token_ids(weights, ByteTokenizer()) == frozenset()
+    for wrong in (-1, 303, "x", True, [END, 1.5]):
+        (weights / "generation_config.json").write_text(json.dumps({"eos_token_id": wrong}), encoding="utf-8")
+        with pytest.raises(
+            ValueError, match=r"generation_config.json: eos_token_id: got .*; accepted: a token of tokenizer"
+        ):
+            tilegrad.load(weights)
+
+
+@pytest.mark.parametrize("data", ["text", "conversations"])
+def test_a_run_has_the_end_and_the_template_of_the_weights_that_it_began_with(data: str, weights: Path) -> None:
+    (weights / "generation_config.json").write_text(f'{{"eos_token_id": [{END}]}}', encoding="utf-8")
+    lines = [{"messages": [{"role": r, "content": f"fox {n}"} for r in ("user", "assistant")]} for n in range(40)]
+    Path("lines.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    Path("text.txt").write_text(TEXT * 5, encoding="utf-8")
+    file = {"text": "text.txt", "conversations": "lines.jsonl"}[data]
+    assert main(["train", "--init", "weights", "--data", file, "--out", "run", *TINY]) == 0
+    shutil.rmtree(weights)
+    model = tilegrad.load("run")
+    assert model.eos_token_ids == {END_OF_TEXT, END}
+    assert model.chat_template is not None and model.chat_template.source == CHATML
+    found = tilegrad.evaluate("run")
+    assert found.bytes is not None and found.bits_per_byte is not None and found.tokens > 0
+    assert tilegrad.evaluate("run", file).tokens > found.tokens
+    assert main(["chat", "run", "--once", "fox", "--max-tokens", "2"]) == 0
+
+
+def conversation(*turns: tuple[str, str]) -> str:
+    return "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in turns)
+
+
+def test_a_conversation_keeps_what_was_said_and_ends_each_turn(
+    script: Script, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = ["naïve 🦊", "the 二匹", "dog"]
+    tokens = [ids(answers[0]), ids(answers[1]), ids(answers[2])]
+    read = script(*tokens[0], END, *tokens[1], END_OF_TEXT, *tokens[2], END)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("fox?\n\n  jumps 狐 \n/clear\nover\n/exit\nnever read\n"))
+    assert main(["chat", "weights", "--system", "lazy"]) == 0
+    out, error = capsys.readouterr()
+    assert out == "".join(f"{answer}\n" for answer in answers) and error == ""
+    begin = "<|im_start|>assistant\n"
+    system, first = ("system", "lazy"), (("user", "fox?"), ("assistant", answers[0]))
+    prompts = [piece for piece in read if len(piece) > 1]
+    assert prompts == [
+        ids(conversation(system, first[0]) + begin),
+        ids(conversation(system, *first, ("user", "jumps 狐")) + begin),
+        ids(conversation(system, ("user", "over")) + begin),
+    ]
+
+
+def test_text_appears_as_it_is_written(script: Script) -> None:
+    tokens = ids("the 🐺 三")
+    assert len(tokens) > 6, "the wolf has four bytes, and no token of its own"
+    script(*tokens, END)
+    pieces = list(Chat(tilegrad.load("weights")).answer("x"))
+    assert "".join(pieces) == "the 🐺 三" and "�" not in "".join(pieces)
+    assert len([piece for piece in pieces if piece]) >= 3 and "🐺" in pieces
+
+
+def test_a_template_without_an_end_of_its_own_ends_at_eos(weights: Path) -> None:
+    model = tilegrad.load(weights)
+    assert model.chat_template is not None and end_of_turn(model.chat_template, TOKENIZER) == {END}
+    for source in ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", "{{ messages[0].content }}"):
+        (weights / "chat_template.jinja").write_text(source, encoding="utf-8")
+        template = tilegrad.load(weights).chat_template
+        assert template is not None and end_of_turn(template, TOKENIZER) == frozenset()
+
+
+def test_a_full_context_and_a_cut_answer_are_said(
+    script: Script, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dog = ids(".")
+    assert len(dog) == 1
+    script(*dog * 400)
+    assert main(["chat", "weights", "--once", "fox", "--max-tokens", "3"]) == 0
+    out, error = capsys.readouterr()
+    assert out == "...\n" and error == "tilegrad: answer: cut after 3 tokens, because max_tokens is 3\n"
+    room = MODEL.block_size + 1 - len(ids(conversation(("user", "fox")) + "<|im_start|>assistant\n"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("fox\nfox\n/clear\nfox\n"))
+    assert main(["chat", "weights"]) == 0
+    out, error = capsys.readouterr()
+    assert out == f"{'.' * room}\n" * 2
+    full = f"tilegrad: answer: cut after {room} tokens, because the context is full, 96 tokens"
+    lines = error.splitlines()
+    assert lines[0] == lines[2] == full and lines[1].startswith("tilegrad: context: got a conversation of ")
+    assert lines[1].endswith("; accepted: at most 96, the model's block_size; /clear begins another conversation")
+    assert main(["chat", "weights", "--once", "dog " * 99]) == 2
+    assert "context: got a conversation of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("where", ["prompt", "answer"])
+def test_ctrl_c_ends_it_without_a_traceback(
+    where: str, script: Script, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> Any:
+        raise KeyboardInterrupt
+
+    script(*ids("the"))
+    if where == "prompt":
+        monkeypatch.setattr("builtins.input", interrupted)
+    else:
+        monkeypatch.setattr(generate, "_pick", interrupted)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("fox\n"))
+    assert main(["chat", "weights"]) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_what_cannot_chat_is_refused_with_a_sentence(weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("text.txt").write_text(TEXT, encoding="utf-8")
+    small = ["--model.n_layer", "1", "--model.n_embd", "16", "--model.block_size", "48"]
+    assert main(["train", "--data", "text.txt", "--out", "run", *small, *TINY]) == 0
+    capsys.readouterr()
+    (weights / "chat_template.jinja").unlink()
+    for source in ("run", "weights"):
+        assert main(["chat", source, "--once", "x"]) == 2
+        error = capsys.readouterr().err
+        assert "got no chat template; accepted: weights with chat_template.jinja" in error
+        assert error.endswith("to continue a text, use `tilegrad generate`\n") and error.count("\n") == 1
+    for words, said in (
+        (["weights", "--once", " "], "once: got ' '; accepted: a text"),
+        (["nope"], "nope: no such folder"),
+        (["weights", "--best"], "weights: got no best checkpoint"),
+    ):
+        assert main(["chat", *words]) == 2
+        assert said in capsys.readouterr().err
+    (weights / "chat_template.jinja").write_text(CHATML, encoding="utf-8")
+    for words, said in (
+        (["--max-tokens", "0"], "max_tokens: got 0; accepted: an int ≥ 1"),
+        (["--temperature", "-1"], "temperature: got -1.0"),
+    ):
+        assert main(["chat", "weights", "--once", "x", *words]) == 2
+        assert said in capsys.readouterr().err
+
+
+@given(st.lists(st.integers(0, 255), max_size=24), st.lists(st.integers(0, 302), max_size=12))
+def test_streamed_text_is_the_text(raw: list[int], tokens: list[int]) -> None:
+    """Any bytes, right or wrong: what was shown once never changes."""
+    for tokenizer, given_tokens in (
+        (ByteTokenizer(), raw),
+        (ByteTokenizer(), [*TEXT.encode()[: len(raw)]]),
+        (TOKENIZER, tokens),
+    ):
+        assert "".join(stream_text(tokenizer, given_tokens)) == decode_known(tokenizer, given_tokens)
+        before = ids("the ") if tokenizer is TOKENIZER else [*b"the "]
+        assert "".join(stream_text(tokenizer, given_tokens, after=before)) == decode_known(tokenizer, given_tokens)
+
+
+def test_streamed_text_comes_as_soon_as_it_is_sure() -> None:
+    def pieces(data: bytes) -> Iterator[str]:
+        return stream_text(ByteTokenizer(), data)
+
+    assert list(pieces("aé".encode())) == ["a", "", "é", ""]
+    assert list(pieces(b"\xff\xffa\xf0\x9f")) == ["", "�", "�a", "", "", "�"]
+    assert "".join(stream_text(ByteTokenizer(), [0xC3, 300, 0xA9, 97])) == "���a"

@@ -1,0 +1,222 @@
+"""Weights & Biases and MLflow get every number of log.jsonl. CI has stand-ins with the same calls (support/fake_loggers); the
+packages themselves are tested in their offline modes, where they are installed."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tilegrad
+from tilegrad.cli import main
+from tilegrad.training import loggers
+from tilegrad.training.config import TrainConfig
+from tilegrad.training.log import read_log
+
+FAKES = Path(__file__).parents[1] / "support" / "fake_loggers"
+SMALL = (
+    "--model.n_layer", "1", "--model.n_head", "2", "--model.n_embd", "16", "--model.block_size", "16", "--batch-size", "2",
+    "--data", "text.txt", "--out", "run", "--train.eval_interval", "2", "--train.eval_batches", "1",
+    "--train.checkpoint_interval", "2", "--train.sample_tokens", "0",
+)  # fmt: skip
+Point = tuple[str, int, float]
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_with_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 12, encoding="utf-8")
+
+
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, list[str]]]:
+    """The stand-ins are what is imported; by package, the calls that fail."""
+    kept = {name: module for name, module in sys.modules.items() if name.split(".")[0] in ("wandb", "mlflow")}
+    for name in kept:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(FAKES))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", str(tmp_path / "mlflow.json"))
+    yield {name: importlib.import_module(name).FAIL_AT for name in ("wandb", "mlflow")}
+    for name in [name for name in sys.modules if name.split(".")[0] in ("wandb", "mlflow")]:
+        del sys.modules[name]
+
+
+def logged() -> list[Point]:
+    """Every number of log.jsonl, resumed steps included."""
+    lines = [json.loads(line) for line in Path("run/log.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [
+        (f"{name}/{line['kind']}", line["step"], value)
+        for line in lines
+        for name, value in line.items()
+        if name != "step" and isinstance(value, int | float)
+    ]
+
+
+def of_wandb() -> tuple[list[Point], list[dict[str, Any]]]:
+    files = sorted(Path("run/wandb").glob("offline-run-*.jsonl"))
+    calls = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+    logs = [call["values"] for call in calls if call["call"] == "log"]
+    return [(name, log["step"], log[name]) for log in logs for name in log if name != "step"], calls
+
+
+def of_mlflow() -> tuple[list[Point], dict[str, Any]]:
+    (run,) = json.loads(Path("mlflow.json").read_text(encoding="utf-8"))["runs"].values()
+    return [(name, step, value) for name, step, value in run["metrics"]], run
+
+
+@pytest.mark.usefixtures("fakes")
+def test_loggers_have_the_numbers_of_the_log_and_a_resumed_run_continues_them() -> None:
+    both = ["--log", '["wandb", "mlflow"]']
+    assert main(["train", *SMALL, "--steps", "4", *both]) == 0
+    assert main(["train", "--resume", "run/checkpoints/000001-step-2", "--steps", "6"]) == 0  # steps 3 and 4 once more
+    assert main(["train", "--resume", "run", "--steps", "7", "--log", "none"]) == 0
+    numbers = [point for point in logged() if point[1] <= 6]
+    assert len([point for point in numbers if point[0] == "loss/train"]) == 4 + 4
+    points, calls = of_wandb()
+    assert points == numbers
+    begun = [call for call in calls if call["call"] == "init"]
+    assert len(begun) == 2 and begun[0]["config"]["train.steps"] == 4 and begun[0]["console"] == "off"
+    assert [call["exit_code"] for call in calls if call["call"] == "finish"] == [0, 0]
+    ids = json.loads(Path("run/loggers.json").read_text(encoding="utf-8"))
+    assert all(file.stem.endswith(ids["wandb"]) for file in Path("run/wandb").iterdir())
+    points, run = of_mlflow()
+    assert points == numbers and run["status"] == "FINISHED" and run["name"] == "run"
+    assert run["params"]["train.steps"] == "4" and run["params"]["model.n_kv_head"] == "None"
+    assert not Path("run/tensorboard").exists()
+
+
+@pytest.mark.parametrize("call", ["init", "log", "finish", "create_run", "log_batch", "set_terminated"])
+def test_a_logger_that_fails_is_one_sentence_and_the_run_continues(
+    call: str, fakes: dict[str, list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, other = ("wandb", "mlflow") if call in ("init", "log", "finish") else ("mlflow", "wandb")
+    fakes[name].append(call)
+    assert main(["train", *SMALL, "--steps", "3", "--log", '["wandb", "mlflow"]']) == 0
+    error = capsys.readouterr().err
+    assert (
+        error.count("\n") == 1
+        and error.startswith(f"tilegrad: {name}: ")
+        and f"no {'API' if call == 'init' else 'net'}" in error
+    )
+    assert error.endswith("; the run continues without it, and log.jsonl has every number\n")
+    assert [record["step"] for record in read_log(Path("run/log.jsonl")) if record["kind"] == "train"] == [1, 2, 3]
+    points = of_mlflow()[0] if other == "mlflow" else of_wandb()[0]
+    assert points == logged()
+
+
+def test_an_id_that_is_none_is_a_sentence(fakes: dict[str, list[str]], capsys: pytest.CaptureFixture[str]) -> None:
+    assert not fakes["wandb"]
+    assert main(["train", *SMALL, "--steps", "2", "--log", "wandb"]) == 0
+    Path("run/loggers.json").write_text('{"wandb": "../../x", "mlflow": "0"}', encoding="utf-8")
+    capsys.readouterr()
+    assert main(["train", "--resume", "run", "--steps", "3", "--log", '["wandb", "mlflow"]']) == 0
+    first, second = capsys.readouterr().err.splitlines()
+    assert "run/loggers.json: got '../../x' for wandb; accepted: an id; without this file, a new run begins" in first
+    assert "mlflow: MlflowException: Run with id=0 not found" in second
+
+
+def test_wandb_writes_through_no_link(fakes: dict[str, list[str]], capsys: pytest.CaptureFixture[str]) -> None:
+    assert not fakes["wandb"]
+    assert main(["train", *SMALL, "--steps", "2", "--log", "none"]) == 0
+    Path("mine").mkdir()
+    Path("run/wandb").symlink_to(Path("mine").absolute())
+    assert main(["train", "--resume", "run", "--steps", "3", "--log", "wandb"]) == 0
+    assert "run/wandb: got a symbolic link" in capsys.readouterr().err and not [*Path("mine").iterdir()]
+
+
+def test_a_run_that_ends_with_an_error_is_marked(fakes: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not fakes["mlflow"]
+    monkeypatch.setattr(tilegrad.Engine, "evaluate", lambda *_, **_ends: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(["train", *SMALL, "--steps", "2", "--log", '["wandb", "mlflow"]'])
+    assert of_mlflow()[1]["status"] == "FAILED" and of_wandb()[1][-1] == {"call": "finish", "exit_code": 1}
+
+
+@pytest.mark.parametrize("name", loggers.LOGGERS)
+def test_a_logger_that_is_not_installed_is_refused_with_the_pip_line(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(name).mkdir()  # wandb leaves a folder of its name, which Python takes for a package
+    monkeypatch.syspath_prepend(".")
+    found = importlib.util.find_spec
+    namespace = found(name) if name != "tensorboard" else None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda word: namespace if word == name else found(word))
+    monkeypatch.setattr(sys, "path", ["."])
+    assert main(["train", *SMALL, "--log", name]) == 2
+    assert (
+        capsys.readouterr().err
+        == f"tilegrad: log: got '{name}', which is not installed; pip install 'tilegrad[{name}]'\n"
+    )
+    assert not Path("run").exists()
+
+
+@pytest.mark.parametrize("given", ["wandbs", 3, None, ["auto"], ["wandb", "wandb"], ["none"], [[]], True])
+def test_a_logger_that_there_is_not_is_refused(given: Any) -> None:
+    with pytest.raises(
+        ValueError, match=r"^log: got .*; accepted: 'auto', 'none', or tensorboard, wandb, mlflow, or a list"
+    ):
+        TrainConfig(log=given)
+
+
+def wandb_records(file: Path) -> Iterator[Point]:
+    """The numbers in a file of wandb: LevelDB's log format, blocks of 32 KiB with pieces of records."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, whole = file.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        left = 32768 - at % 32768
+        if left < 7:
+            at += left
+            continue
+        _checksum, length, kind = struct.unpack_from("<IHB", data, at)
+        whole, at = whole + data[at + 7 : at + 7 + length], at + 7 + length
+        if kind in (1, 4):  # the whole record, or its last piece
+            record = Record()
+            record.ParseFromString(whole)
+            found = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            yield from ((name, found["step"], found[name]) for name in found if name != "step" and name[0] != "_")
+            whole = b""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(not loggers.installed("wandb"), reason="wandb is not installed (pip install 'tilegrad[wandb]')")
+def test_wandb_offline_for_real(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}.items():
+        monkeypatch.setenv(name, value)
+    for steps in (["--steps", "3"], ["--resume", "run", "--steps", "5"]):
+        assert main(["train", *(SMALL if "--resume" not in steps else ()), *steps, "--log", "wandb"]) == 0
+    files = sorted(Path("run/wandb").glob("offline-run-*/*.wandb"))
+    assert len(files) == 2 and len({file.name for file in files}) == 1
+    assert sorted(point for file in files for point in wandb_records(file)) == sorted(logged())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(not loggers.installed("mlflow"), reason="mlflow is not installed (pip install 'tilegrad[mlflow]')")
+def test_mlflow_in_a_file_for_real(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from mlflow import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/m.db")
+    for steps in (["--steps", "3"], ["--resume", "run", "--steps", "5"]):
+        assert main(["train", *(SMALL if "--resume" not in steps else ()), *steps, "--log", "mlflow"]) == 0
+    client = MlflowClient()
+    run = json.loads(Path("run/loggers.json").read_text(encoding="utf-8"))["mlflow"]
+    for name in ("loss/train", "loss/validation", "gradient_norm/train", "bytes/data"):
+        points = [(name, metric.step, metric.value) for metric in client.get_metric_history(run, name)]
+        assert sorted(points) == sorted(point for point in logged() if point[0] == name) and points
+    assert client.get_run(run).info.status == "FINISHED" and client.get_run(run).data.params["train.steps"] == "3"
+
+
+def test_numbers_that_are_not_finite_are_logged_as_they_are(fakes: dict[str, list[str]]) -> None:
+    assert not fakes["wandb"]
+    Path("run").mkdir()
+    log = loggers.Loggers(["wandb"], Path("run"), {})
+    log.append(3, "train", {"loss": math.inf, "note": "text"})
+    log.close()
+    assert of_wandb()[0] == [("loss/train", 3, math.inf)]
