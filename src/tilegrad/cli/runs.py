@@ -12,7 +12,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .arguments import Commands, add_command, add_keys, add_ranks, given_keys, sharding_of
+from .arguments import Commands, add_command, add_init, add_keys, add_ranks, given_keys, sharding_of
 from .faults import complain, silence
 
 PROMPT = "Call me "  # the default of generate
@@ -44,15 +44,18 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _init(args: argparse.Namespace) -> int:
-    from ..training.keys import example
+    from ..training.keys import example, finetune
 
-    file = Path(args.file)
+    file = Path(args.file or ("finetune.toml" if args.finetune else "run.toml"))
     try:
         with file.open("x", encoding="utf-8") as new:
-            new.write(example())
+            new.write(finetune() if args.finetune else example())
     except FileExistsError:
         raise ValueError(f"{file}: got a file that is there already; accepted: a new name") from None
-    print(f"{file}: every key with its default. Change it, then: tilegrad train {shlex.quote(str(file))}")
+    done, change = ("a run that fine-tunes a model", "Fill in train.init and data.files")
+    if not args.finetune:
+        done, change = "every key with its default", "Change it"
+    print(f"{file}: {done}. {change}, then: tilegrad train {shlex.quote(str(file))}")
     return 0
 
 
@@ -131,7 +134,7 @@ def _generate(args: argparse.Namespace) -> int:
     if args.text is not None and args.prompt is not None:
         raise ValueError(f"prompt: got {args.text!r} and --prompt {args.prompt!r}; accepted: one of them")
     prompt = next((given for given in (args.text, args.prompt) if given is not None), PROMPT)
-    model = load(args.run_folder, best=args.best)
+    model = load(args.run_folder, best=args.best, init=args.init)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", WindowSlides)
         text = model.generate(prompt, args.max_tokens, temperature=args.temperature, top_k=args.top_k, seed=args.seed)
@@ -149,8 +152,9 @@ def add_runs(commands: Commands) -> None:
         _demo,
     )
     init = add_command(commands, "init", "write a run as TOML to begin with: every key, its default, its unit", _init)
+    init.add_argument("--finetune", action="store_true", help="a run that fine-tunes a model on conversations, with adapters")
     init.add_argument(
-        "file", nargs="?", default="run.toml", metavar="FILE", help="default: %(default)s; never overwritten"
+        "file", nargs="?", metavar="FILE", help="default: run.toml, or finetune.toml; never overwritten"
     )
     train = add_command(commands, "train", "train a model; a run is a folder with log, checkpoints and report", _train)
     train.add_argument("--out", metavar="DIR", help="the run's folder (default: runs/ + name of FILE or preset)")
@@ -172,6 +176,7 @@ def add_runs(commands: Commands) -> None:
     )
     text.add_argument("text", nargs="?", metavar="PROMPT", help="the same as --prompt")
     text.add_argument("--best", action="store_true", help="the weights of the lowest validation loss, not the newest")
+    add_init(text)
     text.add_argument("--prompt", help=f"the text to continue (default: {PROMPT!r})")
     text.add_argument(
         "--max-tokens", type=int, default=80, metavar="N", help="tokens to generate (default: %(default)s)"

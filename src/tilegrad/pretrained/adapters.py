@@ -225,7 +225,7 @@ def adapter_json(kind: str, config: ModelConfig, lora: LoraConfig, base: str) ->
         "fan_in_fan_out": kind == "gpt2",  # its layers are Conv1D
         "inference_mode": True,
         "init_lora_weights": True,
-        "lora_alpha": lora.alpha,
+        "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
         "lora_dropout": lora.dropout,
         "modules_to_save": None,
         "peft_type": "LORA",

@@ -98,11 +98,12 @@ class Weights:
         (origin / "config.json").write_text(json.dumps(self.origin, indent=2) + "\n", encoding="utf-8")
         copy_files(self.folder, origin)
 
-    def sha256(self, params: Mapping[str, Tensor]) -> str:
-        """A digest of the tensors that `load` reads, as the files have them: name, dtype, shape and bytes. The same weights
-        in other shards have the same digest."""
-        self.check(params)
-        digest, there = hashlib.sha256(), self._there(params)
+    def sha256(self) -> str:
+        """A digest of the tensors as the files have them: name, dtype, shape and bytes. The same weights in other shards
+        have the same digest."""
+        forms = self.forms()
+        self.check(forms)
+        digest, there = hashlib.sha256(), self._there(forms)
         with ExitStack() as stack:
             opened = {file: stack.enter_context(open_tensors(file)) for file in {*self.files.values()}}
             for name, own in sorted(there.items()):
@@ -111,17 +112,21 @@ class Weights:
                 digest.update(x.contiguous().view(-1).view(torch.uint8).numpy())
         return digest.hexdigest()
 
-    def read(self) -> dict[str, Tensor]:
-        """All weights by our names, in float32. Nothing is allocated before names, shapes and dtypes are checked."""
+    def forms(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+        """The model's parameters by our names, without memory."""
         shapes = {name: p.master.shape for name, p in declare(self.config, 1, 1, torch.float32, "cpu").params.items()}
-        forms = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        return {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+
+    def read(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+        """All weights by our names. Nothing is allocated before names, shapes and dtypes are checked."""
+        forms = self.forms(dtype)
         self.check(forms)
         size, limit = sum(form.nbytes for form in forms.values()), memory_limit(torch.device("cpu"))
         if limit is not None and size > limit:
             raise ValueError(
-                f"{self.folder}: got weights of {human(size)} in float32; accepted: at most {human(limit)} of memory"
+                f"{self.folder}: got weights of {human(size)} in {str(dtype).removeprefix('torch.')}; accepted: at most {human(limit)} of memory"
             )
-        params = {name: torch.empty(shape) for name, shape in shapes.items()}
+        params = {name: torch.empty_like(form, device="cpu") for name, form in forms.items()}
         self.load(params)
         return params
 
@@ -163,6 +168,11 @@ def open_weights(source: Path) -> Weights:
         )
     origin, config = _read_config(folder)
     return Weights(folder, origin, config, _files(folder, source if source.is_file() else None))
+
+
+def model_type(folder: Path) -> str:
+    """The family that the config.json in `folder` names."""
+    return str(_read_config(folder)[0]["model_type"])
 
 
 def _read_config(folder: Path) -> tuple[Config, ModelConfig]:
