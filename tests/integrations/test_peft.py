@@ -24,7 +24,12 @@ transformers = pytest.importorskip("transformers", minversion="5.0", reason="nee
 peft = pytest.importorskip("peft", reason="needs pip install 'tilegrad[hf]'")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*fan_in_fan_out.*")
 
-KINDS = {"gpt2": CONFIG, "llama": LLAMA, "qwen2": replace(LLAMA, qkv_bias=True), "qwen3": replace(QWEN3, qkv_bias=False)}
+KINDS = {
+    "gpt2": CONFIG,
+    "llama": LLAMA,
+    "qwen2": replace(LLAMA, qkv_bias=True),
+    "qwen3": replace(QWEN3, qkv_bias=False),
+}
 EXACT = 1e-12  # float64, relative to the largest number
 ROUNDED = 2e-5  # float32 through the whole model, as in test_weights.py
 
@@ -111,7 +116,8 @@ def test_we_compute_with_adapters_of_peft_what_it_does(kind: str, use_rslora: bo
     assert again.lora == adapter.lora and equal(again.read(), adapters)
     assert json_keys(tmp_path / "again") == json_keys(tmp_path / "adapter")
     ours, saved = (
-        json.loads((tmp_path / name / "adapter_config.json").read_text(encoding="utf-8")) for name in ("again", "adapter")
+        json.loads((tmp_path / name / "adapter_config.json").read_text(encoding="utf-8"))
+        for name in ("again", "adapter")
     )
     assert ours.keys() <= saved.keys(), "an option that PEFT does not have"
     free = {"lora_alpha", "use_rslora", "base_model_name_or_path", "target_modules"}

@@ -105,7 +105,8 @@ def test_merged_weights_are_w_plus_s_b_a(kind: str) -> None:
     a, b = adapters["blocks.1.ffn.in.lora_a"], adapters["blocks.1.ffn.up.lora_b"]
     want = before["blocks.1.ffn.up.weight"].double() + 2.0 * b.double() @ a[-4:].double()
     assert torch.equal(params["blocks.1.ffn.up.weight"], want.float())
-    a, b = adapters["blocks.0.attn.in.lora_a"], adapters["blocks.0.attn.qkv.lora_b" if kind == "gpt2" else "blocks.0.attn.v.lora_b"]
+    part = "qkv" if kind == "gpt2" else "v"
+    a, b = adapters["blocks.0.attn.in.lora_a"], adapters[f"blocks.0.attn.{part}.lora_b"]
     rows = slice(None) if kind == "gpt2" else slice(24, 32)
     want = before["blocks.0.attn.qkv.weight"][rows].double() + 2.0 * b.double() @ a[-4:].double()
     assert torch.equal(params["blocks.0.attn.qkv.weight"][rows], want.float())
@@ -136,7 +137,10 @@ OPTIONS: dict[str, object] = {
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_an_option_that_changes_the_mathematics_is_refused_by_name(option: str, tmp_path: Path) -> None:
-    base, home = open_weights(base_of("llama", tmp_path)), as_peft_wrote_it("llama", tmp_path, **{option: OPTIONS[option]})
+    base, home = (
+        open_weights(base_of("llama", tmp_path)),
+        as_peft_wrote_it("llama", tmp_path, **{option: OPTIONS[option]}),
+    )
     with pytest.raises(ValueError, match=rf"adapter_config\.json: {option}: got .*; accepted: "):
         open_adapter(home, base)
 
@@ -179,7 +183,7 @@ def test_files_that_are_damaged_or_elsewhere_are_refused(tmp_path: Path) -> None
     whole, settings = (home / TENSORS).read_bytes(), (home / SETTINGS).read_bytes()
     for content in (b"", whole[:50], whole[:-1], b"\xff" * 64):
         (home / TENSORS).write_bytes(content)
-        with pytest.raises(ValueError, match="adapter_model.safetensors: is not a safetensors file, or is damaged"):
+        with pytest.raises(ValueError, match=r"adapter_model\.safetensors: is not a safetensors file, or is damaged"):
             open_adapter(home, base)
     (home / TENSORS).unlink()
     (home / "adapter_model.bin").write_bytes(b"pickle")
@@ -195,7 +199,7 @@ def test_files_that_are_damaged_or_elsewhere_are_refused(tmp_path: Path) -> None
         (home / SETTINGS).write_bytes(content)
         with pytest.raises(ValueError, match=r"adapter_config\.json"):
             open_adapter(home, base)
-    with pytest.raises(FileNotFoundError, match="no such folder; accepted: a folder with adapter_config.json"):
+    with pytest.raises(FileNotFoundError, match="no such folder; accepted: a folder with adapter_config"):
         open_adapter(tmp_path / "nowhere", base)
 
 

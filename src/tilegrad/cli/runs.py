@@ -152,10 +152,10 @@ def add_runs(commands: Commands) -> None:
         _demo,
     )
     init = add_command(commands, "init", "write a run as TOML to begin with: every key, its default, its unit", _init)
-    init.add_argument("--finetune", action="store_true", help="a run that fine-tunes a model on conversations, with adapters")
     init.add_argument(
-        "file", nargs="?", metavar="FILE", help="default: run.toml, or finetune.toml; never overwritten"
+        "--finetune", action="store_true", help="a run that fine-tunes a model on conversations, with adapters"
     )
+    init.add_argument("file", nargs="?", metavar="FILE", help="default: run.toml, or finetune.toml; never overwritten")
     train = add_command(commands, "train", "train a model; a run is a folder with log, checkpoints and report", _train)
     train.add_argument("--out", metavar="DIR", help="the run's folder (default: runs/ + name of FILE or preset)")
     train.add_argument(

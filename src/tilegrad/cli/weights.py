@@ -40,7 +40,9 @@ def _export(args: argparse.Namespace) -> int:
     if args.adapter:
         if args.max_shard_size is not None or args.init is not None:
             got = "init" if args.init is not None else "max-shard-size"
-            raise ValueError(f"{got}: got a value with --adapter; accepted: none, because the base weights are not written")
+            raise ValueError(
+                f"{got}: got a value with --adapter; accepted: none, because the base weights are not written"
+            )
         kind, step = export_adapter(run, out, best=args.best, dtype=dtype)
         print(f"{out}: adapters of a {kind} model for PEFT, after {step:,} steps")
         return 0
@@ -64,7 +66,9 @@ def add_weights(commands: Commands) -> None:
     add_dtype(give, "dtype of the exported weights (default: the run's)", choices=DTYPES)
     give.add_argument("--best", action="store_true", help="the weights of the lowest validation loss, not the newest")
     give.add_argument(
-        "--adapter", action="store_true", help="only the run's adapters, as PEFT saves them (default: merged into the weights)"
+        "--adapter",
+        action="store_true",
+        help="only the run's adapters, as PEFT saves them (default: merged into the weights)",
     )
     add_init(give)
     give.add_argument(

@@ -69,9 +69,7 @@ def adapter_shapes(config: ModelConfig, lora: LoraConfig) -> dict[str, tuple[int
     return found
 
 
-def merge(
-    params: Mapping[str, Tensor], adapters: Mapping[str, Tensor], config: ModelConfig, lora: LoraConfig
-) -> None:
+def merge(params: Mapping[str, Tensor], adapters: Mapping[str, Tensor], config: ModelConfig, lora: LoraConfig) -> None:
     """W += s B A, computed in float64 and rounded once to the dtype of `params`, which are changed."""
     for i in range(config.n_layer):
         for adapter in adapter_parts(config, lora):
@@ -88,7 +86,8 @@ def _weight(params: Mapping[str, Tensor], config: ModelConfig, branch: str, part
     if f"{branch}.{part}.weight" in params:
         return params[f"{branch}.{part}.weight"]
     heights = [heads * config.head_dim for heads in (config.n_head, config.kv_heads, config.kv_heads)]
-    return params[f"{branch}.qkv.weight"].split(heights)["qkv".index(part)]
+    q, k, v = params[f"{branch}.qkv.weight"].split(heights)
+    return {"q": q, "k": k, "v": v}[part]
 
 
 def _module(kind: str, part: str, block: int) -> str:

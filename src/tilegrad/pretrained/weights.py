@@ -123,9 +123,8 @@ class Weights:
         self.check(forms)
         size, limit = sum(form.nbytes for form in forms.values()), memory_limit(torch.device("cpu"))
         if limit is not None and size > limit:
-            raise ValueError(
-                f"{self.folder}: got weights of {human(size)} in {str(dtype).removeprefix('torch.')}; accepted: at most {human(limit)} of memory"
-            )
+            got = f"{human(size)} in {str(dtype).removeprefix('torch.')}"
+            raise ValueError(f"{self.folder}: got weights of {got}; accepted: at most {human(limit)} of memory")
         params = {name: torch.empty_like(form, device="cpu") for name, form in forms.items()}
         self.load(params)
         return params

@@ -38,6 +38,7 @@ from ..model.config import LIMITS as MODEL_LIMITS
 from ..model.config import PRESETS, ModelConfig, is_count
 from ..model.layer import Linear
 from ..model.lora import LoraConfig, adapter_parts
+from ..model.transformer import declare
 from ..text.spelling import byte_count, did_you_mean, dtype_name
 from ..text.untrusted import check_values, decoded, regular_file, shown, too_deep
 
@@ -178,8 +179,8 @@ class AdapterConfig(LoraConfig):
 
 @dataclass(frozen=True, slots=True)
 class RunConfig:
-    """All of a run: the model's shape, how it is trained, on which data, and with which adapters, if any. docs/training.md lists every key. Keys that do
-    not fit together raise ValueError.
+    """All of a run: the model's shape, how it is trained, on which data, and with which adapters, if any. docs/training.md
+    lists every key. Keys that do not fit together raise ValueError.
 
     >>> import tilegrad
     >>> tilegrad.RunConfig().train.seq_len == tilegrad.RunConfig().model.block_size
@@ -209,6 +210,8 @@ class RunConfig:
             raise ValueError(f"seq_len: got {self.train.seq_len}; accepted: at most {most}")
         if self.lora is not None:
             adapter_parts(self.model, self.lora)  # refuses layers that this model does not have
+        if self.train.freeze:  # refuses patterns that match no parameter, or all
+            declare(self.model, 1, 1, torch.float32, "cpu", lora=self.lora, freeze=self.train.freeze)
         t = self.train
         tokens = t.gradient_accumulation * t.batch_size * t.seq_len
         if tokens > MAX_STEP_TOKENS:
@@ -385,7 +388,9 @@ def resumed(own: RunConfig, asked: Sections) -> RunConfig:
                 value = own.model.block_size
             section_of_own = getattr(own, section)
             if isinstance(value, Mapping | list | tuple) and section_of_own is not None:
-                changed = replace(section_of_own, **{name: value})  # rope_scaling gets its defaults, tuples become lists
+                changed = replace(
+                    section_of_own, **{name: value}
+                )  # rope_scaling gets its defaults, tuples become lists
                 value = replace(own, **{section: changed}).plain()[section][name]
             had = mine.get(section, {}).get(name)
             if value == had or (name, value) in (("warmup_steps", -1), ("dtype", "auto")):

@@ -128,8 +128,8 @@ def weights_of(run: Path, *, best: bool) -> tuple[Path, Path]:
 
 
 def forget(folder: Path) -> None:
-    """Delete the log, the curves and the frozen parameters of a run that died before its first checkpoint. Only files that a run wrote are deleted,
-    and nothing through a symbolic link."""
+    """Delete the log, the curves and the frozen parameters of a run that died before its first checkpoint. Only files that a
+    run wrote are deleted, and nothing through a symbolic link."""
     for name in ("log.jsonl", OWN):
         (folder / name).unlink(missing_ok=True)
     curves = folder / "tensorboard"

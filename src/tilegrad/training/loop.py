@@ -37,8 +37,8 @@ from .checkpointer import Checkpointer
 from .config import DTYPES, RunEnded, run_from
 from .dataset import Dataset
 from .evaluation import Evaluator
-from .frozen import Base
 from .folder import Best, resume_command, write_run
+from .frozen import Base
 from .log import RunLog, read_log, tensorboard_installed
 from .ranks import Ranks
 from .report import run_report, run_tables

@@ -26,8 +26,8 @@ from ..pretrained.adapters import open_adapter
 from ..pretrained.weights import Weights, open_weights
 from .config import RunConfig, Sections, check_vocab_size
 from .dataset import Dataset
-from .frozen import OWN, Base, base_of, load_own, open_base, save_own
 from .folder import check_shared, claimed, forget, own_data
+from .frozen import OWN, Base, base_of, load_own, open_base, save_own
 from .loop import Run, RunResult
 from .ranks import Ranks
 from .signals import end_on_signals
@@ -55,8 +55,13 @@ def train(
     start = resolve(config, out, resume=resume, where=where, name=name, world=world)
     t = start.config.train
     if start.config.lora is not None and t.init is None:
-        raise ValueError("lora: got adapters of weights that are drawn at random; accepted: with train.init (--init DIR)")
-    check_ranks(start.config.model, t.seq_len, t.linear, world=world, shard=shard, context=context)
+        raise ValueError(
+            "lora: got adapters of weights that are drawn at random; accepted: with train.init (--init DIR)"
+        )
+    check_ranks(
+        start.config.model, t.seq_len, t.linear, world=world, shard=shard, context=context, lora=start.config.lora,
+        freeze=t.freeze,
+    )  # fmt: skip
     if start.saved is None:  # a run may resume with more ranks than micro-batches, and then says how many are idle
         check_accumulation(t.gradient_accumulation, world, context)
     check_device(t.device)
@@ -188,7 +193,9 @@ def _continue(run: Run, base: Base | None, state: RunState) -> None:
     for name in sorted({*own, *wanted}):
         found = tuple(own[name].shape) if name in own else None
         if found != wanted.get(name):
-            raise ValueError(f"{run.folder / OWN}: got {name} of shape {found}; accepted: {wanted.get(name)}, this model's")
+            raise ValueError(
+                f"{run.folder / OWN}: got {name} of shape {found}; accepted: {wanted.get(name)}, this model's"
+            )
     for name, value in own.items():
         write_param(engine, name, value)
     run.frozen_sha256 = state.get("frozen_sha256")
