@@ -19,7 +19,7 @@ from torch import Tensor
 from ..model.config import ModelConfig
 from ..pretrained.weights import Weights, open_weights
 from ..text.atomic import save_tensors, sha256_of, staged_name, sync
-from ..text.untrusted import open_tensors
+from ..text.untrusted import open_tensors, regular_file
 from .state import BaseState, RunState
 
 OWN = "frozen.safetensors"
@@ -77,7 +77,7 @@ def load_own(folder: Path, state: RunState) -> dict[str, Tensor]:
     if "frozen_sha256" not in state:
         return {}
     path = folder / OWN
-    with open_tensors(path) as file:
+    with open_tensors(regular_file(path, "the run's own frozen parameters")) as file:
         if (found := sha256_of(path)) != state["frozen_sha256"]:
             raise ValueError(
                 f"{path}: got weights of sha256 {found[:12]}…; accepted: those of the checkpoint, "
