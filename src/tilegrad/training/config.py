@@ -304,7 +304,7 @@ def run_from(content: Sections, where: str, world: int = 1) -> RunConfig:
     if isinstance(settings.get("init"), str) and "n_layer" not in model:  # a saved run has every key of its model
         base = initial_run(Path(settings["init"]))
     data = replace(base.data, **given["data"])
-    lora = _adapters(given["lora"], settings.get("init"), where)
+    lora = _adapters(given["lora"], settings.get("init"))
     vocab_size = max(base.model.vocab_size, data.vocab_size)
     derived: Values = {"gradient_accumulation": max(world, base.train.gradient_accumulation)}
     derived |= {"seq_len": 0} if "block_size" in model else {}
@@ -318,7 +318,7 @@ def run_from(content: Sections, where: str, world: int = 1) -> RunConfig:
     )
 
 
-def _adapters(given: Values, init: object, where: str) -> AdapterConfig | None:
+def _adapters(given: Values, init: object) -> AdapterConfig | None:
     """The adapters of a run. Those of PEFT have their own rank, alpha, layers and dropout; a saved run gives all of them."""
     given = {name: value for name, value in given.items() if value is not None}
     if not given:
@@ -326,7 +326,9 @@ def _adapters(given: Values, init: object, where: str) -> AdapterConfig | None:
     own: Values = {}
     if isinstance(given.get("adapter"), str) and not {f.name for f in fields(LoraConfig)} <= {*given}:
         if not isinstance(init, str):
-            raise ValueError(f"{where}: lora.adapter: got {given['adapter']!r} without train.init; accepted: both")
+            raise ValueError(
+                f"init: got None with lora.adapter {given['adapter']!r}; accepted: the folder of the weights (--init DIR)"
+            )
         from ..pretrained.adapters import open_adapter  # imported only where weights are read
         from ..pretrained.weights import open_weights
 

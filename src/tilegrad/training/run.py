@@ -21,7 +21,7 @@ from ..engine.engine import Engine
 from ..engine.machine import check_device, check_platform
 from ..engine.parallel import BUCKET_BYTES, Shard, check_accumulation, check_agreed, check_ranks, digest
 from ..engine.state import write_param
-from ..model.lora import LoraConfig
+from ..model.lora import LoraConfig, adapter_parts
 from ..pretrained.adapters import open_adapter
 from ..pretrained.weights import Weights, open_weights
 from .config import RunConfig, Sections, check_vocab_size
@@ -56,7 +56,7 @@ def train(
     t = start.config.train
     if start.config.lora is not None and t.init is None:
         raise ValueError(
-            "lora: got adapters of weights that are drawn at random; accepted: with train.init (--init DIR)"
+            "init: got None with adapters ([lora]); accepted: the folder of the weights to adapt (--init DIR)"
         )
     check_ranks(
         start.config.model, t.seq_len, t.linear, world=world, shard=shard, context=context, lora=start.config.lora,
@@ -216,9 +216,10 @@ def _load(source: Weights, engine: Engine, mesh: Mesh) -> None:
 def _load_adapter(lora: LoraConfig, folder: str, engine: Engine, source: Weights) -> None:
     """Begin with PEFT's adapters in `folder`; their rank, alpha and layers must be the run's."""
     adapter = open_adapter(Path(folder), source)
+    parts = [adapter_parts(source.config, one) for one in (adapter.lora, lora)]
     for name in ("rank", "alpha", "layers"):
         own, given = getattr(adapter.lora, name), getattr(lora, name)
-        if own != given:
+        if parts[0] != parts[1] if name == "layers" else own != given:
             raise ValueError(f"lora.{name}: got {given!r}; accepted: {own!r}, that of {folder}")
     for name, value in adapter.read().items():
         write_param(engine, name, value)
