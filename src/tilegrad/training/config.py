@@ -11,13 +11,14 @@ files = ["book.txt"]     # none: the text that ships with the package
 rank = 16
 
 `example.toml` has every key. If gradient_accumulation is given, the same file gives the same training on any number of
-ranks. A key that is not given has the preset's value, except five keys with these defaults:
+ranks. A key that is not given has the preset's value, except six keys with these defaults:
 
     gradient_accumulation   at least the number of ranks
     seq_len        block_size
     warmup_steps   steps / 20, where steps is given
     dtype          bfloat16 on CUDA, float32 elsewhere
     vocab_size     the tokenizer's, where it is larger than the preset's
+    learning_rate  2e-4 with adapters, and a tenth of it at the end
 
 Sizes are bounded by LIMITS, and checked before anything is allocated for them.
 """
@@ -310,6 +311,7 @@ def run_from(content: Sections, where: str, world: int = 1) -> RunConfig:
     derived |= {"seq_len": 0} if "block_size" in model else {}
     derived |= {"warmup_steps": -1} if "steps" in settings else {}
     derived |= {"dtype": "auto"} if "device" in settings else {}
+    derived |= {"learning_rate": 2e-4, "min_learning_rate": 2e-5} if lora is not None else {}
     return RunConfig(
         replace(base.model, **{"vocab_size": vocab_size, **model}),
         replace(base.train, **{**derived, **settings}),
