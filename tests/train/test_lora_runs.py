@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +37,7 @@ from tilegrad.training.checkpoint import (
     load_checkpoint,
 )
 from tilegrad.training.config import AdapterConfig, run_from
+from tilegrad.training.keys import keys
 from tilegrad.training.schedule import learning_rate
 
 SIZE: dict[str, Any] = {"vocab_size": 280, "block_size": 24, "n_layer": 2}
@@ -392,3 +394,25 @@ def test_the_flags_of_adapters(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--lora.rank", "4", "--out", "new"]) == 2
     assert "accepted: the folder of the weights to adapt (--init DIR)" in capsys.readouterr().err
     assert not Path("new").exists()
+
+
+def test_init_finetune_writes_a_run_that_starts_once_two_names_are_filled_in(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["init", "--finetune"]) == 0
+    assert "Fill in train.init and data.files, then: tilegrad train finetune.toml" in capsys.readouterr().out
+    assert main(["init", "--finetune"]) == 2, "a file that is there is overwritten"
+    text = Path("finetune.toml").read_text(encoding="utf-8")
+    known = {(key.section, key.name) for key in keys()}
+    if ("data", "format") not in known:
+        pytest.skip("needs the keys of conversations")
+    assert {(section, name) for section, values in tomllib.loads(text).items() for name in values} <= known
+    assert main(["train", "finetune.toml"]) == 2 and "MODEL: no such folder" in capsys.readouterr().err
+    lines = [{"prompt": f"What is {i} + 1?", "completion": f"It is {i + 1}."} for i in range(40)]
+    Path("talk.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    small = text.replace('"MODEL"', '"base"').replace("CONVERSATIONS.jsonl", "talk.jsonl")
+    Path("finetune.toml").write_text(small, encoding="utf-8")
+    flags = ["--seq-len", "24", "--train.epochs", "1", "--train.sample_tokens", "0", "--out", "new"]
+    assert main(["train", "finetune.toml", *flags]) == 0
+    own = run_from(json.loads(Path("new/run.json").read_text(encoding="utf-8")), "run.json")
+    assert own.lora == AdapterConfig(16, 32, "all", 0.05) and own.data.files == ("talk.jsonl",)
