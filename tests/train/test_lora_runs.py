@@ -276,7 +276,7 @@ def test_frozen_parameters_are_copied_once_and_the_base_may_go(capsys: pytest.Ca
 
 
 def test_random_weights_can_be_frozen_but_have_no_adapters() -> None:
-    small = {
+    small: dict[str, dict[str, Any]] = {
         "model": {"n_layer": 1, "n_embd": 16},
         "train": {"steps": 2, "batch_size": 2, "seq_len": 12, "freeze": "wte.*"},
     }

@@ -12,6 +12,8 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
+from torch import Tensor
+
 from ..data.documents import Numbers, Show, default_text, quiet
 from ..data.prepare import prepare
 from ..data.tokenizer import Tokenizer
@@ -165,21 +167,25 @@ def _open_base(start: Start) -> Base | None:
 def _begin(run: Run, base: Base | None) -> None:
     """Load the weights and adapters that a new run begins with, and copy what is frozen."""
     init, lora, engine, mesh = run.config.train.init, run.config.lora, run.engine, run.mesh
-    own = {name: x for name, x in engine.params.items() if name not in engine.grads}
+    own = _frozen(engine, base)
     if init is not None:
         source = open_weights(Path(init)) if base is None else base.weights
         _load(source, engine, mesh)
         if lora is not None and lora.adapter is not None:
             _load_adapter(lora, lora.adapter, engine, source)
         if own and base is None:  # not the engine's, which may have rounded them
-            own = source.read(next(iter(engine.grads.values())).dtype)
-        if base is not None:
-            own = {name: x for name, x in own.items() if name not in source.forms()}
+            values = source.read(next(iter(engine.grads.values())).dtype)
+            own = {name: values[name] for name in own}
         if mesh.rank == 0:
             source.keep_origin(run.folder / "origin")
-    own = {name: x for name, x in own.items() if name not in engine.grads}
     if own:
         run.frozen_sha256 = mesh.gather("" if mesh.rank else save_own(run.folder, own))[0]
+
+
+def _frozen(engine: Engine, base: Base | None) -> dict[str, Tensor]:
+    """The frozen parameters, without the base weights of adapters."""
+    left_out = {*engine.grads, *(() if base is None else base.weights.forms())}
+    return {name: x for name, x in engine.params.items() if name not in left_out}
 
 
 def _continue(run: Run, base: Base | None, state: RunState) -> None:
@@ -187,9 +193,7 @@ def _continue(run: Run, base: Base | None, state: RunState) -> None:
     if base is not None:
         _load(base.weights, run.engine, run.mesh)
     own, engine = load_own(run.folder, state), run.engine
-    wanted = {name: tuple(x.shape) for name, x in engine.params.items() if name not in engine.grads}
-    if base is not None:
-        wanted = {name: shape for name, shape in wanted.items() if name not in base.weights.forms()}
+    wanted = {name: tuple(x.shape) for name, x in _frozen(engine, base).items()}
     for name in sorted({*own, *wanted}):
         found = tuple(own[name].shape) if name in own else None
         if found != wanted.get(name):
@@ -204,8 +208,7 @@ def _continue(run: Run, base: Base | None, state: RunState) -> None:
 def _load(source: Weights, engine: Engine, mesh: Mesh) -> None:
     """Copy weights into the engine's parameters; adapters stay as they are."""
     if mesh.world == 1:
-        params = engine.params
-        source.load({name: params[name] for name in source.forms()})
+        source.load({name: x for name, x in engine.params.items() if not name.endswith((".lora_a", ".lora_b"))})
     else:
         values = source.read()
         check_agreed(mesh, {"init": digest(values.values())})
