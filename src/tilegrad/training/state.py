@@ -36,8 +36,8 @@ class RunState(TypedDict):
     tokenizer_sha256: NotRequired[str]  # older checkpoints lack it
     base: NotRequired[BaseState]  # in checkpoints of adapters
     frozen_sha256: NotRequired[str]  # of the run's own copy of frozen parameters (frozen.py), if it has one
-    shapes: NotRequired[dict[str, list[int]]]  # in checkpoints of several ranks: the shape of every parameter,
-    ranks: NotRequired[int]  # and how many ranks wrote them
+    shapes: NotRequired[dict[str, list[int]]]  # of all trained parameters; only in checkpoints of several ranks
+    ranks: NotRequired[int]  # how many ranks wrote the checkpoint, if several did
 
 
 def check_run_state(state: Mapping[str, object], step: int) -> None:
@@ -75,7 +75,7 @@ def check_run_state(state: Mapping[str, object], step: int) -> None:
 
 def adapters_of(run: Mapping[str, Values]) -> AdapterConfig | None:
     """The adapters of a saved configuration, or None."""
-    return AdapterConfig(**checked({"lora": run["lora"]}, "run")["lora"]) if "lora" in run else None
+    return AdapterConfig(**checked({"lora": run["lora"]}, "lora")["lora"]) if "lora" in run else None
 
 
 def _check_adapters(lora: Mapping[str, object], base: Mapping[str, object]) -> None:
