@@ -86,8 +86,8 @@ def _weight(params: Mapping[str, Tensor], config: ModelConfig, branch: str, part
     if f"{branch}.{part}.weight" in params:
         return params[f"{branch}.{part}.weight"]
     heights = [heads * config.head_dim for heads in (config.n_head, config.kv_heads, config.kv_heads)]
-    q, k, v = params[f"{branch}.qkv.weight"].split(heights)
-    return {"q": q, "k": k, "v": v}[part]
+    rows: dict[str, Tensor] = dict(zip("qkv", params[f"{branch}.qkv.weight"].split(heights), strict=True))
+    return rows[part]
 
 
 def _module(kind: str, part: str, block: int) -> str:
