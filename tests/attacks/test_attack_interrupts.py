@@ -36,7 +36,7 @@ from tilegrad.training.checkpoint import (
     newest_name,
     save_checkpoint,
 )
-from tilegrad.training.config import DataConfig, RunConfig, TrainConfig
+from tilegrad.training.config import AdapterConfig, DataConfig, RunConfig, TrainConfig
 from tilegrad.training.export import export_run
 from tilegrad.training.folder import holds_a_run
 from tilegrad.training.log import read_log
@@ -225,16 +225,29 @@ RUN = RunConfig(
 )  # fmt: skip
 
 
+ADAPTED = replace(  # adapters of which some are frozen: base weights by reference, and a copy of its own
+    RUN,
+    model=replace(WEIGHTS, block_size=8),
+    train=replace(RUN.train, init="weights", freeze=("blocks.0.ffn.*",)),
+    lora=AdapterConfig(rank=2, layers=("q", "down")),
+)
+Ends = dict[str, dict[str, torch.Tensor]]
+
+
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    """The end of the run that nobody interrupts."""
-    folder = tmp_path_factory.mktemp("whole")
-    (folder / "text.txt").write_text(OTHER, encoding="utf-8")
-    run = replace(RUN, data=DataConfig(files=(str(folder / "text.txt"),)))
-    train(run, folder / "run")
-    newest = latest_checkpoint(folder / "run" / "checkpoints")
-    assert newest is not None
-    return load_checkpoint(newest).tensors
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Ends:
+    """The ends of the runs that nobody interrupts."""
+    ends = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("whole"))
+        a_text()
+        weights_of_a_family()
+        for name, run in (("plain", RUN), ("adapted", ADAPTED)):
+            train(run, Path(name))
+            newest = latest_checkpoint(Path(name) / "checkpoints")
+            assert newest is not None
+            ends[name] = load_checkpoint(newest).tensors
+    return ends
 
 
 @pytest.fixture(autouse=True)
@@ -278,7 +291,12 @@ def nobody_trains_in(run: Path) -> bool:
     return True
 
 
-def goes_on_to(end: dict[str, torch.Tensor], *, was_saved: bool) -> Callable[[], None]:
+def text_and_weights() -> None:
+    a_text()
+    weights_of_a_family()
+
+
+def goes_on_to(end: dict[str, torch.Tensor], *, was_saved: bool, config: RunConfig = RUN) -> Callable[[], None]:
     def check() -> None:
         run = Path("run")
         assert Path("text.txt").read_text(encoding="utf-8") == OTHER
@@ -286,7 +304,7 @@ def goes_on_to(end: dict[str, torch.Tensor], *, was_saved: bool) -> Callable[[],
             files_under_final_names_are_whole(run)
         assert nobody_trains_in(run)
         assert not was_saved or holds_a_run(run)
-        assert train(RUN, run, resume=holds_a_run(run)).steps == 3
+        assert train(config, run, resume=holds_a_run(run)).steps == 3
         newest = latest_checkpoint(run / "checkpoints")
         assert newest is not None and equal(load_checkpoint(newest).tensors, end)
         assert not (run / "run.lock").exists() and not list(run.rglob(".*.staged")) and (run / "report.html").exists()
@@ -314,7 +332,8 @@ def the_export_is_whole_or_absent() -> None:
     all_or_nothing("out", export_it, lambda: tilegrad.load("run").params)
 
 
-def attacks(end: dict[str, torch.Tensor]) -> dict[str, Attack]:
+def attacks(ends: Ends) -> dict[str, Attack]:
+    end = ends["plain"]
     return {
         "save": Attack(saved_twice, save_a_third, no_checkpoint_is_lost),
         "load": Attack(saved_twice, load_both_ways, the_checkpoint_loads),
@@ -331,23 +350,30 @@ def attacks(end: dict[str, torch.Tensor]) -> dict[str, Attack]:
         "resume": Attack(
             a_run_that_stopped, lambda: train(RUN, Path("run"), resume=True), goes_on_to(end, was_saved=True)
         ),
+        "adapters": Attack(
+            text_and_weights,
+            lambda: train(ADAPTED, Path("run")),
+            goes_on_to(ends["adapted"], was_saved=False, config=ADAPTED),
+        ),
     }
 
 
 PLACES = {  # of the code at which an interrupt comes, of which there are at least as many
     "save": 1_000, "load": 800, "prepare": 1_000, "import": 2_000, "export": 1_500, "claim": 100,
-    "train": 8_000, "resume": 8_000,
+    "train": 8_000, "resume": 8_000, "adapters": 8_000,
 }  # fmt: skip
-IN_CI = {"save": 40, "load": 10, "prepare": 20, "import": 12, "export": 8, "claim": 60, "train": 8, "resume": 8}
+IN_CI = {
+    "save": 40, "load": 10, "prepare": 20, "import": 12, "export": 8, "claim": 60, "train": 8, "resume": 8, "adapters": 4,
+}  # fmt: skip
 IN_THE_SLOW_SET = {
     "save": 1_000, "load": 500, "prepare": 500, "import": 500, "export": 500, "claim": 100,
-    "train": 500, "resume": 500,
+    "train": 500, "resume": 500, "adapters": 500,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", IN_CI)
 def test_an_interrupt_at_some_bytecodes_loses_nothing(
-    name: str, whole: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, whole: Ends, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     places, came = survive(attacks(whole)[name], tmp_path, monkeypatch, IN_CI[name])
     assert places >= PLACES[name] and came > 0.9 * IN_CI[name]
@@ -356,7 +382,7 @@ def test_an_interrupt_at_some_bytecodes_loses_nothing(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", IN_THE_SLOW_SET)
 def test_an_interrupt_at_many_bytecodes_loses_nothing(
-    name: str, whole: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_seed: int
+    name: str, whole: Ends, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_seed: int
 ) -> None:
     places, came = survive(attacks(whole)[name], tmp_path, monkeypatch, IN_THE_SLOW_SET[name], fresh_seed)
     assert places >= PLACES[name] and came > 0.9 * IN_THE_SLOW_SET[name]

@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from tilegrad.engine.spec import StepSpec
 from tilegrad.memory.managed import pressure
 from tilegrad.model.config import PRESETS
 from tilegrad.specification import flash_cases as check
-from tilegrad.training.config import DataConfig, RunConfig, TrainConfig, read_toml, run_from
+from tilegrad.training.config import AdapterConfig, DataConfig, RunConfig, TrainConfig, read_toml, run_from
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -475,11 +475,13 @@ def test_init_writes_every_key_and_overwrites_nothing(
     assert run_from(read_toml(Path("run.toml")), "run.toml") == preset_run("tiny")
     shown = re.sub(r"(?m)^#(?=\w+ = )", "", Path("my.toml").read_text(encoding="utf-8"))
     Path("my.toml").write_text(shown, encoding="utf-8")
-    assert run_from(read_toml(Path("my.toml")), "run.toml") == preset_run("tiny")  # every default that it shows is one
+    every = run_from(read_toml(Path("my.toml")), "run.toml")
+    assert every == replace(preset_run("tiny"), lora=AdapterConfig())  # every default that it shows is one
     keys = {section: set(values) for section, values in tomllib.loads(shown).items()}
     assert keys["model"] - {"preset"} == {f.name for f in fields(ModelConfig)}
     assert keys["train"] == {f.name for f in fields(TrainConfig)}
     assert keys["data"] == {f.name for f in fields(DataConfig)}
+    assert keys["lora"] == {f.name for f in fields(AdapterConfig)}
     assert main(["init", "my.toml"]) == 2
     assert "my.toml: got a file that is there already" in capsys.readouterr().err
     assert Path("my.toml").read_text(encoding="utf-8") == shown
@@ -491,7 +493,12 @@ def test_help_shows_every_key_with_its_default_and_loads_no_torch(command: str) 
     done = subprocess.run(
         [sys.executable, "-c", code + "assert 'torch' not in sys.modules"], check=True, capture_output=True, text=True
     )
-    for section, kind in (("model", ModelConfig), ("train", TrainConfig), ("data", DataConfig)):
+    for section, kind in (
+        ("model", ModelConfig),
+        ("train", TrainConfig),
+        ("data", DataConfig),
+        ("lora", AdapterConfig),
+    ):
         for field in fields(kind):
             about = re.search(rf"--{section}\.{field.name}\b(.*?)\(default:", done.stdout, re.DOTALL)
             assert about and "\n  --" not in about[1], field.name

@@ -14,7 +14,7 @@ from tilegrad.cli.progress import watch
 
 START = {
     "parameters": 1, "tokens": 2, "planned_bytes": 3 << 20, "unigram_entropy": 1.0, "step": 100, "steps": 400, "folder": "run",
-    "resumed_from": None, "ranks": 1, "micro_batches": 1, "idle_ranks": 0,
+    "resumed_from": None, "ranks": 1, "micro_batches": 1, "idle_ranks": 0, "trained_parameters": 1,
 }  # fmt: skip
 TRAIN = {
     "loss": 2.5, "learning_rate": 1e-3, "gradient_norm": 0.5, "skipped": 0, "tokens_per_second": 1234.0, "steps": 400,

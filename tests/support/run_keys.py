@@ -65,6 +65,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "train.epochs": (ABSENT, "none"),  # tests/train/test_epochs.py has the others
     "train.patience": ("0", "7"),  # more evaluations than a run has, so that none ends early
     "train.init": ("none", '"weights"'),  # a folder of weights of the same model
+    "train.freeze": ("[]", '"wte.*"', '["blocks.*.ln?.*", "ln_f.*"]'),
     "data.files": ('["text.txt"]', '["lines.jsonl", "text.txt"]', '"folder"', '["text.txt.gz"]', "[]"),
     "data.text_field": ('"text"', '"body"'),
     "data.format": ('"auto"', '"text"'),  # tests/train/test_finetune.py has conversations
@@ -76,6 +77,11 @@ KEYS: dict[str, tuple[str, ...]] = {
     "data.bpe_vocab_size": ("256", "290"),
     "data.validation_fraction": ("0", "0.1", "0.5"),
     "data.validation": ('"windows"', '"end"'),
+    "lora.rank": (ABSENT, "1", "3"),
+    "lora.alpha": (ABSENT, "4", "0.5"),
+    "lora.layers": (ABSENT, '"attention"', '["down", "up"]'),
+    "lora.dropout": (ABSENT, "0.0", "0.2"),
+    "lora.adapter": ("none", '"adapter"'),  # a folder of adapters that go with the other keys
 }  # fmt: skip
 TOKENIZER_FILE = 270  # tokens of tokenizer.json
 
@@ -87,8 +93,11 @@ ROTARY = {
     **DENSE, "model.activation": ('"swiglu"',), "model.norm": ('"rmsnorm"',), "model.position": ('"rope"',),
     "model.dropout": ("0.0",), "model.head_size": ("none", "6"),
 }  # fmt: skip
+WITHOUT_ADAPTERS = {f"lora.{key}": (ABSENT,) for key in ("rank", "alpha", "layers", "dropout")} | {
+    "lora.adapter": ("none",)
+}
 FAMILIES: dict[str, dict[str, tuple[str, ...]]] = {  # what an export to transformers has; "": any model
-    "": {"train.init": ("none",)},
+    "": {"train.init": ("none",), **WITHOUT_ADAPTERS},
     "gpt2": {
         **DENSE, "model.activation": ('"gelu"',), "model.norm": ('"layernorm"',), "model.position": ('"learned"',),
         "model.bias": ("true",), **dict.fromkeys(BIASES, ("none", "true")), "model.n_kv_head": ("none",),
@@ -135,6 +144,10 @@ REFUSED: Mapping[tuple[str, ...], Rule] = {  # which values of these keys are re
     ("model.vocab_size", "data.tokenizer", "data.bpe_vocab_size"): lambda size, tokenizer, bpe: (
         tokenizer == '"bpe"' and int(size) < int(bpe)
     ),
+    **{
+        (f"lora.{key}", "train.init"): lambda value, init: value not in (ABSENT, "none") and init == "none"
+        for key in ("rank", "alpha", "layers", "dropout", "adapter")  # any of them
+    },
 }
 
 

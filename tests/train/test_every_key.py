@@ -28,6 +28,8 @@ from tilegrad.data.tokenizer import train_bpe
 from tilegrad.engine.engine import Engine
 from tilegrad.engine.recompute import choose_recompute
 from tilegrad.engine.spec import StepSpec
+from tilegrad.model.lora import LoraConfig
+from tilegrad.pretrained.adapters import adapter_shapes, write_adapter
 from tilegrad.pretrained.weights import open_weights, write_weights
 from tilegrad.training import loop
 from tilegrad.training.checkpoint import latest_checkpoint, load_checkpoint
@@ -63,7 +65,7 @@ def without_tensorboard(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def write(row: Spec, file: Path) -> None:
     lines = []
-    for section in ("model", "train", "data"):
+    for section in ("model", "train", "data", "lora"):
         lines.append(f"[{section}]")
         for key, value in row.items():
             if key.startswith(f"{section}.") and value != ABSENT:
@@ -75,7 +77,10 @@ def with_the_least_budget(row: Spec, file: Path) -> Spec:
     write(row | {"train.memory_budget": "none"}, file)
     run = settled(run_from(read_toml(file), "run.toml"))
     t, device = run.train, torch.device("cpu")
-    spec = StepSpec(run.model, t.batch_size, t.seq_len, DTYPES[t.dtype], device, documents=run.documents)
+    spec = StepSpec(
+        run.model, t.batch_size, t.seq_len, DTYPES[t.dtype], device,
+        documents=run.documents, lora=run.lora, freeze=t.freeze,
+    )  # fmt: skip
     with pytest.raises(ValueError, match="memory_budget: got 1 bytes; accepted: at least") as error:
         choose_recompute(spec, 1)
     least = re.search(r"at least ([\d,]+)", str(error.value))
@@ -111,15 +116,22 @@ def newest(folder: str) -> Any:
 def check_row(row: Spec, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """What was reached. In the current folder: the texts, and nothing of another row."""
     file, reached = Path("row.toml"), Counter[str]()
-    if row["train.memory_budget"] == "least":
-        row = with_the_least_budget(row, file)
-        reached["least budget"] = 1
-    write(row, file)
+    write(row | {"train.memory_budget": "none", "lora.adapter": "none"}, file)
     run = run_from(read_toml(file), "run.toml")
     if run.train.init is not None:
         params = Engine(run.model, 1, 1, seed=99).params
         write_weights(Path(run.train.init), params, run.model, tokenizer=Path("tokenizer.json"))
         reached["began with weights"] = 1
+    if row["lora.adapter"] != "none":
+        lora = run.lora or LoraConfig()
+        adapters = {name: torch.full(shape, 0.01) for name, shape in adapter_shapes(run.model, lora).items()}
+        write_adapter(Path("adapter"), adapters, run.model, lora, kind=str(row["family"]), base="weights")
+        reached["began with adapters"] = 1
+    if row["train.memory_budget"] == "least":
+        row = with_the_least_budget(row, file)
+        reached["least budget"] = 1
+    write(row, file)
+    run = run_from(read_toml(file), "run.toml")
     planned = json.loads(said("plan", str(file), "--json"))
     whole = tilegrad.train(file, "whole")
     assert (whole.steps, whole.stopped_by) == (run.train.steps, None)

@@ -42,7 +42,7 @@ from tilegrad.training.checkpoint import (
 )
 from tilegrad.training.config import DataConfig, RunConfig, TrainConfig
 from tilegrad.training.pieces import load_pieces, save_pieces
-from tilegrad.training.run import _begin_with, train
+from tilegrad.training.run import _load, train
 
 CASES = {
     "tied, dropout": replace(CONFIG, vocab_size=97, n_embd=32, dropout=0.1),
@@ -581,6 +581,7 @@ def test_bad_input_is_refused_before_anything_is_made(
 def test_idle_ranks_are_reported() -> None:
     """A run continues with more ranks than it has micro-batches."""
     start = {"ranks": 4, "micro_batches": 3, "parameters": 1, "tokens": 1, "planned_bytes": 1, "unigram_entropy": 1.0}
+    start["trained_parameters"] = 1
     errors = [
         _message("start", {**start, "idle_ranks": idle, "resumed_from": "here", "step": 2}) or "" for idle in (1, 0)
     ]
@@ -627,7 +628,7 @@ def test_ranks_that_disagree_are_refused_with_the_field(two_ranks: Ranks) -> Non
     )
 
 
-def begun_elsewhere(mesh: Mesh, folder: str) -> list[str]:
+def begun_elsewhere(mesh: Mesh) -> list[str]:
     """Rank 1 draws other weights by the same seed; then it reads others from a file of the same name."""
     errors = []
     for shard in ("optimizer", "all"):
@@ -638,11 +639,9 @@ def begun_elsewhere(mesh: Mesh, folder: str) -> list[str]:
         errors.append(str(error.value).split(":")[0])
         engine = trained(mesh, 0, shard)
         before = {name: p.clone() for name, p in engine.params.items()}
-        other = SimpleNamespace(read=partial(dict, {name: p + 1e-3 * mesh.rank for name, p in before.items()}))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("tilegrad.training.run.open_weights", {Path("weights"): other}.get)
-            with pytest.raises(ValueError, match=r" on rank 1; accepted: rank 0's") as error:
-                _begin_with(Path("weights"), engine, Path(folder), mesh)
+        other: Any = SimpleNamespace(read=partial(dict, {name: p + 1e-3 * mesh.rank for name, p in before.items()}))
+        with pytest.raises(ValueError, match=r" on rank 1; accepted: rank 0's") as error:
+            _load(other, engine, mesh)
         errors.append(str(error.value).split(":")[0])
         assert equal(engine.params, before)
     return errors
@@ -652,5 +651,5 @@ def _drawn(randn: Callable[..., Tensor], rank: int, *shape: Any, **options: Any)
     return randn(*shape, **options) * (1 + 1e-6 * rank)
 
 
-def test_a_rank_with_other_initial_weights_is_named(two_ranks: Ranks, tmp_path: Path) -> None:
-    assert two_ranks.run(begun_elsewhere, str(tmp_path)) == [["initial weights", "init"] * 2] * 2
+def test_a_rank_with_other_initial_weights_is_named(two_ranks: Ranks) -> None:
+    assert two_ranks.run(begun_elsewhere) == [["initial weights", "init"] * 2] * 2

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tilegrad import Engine, ModelConfig
+from tilegrad.pretrained.weights import write_weights
 from tilegrad.training.checkpoint import latest_checkpoint, load_checkpoint
 from tilegrad.training.log import read_log
 
@@ -177,6 +179,25 @@ def test_ranks_train_as_one_process_does(tmp_path: Path) -> None:
     runs = [Torchrun(1, tmp_path / "one", *flags)]
     runs += [Torchrun(2, tmp_path / shard, *flags, "--shard", shard) for shard in ("optimizer", "all")]
     check_same_losses(runs)
+
+
+@pytest.mark.slow
+def test_ranks_train_adapters_as_one_process_does(tmp_path: Path) -> None:
+    """Adapters of which some are frozen; then one process resumes from what two ranks saved, and two from what one saved."""
+    config = ModelConfig(vocab_size=256, block_size=32, n_layer=2, n_head=4, n_embd=32)
+    write_weights(tmp_path / "weights", Engine(config, 1, 4, seed=3).params, config)
+    flags = [
+        "--steps", "6", "--train.eval_interval", "3", "--init", str(tmp_path / "weights"), "--lora.rank", "4",
+        "--lora.dropout", "0.1", "--train.freeze", "blocks.0.attn.*",
+    ]  # fmt: skip
+    runs = [Torchrun(1, tmp_path / "one", *flags)]
+    runs += [Torchrun(2, tmp_path / shard, *flags, "--shard", shard) for shard in ("optimizer", "none")]
+    check_same_losses(runs)
+    more = [
+        Torchrun(2, tmp_path / "one", "--resume", "--steps", "7"),
+        Torchrun(1, tmp_path / "none", "--resume", "--steps", "7"),
+    ]
+    assert [run.wait() for run in more] == [0, 0], [run.text() for run in more]
 
 
 @pytest.mark.slow

@@ -23,6 +23,8 @@ _SHORT = ("steps", "batch_size", "seq_len", "learning_rate", "device", "dtype", 
 SHORT = {"model.preset": "--preset", "data.files": "--data"}  # short flags of keys that are often set
 SHORT |= {f"train.{name}": f"--{name.replace('_', '-')}" for name in _SHORT}
 
+SEVERAL = {"data.files": "FILE", "train.freeze": "PATTERN", "lora.layers": "NAME"}  # flags of one or more words
+
 
 class Parser(argparse.ArgumentParser):
     """Suggests the nearest command, choice or flag for a misspelt one."""
@@ -61,6 +63,12 @@ def add_dtype(
     command.add_argument("--dtype", type=dtype_name, help=text, default=default, choices=choices)
 
 
+def add_init(command: argparse.ArgumentParser) -> None:
+    """Add --init to a command that reads a run's weights."""
+    text = "the weights that the run's adapters were trained on, if that folder has moved"
+    command.add_argument("--init", metavar="DIR", help=text)
+
+
 def add_keys(command: argparse.ArgumentParser) -> None:
     """Add FILE, a run as TOML, and one flag for each key."""
     command.usage = f"{command.prog} [FILE] [--SECTION.KEY X ...] [options]"
@@ -82,8 +90,8 @@ def add_key_flags(command: argparse.ArgumentParser, *, without: Sequence[str] = 
             continue
         names = (f"--{name}", SHORT[name]) if name in SHORT else (f"--{name}",)
         text = f"{key.meaning} (default: {key.default})"
-        if name == "data.files":
-            group.add_argument(*names, dest=name, nargs="+", metavar="FILE", help=text)
+        if name in SEVERAL:
+            group.add_argument(*names, dest=name, nargs="+", metavar=SEVERAL[name], help=text)
         else:
             group.add_argument(*names, dest=name, type=flag_value, metavar="X", help=text)
 

@@ -45,10 +45,12 @@ def _message(event: str, n: Numbers) -> str | None:
     """The line to print for an event, or None."""
     if event == "start":
         resumed = f", resumed from {n['resumed_from']} at step {n['step']:,}" if n["resumed_from"] else ""
+        share = n["trained_parameters"] / n["parameters"]
+        trained = f", of which {n['trained_parameters']:,} are trained ({share:.2%})" if share < 1 else ""
         idle = f"{n['idle_ranks']} of {n['ranks']} ranks have no micro-batch: gradient_accumulation is {n['micro_batches']}\n"
         epochs = f"{n['epochs']} epoch{'s' * (n['epochs'] > 1)}: {n['steps']:,} steps\n" if n.get("epochs") else ""
         return (idle if n["idle_ranks"] else "") + (
-            f"{epochs}{n['parameters']:,} parameters, {n['tokens']:,} tokens to learn from, "
+            f"{epochs}{n['parameters']:,} parameters{trained}, {n['tokens']:,} tokens to learn from, "
             f"{human(n['planned_bytes'])} planned{resumed}\n"
             f"The text's unigram entropy, the loss of knowing only token frequencies: {n['unigram_entropy']:.4f} nats"
         )

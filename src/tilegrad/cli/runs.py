@@ -41,15 +41,18 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _init(args: argparse.Namespace) -> int:
-    from ..training.keys import example
+    from ..training.keys import example, finetune
 
-    file = Path(args.file)
+    file = Path(args.file or ("finetune.toml" if args.finetune else "run.toml"))
     try:
         with file.open("x", encoding="utf-8") as new:
-            new.write(example())
+            new.write(finetune() if args.finetune else example())
     except FileExistsError:
         raise ValueError(f"{file}: got a file that is there already; accepted: a new name") from None
-    print(f"{file}: every key with its default. Change it, then: tilegrad train {shlex.quote(str(file))}")
+    done, change = ("a run that fine-tunes a model", "Fill in train.init and data.files")
+    if not args.finetune:
+        done, change = "every key with its default", "Change it"
+    print(f"{file}: {done}. {change}, then: tilegrad train {shlex.quote(str(file))}")
     return 0
 
 
@@ -132,8 +135,9 @@ def add_runs(commands: Commands) -> None:
     )
     init = add_command(commands, "init", "write a run as TOML to begin with: every key, its default, its unit", _init)
     init.add_argument(
-        "file", nargs="?", default="run.toml", metavar="FILE", help="default: %(default)s; never overwritten"
+        "--finetune", action="store_true", help="a run that fine-tunes a model on conversations, with adapters"
     )
+    init.add_argument("file", nargs="?", metavar="FILE", help="default: run.toml, or finetune.toml; never overwritten")
     train = add_command(commands, "train", "train a model; a run is a folder with log, checkpoints and report", _train)
     train.add_argument("--out", metavar="DIR", help="the run's folder (default: runs/ + name of FILE or preset)")
     train.add_argument(

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
-from .arguments import DTYPES, Commands, add_command, add_dtype
+from .arguments import DTYPES, Commands, add_command, add_dtype, add_init
 
 
 def _import(args: argparse.Namespace) -> int:
@@ -15,11 +15,16 @@ def _import(args: argparse.Namespace) -> int:
     if given.suffix == ".gguf":
         from ..pretrained.gguf.files import import_gguf
 
+        if args.adapter:
+            raise ValueError(
+                f"adapter: got {args.adapter} with a .gguf; accepted: --adapter with the folder of an import"
+            )
         out = Path(args.out or f"models/{given.stem}")
         found = import_gguf(given, out, tokenizer=Path(args.tokenizer) if args.tokenizer else None)
         _say_imported(out, found.kind, found.parameters)
         _say_notes(out, found.notes)
         return 0
+    from ..pretrained.adapters import merge, open_adapter
     from ..pretrained.weights import open_weights, write_weights
 
     if args.tokenizer:
@@ -27,11 +32,16 @@ def _import(args: argparse.Namespace) -> int:
             f"tokenizer: got {args.tokenizer}; accepted: with a .gguf; a folder has its own tokenizer.json"
         )
     source = open_weights(given)
+    adapter = None if args.adapter is None else open_adapter(Path(args.adapter), source)
     params = source.read()
+    if adapter is not None:
+        merge(params, adapter.read(), source.config, adapter.lora)
     name = source.folder.resolve().name if given.exists() else given.name  # not the revision of a cached ORG/NAME
     out = Path(args.out or f"models/{name}")
     write_weights(out, params, source.config, origin=source.folder)
     _say_imported(out, source.kind, sum(p.numel() for p in params.values()))
+    if adapter is not None:
+        print(f"The adapters in {args.adapter} are merged into its weights: rank {adapter.lora.rank}.")
     return 0
 
 
@@ -50,23 +60,34 @@ def _export(args: argparse.Namespace) -> int:
     import torch
 
     from ..text.spelling import byte_count
-    from ..training.export import export_gguf, export_run
+    from ..training.export import export_adapter, export_gguf, export_run
 
-    source, out = Path(args.run_folder), Path(args.out)
+    source, out, init = Path(args.run_folder), Path(args.out), None if args.init is None else Path(args.init)
     if args.gguf:
+        if args.adapter:
+            raise ValueError("adapter: got --adapter with --gguf; accepted: one of them")
         if args.max_shard_size is not None:
             raise ValueError(
                 f"max_shard_size: got {args.max_shard_size}; accepted: none with --gguf, which is one file"
             )
-        found, step = export_gguf(source, out, best=args.best, dtype=args.dtype)
+        found, step = export_gguf(source, out, best=args.best, dtype=args.dtype, init=init)
         print(f"{out}: a {found.kind} model for llama.cpp and Ollama{_after(step)}")
         _say_notes(out, found.notes)
         return 0
     if args.dtype == "q8_0":
         raise ValueError("dtype: got q8_0; accepted: q8_0 with --gguf")
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
+    if args.adapter:
+        if args.max_shard_size is not None or init is not None:
+            got = "init" if init is not None else "max-shard-size"
+            raise ValueError(
+                f"{got}: got a value with --adapter; accepted: none, because the base weights are not written"
+            )
+        kind, step = export_adapter(source, out, best=args.best, dtype=dtype)
+        print(f"{out}: adapters of a {kind} model for PEFT, after {step:,} steps")
+        return 0
     most = None if args.max_shard_size is None else byte_count(args.max_shard_size, "max_shard_size")
-    kind, step = export_run(source, out, best=args.best, dtype=dtype, max_shard_bytes=most)
+    kind, step = export_run(source, out, best=args.best, dtype=dtype, max_shard_bytes=most, init=init)
     print(f"{out}: a {kind} model for transformers{_after(step)}")
     return 0
 
@@ -85,6 +106,7 @@ def add_weights(commands: Commands) -> None:
     )  # fmt: skip
     bring.add_argument("--out", metavar="DIR", help="the new folder (default: models/ and the name of the source)")
     bring.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json to use instead of the one in a .gguf")
+    bring.add_argument("--adapter", metavar="DIR", help="a folder of PEFT's adapters to merge into the weights")
     give = add_command(commands, "export", "write a run's weights for transformers, llama.cpp or Ollama", _export)
     give.add_argument(
         "run_folder", metavar="RUN", help="the folder of a run, a checkpoint in it, or a folder of weights"
@@ -94,6 +116,12 @@ def add_weights(commands: Commands) -> None:
     more = ("float16", "q8_0")
     add_dtype(give, "dtype of the exported weights; q8_0 with --gguf (default: the run's)", choices=(*DTYPES, *more))
     give.add_argument("--best", action="store_true", help="the weights of the lowest validation loss, not the newest")
+    give.add_argument(
+        "--adapter",
+        action="store_true",
+        help="only the run's adapters, as PEFT saves them (default: merged into the weights)",
+    )
+    add_init(give)
     give.add_argument(
         "--max-shard-size", metavar="X", help="split into files of at most this size, such as 5GB (default: one file)"
     )

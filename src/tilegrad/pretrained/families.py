@@ -69,6 +69,8 @@ def theirs(kind: str, tensors: Mapping[str, Tensor], config: ModelConfig) -> Ite
         parts = ours.split(".")
         i, p = parts[1] if parts[0] == "blocks" else "", parts[-1]
         pattern = ".".join(["blocks", "{i}", *parts[2:-1], "{p}"] if i else [*parts[:-1], "{p}"])
+        if pattern not in FAMILIES[kind]:
+            raise ValueError(f"{kind}: got a model with {ours}; accepted: one with the layers of {kind}")
         names = [name.format(i=i, p=p) for name in FAMILIES[kind][pattern]]
         for name, part in zip(names, x.split(heights) if len(names) > 1 else (x,), strict=True):
             yield name, part.T if kind == "gpt2" and name.endswith(_TRANSPOSED) else part

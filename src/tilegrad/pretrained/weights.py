@@ -10,10 +10,11 @@ untrusted.py: names and links stay in the folder, except for links in Hugging Fa
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from ..text.untrusted import file_in, open_tensors, read_json, shown
 from .cache import cached_model, how_to_download
 from .families import FAMILIES, Config, config_json, config_of, theirs
 
-_DTYPES = ("F64", "F32", "F16", "BF16")  # safetensors' names
+DTYPES = ("F64", "F32", "F16", "BF16")  # safetensors' names
 _BUFFERS = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")  # in old checkpoints
 _TOKENIZER_FILES = ("tokenizer*", "vocab.json", "merges.txt", "special_tokens_map.json", "chat_template*")
 _COPIED = (*_TOKENIZER_FILES, "generation_config.json")
@@ -83,8 +84,8 @@ class Weights:
                     raise ValueError(
                         f"{where}: {there[name]}: got shape {shape}; accepted: {tuple(place.shape)}, by config.json"
                     )
-                if dtype not in _DTYPES:
-                    raise ValueError(f"{where}: {there[name]}: got dtype {dtype}; accepted: {', '.join(_DTYPES)}")
+                if dtype not in DTYPES:
+                    raise ValueError(f"{where}: {there[name]}: got dtype {dtype}; accepted: {', '.join(DTYPES)}")
 
     def _there(self, params: Mapping[str, Tensor]) -> dict[str, str]:
         """Hugging Face name of each tensor → its name in the files; GPT-2's files may lack the prefix."""
@@ -98,17 +99,34 @@ class Weights:
         (origin / "config.json").write_text(json.dumps(self.origin, indent=2) + "\n", encoding="utf-8")
         copy_files(self.folder, origin)
 
-    def read(self) -> dict[str, Tensor]:
-        """All weights by our names, in float32. Nothing is allocated before names, shapes and dtypes are checked."""
+    def sha256(self) -> str:
+        """A digest of the tensors as the files have them: name, dtype, shape and bytes. The same weights in other shards
+        have the same digest."""
+        forms = self.forms()
+        self.check(forms)
+        digest, there = hashlib.sha256(), self._there(forms)
+        with ExitStack() as stack:
+            opened = {file: stack.enter_context(open_tensors(file)) for file in {*self.files.values()}}
+            for name, own in sorted(there.items()):
+                x = opened[self.files[own]].get_tensor(own)
+                digest.update(f"{name} {x.dtype} {tuple(x.shape)}\n".encode())
+                digest.update(x.contiguous().view(-1).view(torch.uint8).numpy())
+        return digest.hexdigest()
+
+    def forms(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+        """The model's parameters by our names, without memory."""
         shapes = {name: p.master.shape for name, p in declare(self.config, 1, 1, torch.float32, "cpu").params.items()}
-        forms = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        return {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+
+    def read(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+        """All weights by our names. Nothing is allocated before names, shapes and dtypes are checked."""
+        forms = self.forms(dtype)
         self.check(forms)
         size, limit = sum(form.nbytes for form in forms.values()), memory_limit(torch.device("cpu"))
         if limit is not None and size > limit:
-            raise ValueError(
-                f"{self.folder}: got weights of {human(size)} in float32; accepted: at most {human(limit)} of memory"
-            )
-        params = {name: torch.empty(shape) for name, shape in shapes.items()}
+            got = f"{human(size)} in {str(dtype).removeprefix('torch.')}"
+            raise ValueError(f"{self.folder}: got weights of {got}; accepted: at most {human(limit)} of memory")
+        params = {name: torch.empty_like(form, device="cpu") for name, form in forms.items()}
         self.load(params)
         return params
 
@@ -156,6 +174,11 @@ def open_weights(source: Path) -> Weights:
         )
     origin, config = _read_config(folder)
     return Weights(folder, origin, config, _files(folder, source if source.is_file() else None))
+
+
+def model_type(folder: Path) -> str:
+    """The family that the config.json in `folder` names."""
+    return str(_read_config(folder)[0]["model_type"])
 
 
 def _read_config(folder: Path) -> tuple[Config, ModelConfig]:
@@ -229,10 +252,22 @@ def write_weights(
     tokenizer         a tokenizer.json to copy if `origin` has none
     max_shard_bytes   the most bytes of a file, unless one tensor is larger; None: one file
     """
-    check_new(folder)
     kept = dtype or next(iter(params.values())).dtype
+    check_new(folder)
     content = config_json(config, kept) if origin is None else _same_config(origin, config, kept)
-    kind = str(content["model_type"])
+    with new_folder(folder) as staged:
+        _save(staged, dict(theirs(str(content["model_type"]), params, config)), kept, max_shard_bytes)
+        (staged / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        if origin is not None:
+            copy_files(origin, staged)
+        if tokenizer is not None and not (staged / "tokenizer.json").exists():
+            shutil.copyfile(file_in(tokenizer.parent, tokenizer.name), staged / "tokenizer.json")
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A hidden folder to write into, which is renamed to `folder` in the end; after an error it is deleted."""
+    check_new(folder)
     staged = folder.with_name(f".{folder.name}.partial")
     if staged.exists():
         raise ValueError(
@@ -241,12 +276,7 @@ def write_weights(
         )
     try:
         staged.mkdir(parents=True)
-        _save(staged, dict(theirs(kind, params, config)), kept, max_shard_bytes)
-        (staged / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        if origin is not None:
-            copy_files(origin, staged)
-        if tokenizer is not None and not (staged / "tokenizer.json").exists():
-            shutil.copyfile(file_in(tokenizer.parent, tokenizer.name), staged / "tokenizer.json")
+        yield staged
         staged.rename(folder)
     except FileExistsError:  # another process made the folder after the check above, and writes into it
         raise

@@ -131,9 +131,12 @@ class TrainedModel:
         return logits_of(self.params, hidden_states(self.params, ids, self.config)[0], self.config)
 
 
-def load(run: StrPath, *, best: bool = False, device: torch.device | str = "cpu") -> TrainedModel:
+def load(
+    run: StrPath, *, best: bool = False, device: torch.device | str = "cpu", init: StrPath | None = None
+) -> TrainedModel:
     """Load a model from a run's folder (its newest or best checkpoint) or from a checkpoint. A folder with Hugging Face
-    weights and their tokenizer is accepted too, as step 0.
+    weights and their tokenizer is accepted too, as step 0. Adapters are merged into the weights that they were trained on;
+    `init` is the folder of these weights, if it has moved.
 
     >>> import tempfile, tilegrad
     >>> folder = f"{tempfile.mkdtemp()}/small"
@@ -159,7 +162,7 @@ def load(run: StrPath, *, best: bool = False, device: torch.device | str = "cpu"
         eos, template = eos_token_ids(files, tokenizer), load_chat_template(files)
         return TrainedModel(config, params, tokenizer, 0, Path(run), eos, template)
     folder, path = weights_of(Path(run), best=best)
-    config, loaded = load_model(path)
+    config, loaded = load_model(path, None if init is None else Path(init))
     params = {name: tensor.to(device) for name, tensor in loaded.tensors.items()}
     tokenizer = own_tokenizer(folder, loaded.state)
     origin = origin_of(folder, tokenizer)

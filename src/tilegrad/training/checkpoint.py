@@ -22,7 +22,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypedDict, cast
 
@@ -30,10 +30,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..model.config import ModelConfig, is_count
+from ..model.lora import LoraConfig
 from ..model.transformer import declare
+from ..pretrained.adapters import adapter_shapes, merge
 from ..text.atomic import named, save_tensors, sha256_of, sync
 from ..text.untrusted import read_bytes, shown
-from .state import RunState, check_run_state, check_shapes
+from .frozen import base_of, load_own
+from .state import RunState, adapters_of, check_run_state, check_shapes
 
 _FORMAT, _VERSION = "tilegrad checkpoint", 1
 _NAME = re.compile(r"(\d{6,})-step-(\d+)")
@@ -166,24 +169,49 @@ def load_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, manifest["step"], tensors, manifest["state"])
 
 
-def load_model(path: Path) -> tuple[ModelConfig, Checkpoint]:
+def load_model(path: Path, init: Path | None = None) -> tuple[ModelConfig, Checkpoint]:
     """A checkpoint's model configuration and its parameters, without moments, after a check of every byte. Names and shapes
-    must be exactly those of the model."""
-    config = ModelConfig.from_dict(read_state(path)["run"]["model"])
+    must be exactly those of the model. Adapters are merged into their base weights (`base_of`), in the adapters' dtype."""
+    state = read_state(path)
+    config, lora = ModelConfig.from_dict(state["run"]["model"]), adapters_of(state["run"])
+    if lora is None:
+        shapes = {name: tuple(p.master.shape) for name, p in declare(config, 1, 1, torch.float32, "cpu").params.items()}
+        return config, _load_params(path, shapes)
+    checkpoint = _load_params(path, adapter_shapes(config, lora))
+    params = base_of(config, state, init).weights.read(next(iter(checkpoint.tensors.values())).dtype)
+    merge(params, checkpoint.tensors, config, lora)
+    return config, replace(checkpoint, tensors=params)
+
+
+def load_adapters(path: Path) -> tuple[ModelConfig, LoraConfig, Checkpoint]:
+    """The adapters in a checkpoint, without moments and without their base weights."""
+    run = read_state(path)["run"]
+    config, lora = ModelConfig.from_dict(run["model"]), adapters_of(run)
+    if lora is None:
+        raise ValueError(f"{path}: got a checkpoint without adapters; accepted: one of a run with [lora]")
+    return config, lora, _load_params(path, adapter_shapes(config, lora))
+
+
+def _load_params(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> Checkpoint:
+    """The parameters of these shapes: those that were trained, and the run's own copy of others. A checkpoint that has
+    other ones is damaged."""
     manifest = _verified(path)
-    shapes = {name: tuple(p.master.shape) for name, p in declare(config, 1, 1, torch.float32, "cpu").params.items()}
+    frozen = load_own(path.parent.parent, manifest["state"])
     with Tensors(path, manifest) as file:
         there = {name: shape for name, (_, shape) in file.headers.items() if not _OPTIMIZER.match(name)}
+        if both := sorted({*there} & {*frozen}):
+            raise DamagedCheckpoint(path, f"got {both[0]}, which is also among the run's frozen parameters")
+        there |= {name: tuple(x.shape) for name, x in frozen.items()}
         for name in sorted({*there, *shapes}):
             if there.get(name) != shapes.get(name):
                 raise DamagedCheckpoint(
                     path,
                     f"got {name} of shape {there.get(name)}; accepted: {shapes.get(name)}, by its own configuration",
                 )
-            if file.headers[name][0] not in ("F32", "F64"):
+            if name not in frozen and file.headers[name][0] not in ("F32", "F64"):
                 raise DamagedCheckpoint(path, f"got {name} of dtype {file.headers[name][0]}; accepted: F32 or F64")
-        tensors = {name: file.read(name) for name in shapes}
-    return config, Checkpoint(path, manifest["step"], tensors, manifest["state"])
+        tensors = {name: frozen[name] if name in frozen else file.read(name) for name in shapes}
+    return Checkpoint(path, manifest["step"], tensors, manifest["state"])
 
 
 def load_into(path: Path, tensors: Mapping[str, torch.Tensor]) -> Checkpoint:

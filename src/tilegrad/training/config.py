@@ -1,4 +1,4 @@
-"""A run's configuration, as in a TOML file with sections [model], [train] and [data]. An unknown key is an error.
+"""A run's configuration, as in a TOML file with sections [model], [train], [data] and [lora]. An unknown key is an error.
 
 [model]
 preset = "tiny"          # any ModelConfig, changed by the keys that follow
@@ -7,15 +7,18 @@ n_layer = 6
 steps = 2000
 [data]
 files = ["book.txt"]     # none: the text that ships with the package
+[lora]                   # no key: all parameters are trained, except those that train.freeze names
+rank = 16
 
 `example.toml` has every key. If gradient_accumulation is given, the same file gives the same training on any number of
-ranks. A key that is not given has the preset's value, except five keys with these defaults:
+ranks. A key that is not given has the preset's value, except six keys with these defaults:
 
     gradient_accumulation   at least the number of ranks
     seq_len        block_size
     warmup_steps   steps / 20, where steps or epochs is given
     dtype          bfloat16 on CUDA, float32 elsewhere
     vocab_size     the tokenizer's, where it is larger than the preset's
+    learning_rate  2e-4 with adapters, and a tenth of it at the end
 
 Sizes are bounded by LIMITS, and checked before anything is allocated for them.
 """
@@ -36,6 +39,8 @@ from ..engine.batch import LIMITS as BATCH_LIMITS
 from ..model.config import LIMITS as MODEL_LIMITS
 from ..model.config import PRESETS, ModelConfig, is_count
 from ..model.layer import Linear
+from ..model.lora import LoraConfig, adapter_parts
+from ..model.transformer import declare
 from ..text.spelling import byte_count, did_you_mean, dtype_name
 from ..text.untrusted import check_values, decoded, regular_file, shown, too_deep
 from .loggers import LOGGERS
@@ -102,8 +107,13 @@ class TrainConfig:
     log: str | tuple[str, ...] = "auto"  # loggers besides log.jsonl; auto: TensorBoard where it is installed
     epochs: int | None = None  # instead of steps, which follow once the data is read
     patience: int = 0  # evaluations without a better validation loss that end the run; 0: never
+    freeze: tuple[str, ...] = ()  # patterns of parameters' names
 
     def __post_init__(self) -> None:
+        if not isinstance(self.freeze, list | tuple) or not all(isinstance(name, str) and name for name in self.freeze):
+            raise ValueError(
+                f"freeze: got {shown(self.freeze)}; accepted: patterns of parameters' names, such as ['wte.*', 'blocks.0.*']"
+            )
         if self.init is not None and not isinstance(self.init, str):
             raise ValueError(f"init: got {self.init!r}; accepted: None, or the name of a folder of weights")
         for name in ("steps", "batch_size", "gradient_accumulation", "keep_checkpoints", "log_interval"):
@@ -207,9 +217,21 @@ class DataConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterConfig(LoraConfig):
+    """Low-rank adapters (model/lora.py). `adapter` is a folder of PEFT's adapters to begin with."""
+
+    adapter: str | None = None
+
+    def __post_init__(self) -> None:
+        LoraConfig.__post_init__(self)
+        if self.adapter is not None and not isinstance(self.adapter, str):
+            raise ValueError(f"lora.adapter: got {self.adapter!r}; accepted: None, or the name of a folder of adapters")
+
+
+@dataclass(frozen=True, slots=True)
 class RunConfig:
-    """All of a run: the model's shape, how it is trained, and on which data. docs/training.md lists every key. Keys that do
-    not fit together raise ValueError.
+    """All of a run: the model's shape, how it is trained, on which data, and with which adapters, if any. docs/training.md
+    lists every key. Keys that do not fit together raise ValueError.
 
     >>> import tilegrad
     >>> tilegrad.RunConfig().train.seq_len == tilegrad.RunConfig().model.block_size
@@ -219,6 +241,7 @@ class RunConfig:
     model: ModelConfig = field(default_factory=lambda: PRESETS["tiny"])
     train: TrainConfig = field(default_factory=TrainConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    lora: AdapterConfig | None = None
 
     def __post_init__(self) -> None:
         t = self.train
@@ -228,6 +251,7 @@ class RunConfig:
             seq_len=t.seq_len or self.model.block_size,
             warmup_steps=t.steps // 20 if t.warmup_steps == -1 and t.epochs is None else t.warmup_steps,
             dtype=automatic if t.dtype == "auto" else dtype_name(t.dtype),
+            freeze=tuple(t.freeze),
         )
         object.__setattr__(self, "train", resolved)
         object.__setattr__(self, "data", replace(self.data, files=tuple(self.data.files)))
@@ -235,6 +259,10 @@ class RunConfig:
         if self.train.seq_len > self.model.block_size:
             most = f"block_size, {self.model.block_size}{_of_weights(self)}"
             raise ValueError(f"seq_len: got {self.train.seq_len}; accepted: at most {most}")
+        if self.lora is not None:
+            adapter_parts(self.model, self.lora)  # refuses layers that this model does not have
+        if self.train.freeze:  # refuses patterns that match no parameter, or all
+            declare(self.model, 1, 1, torch.float32, "cpu", lora=self.lora, freeze=self.train.freeze)
         t = self.train
         tokens = t.gradient_accumulation * t.batch_size * t.seq_len
         if t.patience and not self.data.validation_fraction:
@@ -254,7 +282,7 @@ class RunConfig:
 
     def plain(self) -> dict[str, Values]:
         """The sections as plain JSON and TOML values; `run_from` reads the same run from them."""
-        return {section: _plain(values) for section, values in asdict(self).items()}
+        return {section: _plain(values) for section, values in asdict(self).items() if values is not None}
 
 
 def settled(run: RunConfig) -> RunConfig:
@@ -364,19 +392,42 @@ def run_from(content: Sections, where: str, world: int = 1) -> RunConfig:
     if isinstance(settings.get("init"), str) and "n_layer" not in model:  # a saved run has every key of its model
         base = initial_run(Path(settings["init"]))
     data = replace(base.data, **given["data"])
+    lora = _adapters(given["lora"], settings.get("init"))
     vocab_size = max(base.model.vocab_size, data.vocab_size)
     derived: Values = {"gradient_accumulation": max(world, base.train.gradient_accumulation)}
     derived |= {"seq_len": 0} if "block_size" in model else {}
     derived |= {"warmup_steps": -1} if {"steps", "epochs"} & settings.keys() else {}
     derived |= {"dtype": "auto"} if "device" in settings else {}
+    derived |= {"learning_rate": 2e-4, "min_learning_rate": 2e-5} if lora is not None else {}
     return RunConfig(
-        replace(base.model, **{"vocab_size": vocab_size, **model}), replace(base.train, **{**derived, **settings}), data
+        replace(base.model, **{"vocab_size": vocab_size, **model}),
+        replace(base.train, **{**derived, **settings}),
+        data,
+        lora,
     )
+
+
+def _adapters(given: Values, init: object) -> AdapterConfig | None:
+    """The adapters of a run. Those of PEFT have their own rank, alpha, layers and dropout; a saved run gives all of them."""
+    given = {name: value for name, value in given.items() if value is not None}
+    if not given:
+        return None
+    own: Values = {}
+    if isinstance(given.get("adapter"), str) and not {f.name for f in fields(LoraConfig)} <= {*given}:
+        if not isinstance(init, str):
+            raise ValueError(
+                f"init: got None with lora.adapter {given['adapter']!r}; accepted: the folder of the weights (--init DIR)"
+            )
+        from ..pretrained.adapters import open_adapter  # imported only where weights are read
+        from ..pretrained.weights import open_weights
+
+        own = asdict(open_adapter(Path(given["adapter"]), open_weights(Path(init))).lora)
+    return AdapterConfig(**{**own, **given})
 
 
 def checked(content: Sections, where: str) -> dict[str, Values]:
     """The given values by section, with sizes in bytes and None for "none"; an unknown section or key is an error."""
-    kinds = {"model": ModelConfig, "train": TrainConfig, "data": DataConfig}
+    kinds = {"model": ModelConfig, "train": TrainConfig, "data": DataConfig, "lora": AdapterConfig}
     check_values(content, where)
     for section in content:
         if section not in kinds or not isinstance(content[section], Mapping):
@@ -396,8 +447,10 @@ def checked(content: Sections, where: str) -> dict[str, Values]:
                 out[section][key] = None
             elif key == "memory_budget" and isinstance(value, str):
                 out[section][key] = byte_count(value)
-            elif key == "files":
+            elif key in ("files", "freeze"):
                 out[section][key] = [value] if isinstance(value, str) else value
+            elif key == "layers" and isinstance(value, list | tuple) and len(value) == 1:
+                out[section][key] = value[0]  # --lora.layers all
             elif key == "dtype" and isinstance(value, str | torch.dtype):
                 out[section][key] = dtype_name(value)
     t = out["train"]
@@ -416,6 +469,7 @@ def _shown_keys(kinds: Mapping[str, type]) -> dict[str, str]:
 def resumed(own: RunConfig, asked: Sections) -> RunConfig:
     """The run `own` with the changes asked for; a change of a key that is not in MAY_CHANGE is refused."""
     changes, mine = {}, own.plain()
+    may_change = MAY_CHANGE | ({"init"} if own.lora is not None else set())  # the base weights may have moved
     for section, values in checked(asked, "resume").items():
         for name, value in values.items():
             if name == "preset":
@@ -427,15 +481,18 @@ def resumed(own: RunConfig, asked: Sections) -> RunConfig:
                 continue
             if name == "seq_len" and value == 0:
                 value = own.model.block_size
-            if isinstance(value, Mapping | list | tuple):  # rope_scaling gets its defaults, tuples become lists
-                changed = replace(getattr(own, section), **{name: value})
+            section_of_own = getattr(own, section)
+            if isinstance(value, Mapping | list | tuple) and section_of_own is not None:
+                changed = replace(
+                    section_of_own, **{name: value}
+                )  # rope_scaling gets its defaults, tuples become lists
                 value = replace(own, **{section: changed}).plain()[section][name]
-            if value == mine[section][name] or (name, value) in _FOLLOWS:
+            had = mine.get(section, {}).get(name)
+            if value == had or (name, value) in _FOLLOWS:
                 continue
-            if section != "train" or name not in MAY_CHANGE:
-                raise ValueError(
-                    f"{name}: got {value!r}; accepted: the run's own, {mine[section][name]!r}, when resuming"
-                )
+            if section != "train" or name not in may_change:
+                shown_name = f"lora.{name}" if section == "lora" else name
+                raise ValueError(f"{shown_name}: got {value!r}; accepted: the run's own, {had!r}, when resuming")
             changes[name] = value
     if "steps" in changes and "epochs" not in changes:
         changes["epochs"] = None

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from ..data.tokenizer import ByteTokenizer, load_tokenizer
 from ..model.config import ModelConfig
+from ..pretrained.adapters import write_adapter
 from ..pretrained.families import config_json
 from ..pretrained.gguf.files import Outcome, write_gguf
-from ..pretrained.weights import is_weights, open_weights, write_weights
-from .checkpoint import load_model
+from ..pretrained.weights import is_weights, model_type, open_weights, write_weights
+from .checkpoint import load_adapters, load_model
 from .folder import origin_of, own_tokenizer, weights_of
 
 
@@ -30,26 +31,32 @@ class Exported:
     step: int | None  # None: a folder of weights
 
 
-def _exported(source: Path, *, best: bool) -> Exported:
-    """The newest or best weights of a run, those of a checkpoint, or those of a folder of weights."""
+def _exported(source: Path, *, best: bool, init: Path | None) -> Exported:
+    """The newest or best weights of a run, those of a checkpoint, or those of a folder of weights. Adapters are merged into
+    their base weights, which are in `init` if their folder has moved."""
     if is_weights(source):
         if best:
             raise ValueError(f"best: got {source}, a folder of weights; accepted: --best with a run")
+        if init is not None:
+            raise ValueError(
+                f"init: got {init} with {source}, a folder of weights; accepted: --init with a run of adapters"
+            )
         weights = open_weights(source)
         return Exported(weights.config, weights.read(), weights.folder, None, None)
     folder, path = weights_of(source, best=best)
-    config, checkpoint = load_model(path)
+    config, checkpoint = load_model(path, init)
     own = own_tokenizer(folder, checkpoint.state)  # raises if the weights were trained with another tokenizer
     tokenizer = folder / "data" / "tokenizer.json"
     return Exported(config, checkpoint.tensors, origin_of(folder, own), tokenizer, checkpoint.step)
 
 
 def export_run(
-    run: Path, out: Path, *, best: bool = False, dtype: torch.dtype | None = None, max_shard_bytes: int | None = None
-) -> tuple[str, int | None]:
+    run: Path, out: Path, *, best: bool = False, dtype: torch.dtype | None = None, max_shard_bytes: int | None = None,
+    init: Path | None = None,
+) -> tuple[str, int | None]:  # fmt: skip
     """Write a folder for transformers and return (model_type, steps). A run's own BPE tokenizer.json is copied; a byte
     tokenizer is not exported."""
-    x = _exported(run, best=best)
+    x = _exported(run, best=best, init=init)
     has_bpe = x.tokenizer is not None and not isinstance(load_tokenizer(x.tokenizer), ByteTokenizer)
     write_weights(
         out,
@@ -63,7 +70,19 @@ def export_run(
     return str(config_json(x.config, torch.float32)["model_type"]), x.step
 
 
-def export_gguf(run: Path, out: Path, *, best: bool = False, dtype: str | None = None) -> tuple[Outcome, int | None]:
+def export_gguf(
+    run: Path, out: Path, *, best: bool = False, dtype: str | None = None, init: Path | None = None
+) -> tuple[Outcome, int | None]:
     """Write a GGUF file and return (what was written, steps)."""
-    x = _exported(run, best=best)
+    x = _exported(run, best=best, init=init)
     return write_gguf(out, x.params, x.config, origin=x.origin, tokenizer=x.tokenizer, dtype=dtype), x.step
+
+
+def export_adapter(run: Path, out: Path, *, best: bool = False, dtype: torch.dtype | None = None) -> tuple[str, int]:
+    """Export the adapters of a run for PEFT, without their base weights, and return (model_type, steps)."""
+    folder, path = weights_of(run, best=best)
+    config, lora, checkpoint = load_adapters(path)
+    kind = model_type(folder / "origin")
+    base = checkpoint.state["base"]["folder"]
+    write_adapter(out, checkpoint.tensors, config, lora, kind=kind, base=base, dtype=dtype)
+    return kind, checkpoint.step

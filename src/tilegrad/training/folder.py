@@ -6,6 +6,7 @@ log.jsonl             one record per line
 checkpoints/          the last few checkpoints
 best/                 the checkpoint with the lowest validation loss
 origin/               config.json and tokenizer files of the weights that --init named
+frozen.safetensors    the parameters that train.freeze names (frozen.py)
 report.html           curves, memory and a sample, as one self-contained page
 tensorboard/          the log for TensorBoard, where it is installed
 wandb/                files of Weights & Biases, with train.log wandb
@@ -43,6 +44,7 @@ from ..text.atomic import sha256_of, staged_name, write_whole
 from ..text.spelling import did_you_mean
 from .checkpoint import DamagedCheckpoint, is_checkpoint, latest_checkpoint, newest_name, read_state
 from .config import RunConfig, Values
+from .frozen import OWN
 from .loggers import EVENTS, IDS
 from .state import RunState
 
@@ -128,9 +130,9 @@ def weights_of(run: Path, *, best: bool) -> tuple[Path, Path]:
 
 
 def forget(folder: Path) -> None:
-    """Delete the log and the curves of a run that died before its first checkpoint. Only files that a run wrote are deleted,
-    and nothing through a symbolic link."""
-    for name in ("log.jsonl", IDS):
+    """Delete the log, the curves and the frozen parameters of a run that died before its first checkpoint. Only files that a
+    run wrote are deleted, and nothing through a symbolic link."""
+    for name in ("log.jsonl", IDS, OWN):
         (folder / name).unlink(missing_ok=True)
     curves = folder / "tensorboard"
     if curves.is_dir() and not curves.is_symlink():

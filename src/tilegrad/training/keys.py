@@ -15,7 +15,7 @@ _KEY = re.compile(r"#?(\w+) = (.*?) +# (.*)")
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    section: str  # model, train or data
+    section: str  # model, train, data or lora
     name: str
     default: str  # as TOML has it
     meaning: str
@@ -26,12 +26,17 @@ def example() -> str:
     return resources.files("tilegrad.training").joinpath("example.toml").read_text(encoding="utf-8")
 
 
+def finetune() -> str:
+    """A run that fine-tunes a model, as a TOML file with two names to fill in."""
+    return resources.files("tilegrad.training").joinpath("finetune.toml").read_text(encoding="utf-8")
+
+
 def keys() -> list[Key]:
     """Every key, in the example's order."""
     found, section = [], ""
     for line in example().splitlines():
         if line.startswith("["):
-            section = line.strip("[]")
+            section = line[1:].partition("]")[0]
         elif match := _KEY.fullmatch(line):
             found.append(Key(section, *match.groups()))
     return found

@@ -38,6 +38,7 @@ from .config import DTYPES, RunEnded, run_from
 from .dataset import Dataset
 from .evaluation import Evaluator
 from .folder import Best, resume_command, write_run
+from .frozen import Base
 from .log import RunLog, read_log
 from .loggers import chosen_loggers
 from .ranks import Ranks
@@ -126,7 +127,9 @@ class Metrics:
 
 
 class Run:
-    def __init__(self, start: Start, dataset: Dataset, show: Show, ranks: Ranks) -> None:
+    def __init__(self, start: Start, dataset: Dataset, show: Show, ranks: Ranks, base: Base | None = None) -> None:
+        self.base = base  # the weights under adapters
+        self.frozen_sha256: str | None = None  # of the run's own copy of other frozen parameters
         self.start, self.config, self.folder, self.show = start, start.config, start.folder, show
         self.dataset, self.ranks, self.mesh = dataset, ranks, ranks.mesh
         t, mesh = self.config.train, ranks.mesh
@@ -149,10 +152,14 @@ class Run:
             max_norm=t.max_norm or math.inf,
             linear=t.linear,
             deterministic=t.deterministic,
+            lora=self.config.lora,
+            freeze=t.freeze,
             mesh=mesh,
             documents=self.config.documents,
             **ranks.sharding,
         )
+        self.parameters = sum(math.prod(p.master.shape) for p in self.engine.spec.declare().params.values())
+        self.trained_parameters = sum(g.numel() for g in self.engine.grads.values())
         self.evaluator = Evaluator(dataset, self.engine, ranks, t)
         self.checkpointer = Checkpointer(self.folder, self.engine, mesh, t.keep_checkpoints)
         self.train_loss = math.nan
@@ -217,7 +224,8 @@ class Run:
             self.metrics.log(engine.steps, "data", self.dataset.summary)
             self.metrics.emit("data", self.dataset.summary)
         numbers = {
-            "parameters": sum(g.numel() for g in engine.grads.values()),
+            "parameters": self.parameters,
+            "trained_parameters": self.trained_parameters,
             "tokens": self.dataset.training_tokens,
             "planned_bytes": engine.plan.peak_bytes,
             "unigram_entropy": self.dataset.entropy,
@@ -370,7 +378,7 @@ class Run:
     def _state(self) -> RunState:
         """What a resumed run needs besides the tensors, as plain JSON."""
         engine, data, loss = self.skipped.last_finite_state
-        return {
+        state: RunState = {
             "engine": counters(self.engine),
             "data": self.dataset.batches.state(),
             "tokenizer_sha256": self.dataset.file.tokenizer_sha256,
@@ -381,6 +389,11 @@ class Run:
             "threads": torch.get_num_threads(),
             "finite": [engine, data, _none_if_not_finite(loss)] if self.skipped.in_a_row else None,
         }
+        if self.base is not None:
+            state["base"] = self.base.state()
+        if self.frozen_sha256 is not None:
+            state["frozen_sha256"] = self.frozen_sha256
+        return state
 
     def _finish(self, stopped_by: str | None, sample: str | None = None) -> RunResult:
         engine, report = self.engine, self.folder / "report.html"
@@ -433,8 +446,10 @@ class Run:
         context = self.ranks.sharding["context"]
         ranks = f"{world} rank{'s' * (world > 1)}" + (f", {context} to a sequence" if context > 1 else "")
         arenas = human(sum(measured.arenas.values()))
+        some = self.trained_parameters < self.parameters
+        trained = f", {self.trained_parameters:,} of them trained" if some else ""
         return {
-            "model": f"{sum(g.numel() for g in engine.grads.values()):,} parameters, {self.config.model.n_layer} layers",
+            "model": f"{self.parameters:,} parameters{trained}, {self.config.model.n_layer} layers",
             "steps": f"{engine.steps:,} of {t.steps:,}" + (f": {early}" if (early := self._ended_early()) else ""),
             "loss": f"{self.train_loss:.4f}{validation}",
             "best": best,

@@ -86,6 +86,7 @@ def run_tables(
         "Model": _rows(plain["model"]),
         "Training": _rows(plain["train"]),
         "Data": _rows(plain["data"]),
+        **({"Adapters": _rows(plain["lora"])} if "lora" in plain else {}),
         "Text": _rows(counted),
         "Environment": _rows(environment),
         "Memory by role": [

@@ -12,6 +12,8 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
+from torch import Tensor
+
 from ..data.documents import Numbers, Show, default_text, quiet
 from ..data.tokenizer import Tokenizer
 from ..data.tokens import TokenFile
@@ -20,15 +22,19 @@ from ..engine.engine import Engine
 from ..engine.machine import check_device, check_platform
 from ..engine.parallel import BUCKET_BYTES, Shard, check_accumulation, check_agreed, check_ranks, digest
 from ..engine.state import write_param
-from ..pretrained.weights import open_weights
+from ..model.lora import LoraConfig, adapter_parts
+from ..pretrained.adapters import open_adapter
+from ..pretrained.weights import Weights, open_weights
 from .config import RunConfig, Sections, check_vocab_size
 from .dataset import Dataset, needs_documents, prepare_data
 from .folder import check_shared, claimed, forget, own_data
+from .frozen import OWN, Base, base_of, load_own, open_base, save_own
 from .loggers import check_installed, chosen_loggers
 from .loop import Run, RunResult
 from .ranks import Ranks
 from .signals import end_on_signals
 from .start import Start, StrPath, resolve
+from .state import RunState
 
 
 def train(
@@ -50,7 +56,14 @@ def train(
     world = int(os.environ.get("WORLD_SIZE", "1"))
     start = resolve(config, out, resume=resume, where=where, name=name, world=world)
     t = start.config.train
-    check_ranks(start.config.model, t.seq_len, t.linear, world=world, shard=shard, context=context)
+    if start.config.lora is not None and t.init is None:
+        raise ValueError(
+            "init: got None with adapters ([lora]); accepted: the folder of the weights to adapt (--init DIR)"
+        )
+    check_ranks(
+        start.config.model, t.seq_len, t.linear, world=world, shard=shard, context=context, lora=start.config.lora,
+        freeze=t.freeze,
+    )  # fmt: skip
     if start.saved is None:  # a run may resume with more ranks than micro-batches, and then says how many are idle
         check_accumulation(t.gradient_accumulation, world, context)
     check_device(t.device)
@@ -86,7 +99,8 @@ def _claim(folder: Path, mesh: Mesh, until_the_end: ExitStack, *, new: bool) -> 
 
 def _open(start: Start, show: Show, ranks: Ranks) -> Run:
     """The run with its data, which a new run prepares. After an error, the data that it prepared is deleted."""
-    folder, mesh, weights = start.folder, ranks.mesh, start.config.train.init
+    folder, mesh = start.folder, ranks.mesh
+    base = _open_base(start)
     existed = (folder / "data").exists()
     summary: Numbers = {}
     try:
@@ -97,12 +111,13 @@ def _open(start: Start, show: Show, ranks: Ranks) -> Run:
             tokens, tokenizer = own_data(folder, start.saved[1], documents=documents)
         dataset = Dataset.split(tokens, tokenizer, start.config, summary)
         start = start.with_steps(dataset.batches.rows_in)
-        run = Run(start, dataset, show, ranks)
+        run = Run(start, dataset, show, ranks, base)
         if start.saved is None:
             if mesh.rank == 0:
                 forget(folder)
-            if weights is not None:
-                _begin_with(Path(weights), run.engine, folder, mesh)
+            _begin(run, base)
+        else:
+            _continue(run, base, start.saved[1])
         return run
     except BaseException:
         if not existed and mesh.rank == 0:
@@ -134,14 +149,76 @@ def _prepare(start: Start, show: Show, mesh: Mesh, summary: Numbers) -> tuple[To
     return tokens, tokenizer
 
 
-def _begin_with(weights: Path, engine: Engine, folder: Path, mesh: Mesh) -> None:
-    source = open_weights(weights)
+def _open_base(start: Start) -> Base | None:
+    """The frozen weights of adapters; a resumed run refuses others than those it began with."""
+    config, init = start.config, start.config.train.init
+    if config.lora is None or init is None:
+        return None
+    if start.saved is None:
+        return open_base(config.model, Path(init))
+    state = start.saved[1]
+    return base_of(config.model, state, None if init == state["run"]["train"]["init"] else Path(init))
+
+
+def _begin(run: Run, base: Base | None) -> None:
+    """Load the weights and adapters that a new run begins with, and copy what is frozen."""
+    init, lora, engine, mesh = run.config.train.init, run.config.lora, run.engine, run.mesh
+    own = _frozen(engine, base)
+    if init is not None:
+        source = open_weights(Path(init)) if base is None else base.weights
+        _load(source, engine, mesh)
+        if lora is not None and lora.adapter is not None:
+            _load_adapter(lora, lora.adapter, engine, source)
+        if own and base is None:  # not the engine's, which may have rounded them
+            values = source.read(next(iter(engine.grads.values())).dtype)
+            own = {name: values[name] for name in own}
+        if mesh.rank == 0:
+            source.keep_origin(run.folder / "origin")
+    if own:
+        run.frozen_sha256 = mesh.gather("" if mesh.rank else save_own(run.folder, own))[0]
+
+
+def _frozen(engine: Engine, base: Base | None) -> dict[str, Tensor]:
+    """The frozen parameters, without the base weights of adapters."""
+    left_out = {*engine.grads, *(() if base is None else base.weights.forms())}
+    return {name: x for name, x in engine.params.items() if name not in left_out}
+
+
+def _continue(run: Run, base: Base | None, state: RunState) -> None:
+    """Load the frozen parameters of a resumed run."""
+    if base is not None:
+        _load(base.weights, run.engine, run.mesh)
+    own, engine = load_own(run.folder, state), run.engine
+    wanted = {name: tuple(x.shape) for name, x in _frozen(engine, base).items()}
+    for name in sorted({*own, *wanted}):
+        found = tuple(own[name].shape) if name in own else None
+        if found != wanted.get(name):
+            raise ValueError(
+                f"{run.folder / OWN}: got {name} of shape {found}; accepted: {wanted.get(name)}, this model's"
+            )
+    for name, value in own.items():
+        write_param(engine, name, value)
+    run.frozen_sha256 = state.get("frozen_sha256")
+
+
+def _load(source: Weights, engine: Engine, mesh: Mesh) -> None:
+    """Copy weights into the engine's parameters; adapters stay as they are."""
     if mesh.world == 1:
-        source.load(engine.params)
+        source.load({name: x for name, x in engine.params.items() if not name.endswith((".lora_a", ".lora_b"))})
     else:
         values = source.read()
         check_agreed(mesh, {"init": digest(values.values())})
         for name, value in values.items():
             write_param(engine, name, value)
-    if mesh.rank == 0:
-        source.keep_origin(folder / "origin")
+
+
+def _load_adapter(lora: LoraConfig, folder: str, engine: Engine, source: Weights) -> None:
+    """Begin with PEFT's adapters in `folder`; their rank, alpha and layers must be the run's."""
+    adapter = open_adapter(Path(folder), source)
+    parts = [adapter_parts(source.config, one) for one in (adapter.lora, lora)]
+    for name in ("rank", "alpha", "layers"):
+        own, given = getattr(adapter.lora, name), getattr(lora, name)
+        if parts[0] != parts[1] if name == "layers" else own != given:
+            raise ValueError(f"lora.{name}: got {given!r}; accepted: {own!r}, that of {folder}")
+    for name, value in adapter.read().items():
+        write_param(engine, name, value)

@@ -10,7 +10,7 @@ from typing import Any, NotRequired, TypedDict
 from ..data.batches import BatchesState
 from ..model.config import LIMITS, ModelConfig, is_count
 from ..text.untrusted import check_values, shown
-from .config import Values
+from .config import AdapterConfig, Values, checked
 
 _MOST = 1 << 62
 _MAX_SEED = (1 << 63) - 1
@@ -18,17 +18,26 @@ _COUNTERS = ("draws", "steps", "skipped", "skipped_in_a_row")
 _DIGEST = re.compile("[0-9a-f]{64}")
 
 
+class BaseState(TypedDict):
+    """The frozen weights of a run with adapters, which are not in its checkpoints."""
+
+    folder: str
+    sha256: str  # of the tensors (`Weights.sha256`)
+
+
 class RunState(TypedDict):
     engine: dict[str, int]  # seed, draws, steps, skipped, skipped_in_a_row
     data: BatchesState  # the position in the data
-    run: dict[str, Values]  # the configuration: sections model, train and data
+    run: dict[str, Values]  # the configuration: sections model, train, data and, with adapters, lora
     train_loss: float | None  # None: it was not finite
     validation_loss: float | None  # None: there was no evaluation, or it was not finite
     threads: int  # torch's number of threads at the save
     finite: list[Any] | None  # [engine, data, train_loss] before the latest non-finite steps; None: the last was finite
     tokenizer_sha256: NotRequired[str]  # older checkpoints lack it
     evaluations_since_best: NotRequired[int]  # likewise
-    shapes: NotRequired[dict[str, list[int]]]  # of all parameters; only in checkpoints of several ranks
+    base: NotRequired[BaseState]  # in checkpoints of adapters
+    frozen_sha256: NotRequired[str]  # of the run's own copy of frozen parameters (frozen.py), if it has one
+    shapes: NotRequired[dict[str, list[int]]]  # of all trained parameters; only in checkpoints of several ranks
     ranks: NotRequired[int]  # how many ranks wrote the checkpoint, if several did
 
 
@@ -43,8 +52,9 @@ def check_run_state(state: Mapping[str, object], step: int) -> None:
         if name not in state:
             raise ValueError(f"{name}: got none; accepted: a number, or null")
         _check_loss(state[name], name)
-    if "tokenizer_sha256" in state:
-        _check_digest(state["tokenizer_sha256"], "tokenizer_sha256")
+    for name in ("tokenizer_sha256", "frozen_sha256"):
+        if name in state:
+            _check_digest(state[name], name)
     if "evaluations_since_best" in state:
         _count(state["evaluations_since_best"], "evaluations_since_best", 0)
     if state.get("threads") is not None:
@@ -56,12 +66,29 @@ def check_run_state(state: Mapping[str, object], step: int) -> None:
         ModelConfig.from_dict(dict(model))
     except ValueError as error:
         raise ValueError(f"run.model: {error}") from error
+    if "lora" in run:
+        _check_adapters(_mapping(run["lora"], "run.lora"), _mapping(state.get("base"), "base"))
     _check_text(text)
     for name, values in (("engine", engine), ("data", data)):
         if values["seed"] != train.get("seed"):
             raise ValueError(
                 f"{name}.seed: got {shown(values['seed'])}; accepted: {shown(train.get('seed'))}, as in run.train"
             )
+
+
+def adapters_of(run: Mapping[str, Values]) -> AdapterConfig | None:
+    """The adapters of a saved configuration, or None."""
+    return AdapterConfig(**checked({"lora": run["lora"]}, "lora")["lora"]) if "lora" in run else None
+
+
+def _check_adapters(lora: Mapping[str, object], base: Mapping[str, object]) -> None:
+    try:
+        adapters_of({"lora": dict(lora)})
+    except ValueError as error:
+        raise ValueError(f"run.{error}") from error
+    if not isinstance(base.get("folder"), str):
+        raise ValueError(f"base.folder: got {shown(base.get('folder'))}; accepted: the name of a folder")
+    _check_digest(base.get("sha256"), "base.sha256")
 
 
 def _check_text(data: Mapping[str, object]) -> None:

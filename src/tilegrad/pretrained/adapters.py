@@ -1,0 +1,261 @@
+"""Low-rank adapters (model/lora.py) as PEFT saves them: adapter_model.safetensors and adapter_config.json. PEFT is not needed.
+
+    adapter = open_adapter(folder, source)      rank, alpha and layers; what the engine does not support is an error
+    adapter.load(params)                        every name, shape and dtype is checked before anything is written
+    write_adapter(folder, params, …)            a folder that PEFT loads, whole or not at all
+    merge(params, adapters, …)                  W += s B A, for a model without adapters
+
+PEFT has an A for each adapted layer; ours are stacked by input. Files are opened by the rules of untrusted.py.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..model.config import ModelConfig
+from ..model.lora import GROUPS, LoraConfig, adapter_parts
+from ..text.atomic import save_tensors
+from ..text.untrusted import file_in, open_tensors, read_json, shown
+from .families import FAMILIES
+from .weights import DTYPES, Weights, new_folder
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_KEY = re.compile(rf"{re.escape(_PREFIX)}(.+)\.lora_([AB])\.weight")
+_IGNORED = {  # options of PEFT that do not change what the tensors compute
+    *("auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "exclude_modules", "fan_in_fan_out"),
+    *("inference_mode", "layers_pattern", "megatron_core", "peft_version", "qalora_group_size", "revision"),
+    "target_modules",
+}
+_INITS = (True, False, "gaussian", "orthogonal", "eva")  # init_lora_weights that leave the base weights as they are
+_NEUTRAL: tuple[object, ...] = (None, False, {}, [])  # an option with this value is not used
+
+
+class Place(NamedTuple):
+    """One A or B of PEFT's, and where it is in ours."""
+
+    theirs: str
+    ours: str
+    rows: slice  # of our tensor
+
+
+def places(kind: str, config: ModelConfig, lora: LoraConfig) -> Iterator[Place]:
+    """A and B of every adapted layer, in PEFT's names and in ours."""
+    for i in range(config.n_layer):
+        for adapter in adapter_parts(config, lora):
+            for n, part in enumerate(adapter.widths):
+                name = f"{_PREFIX}{_module(kind, part, i)}"
+                rows = slice(n * lora.rank, (n + 1) * lora.rank)
+                yield Place(f"{name}.lora_A.weight", adapter.a_name(i), rows)
+                yield Place(f"{name}.lora_B.weight", adapter.b_name(i, part), slice(None))
+
+
+def adapter_shapes(config: ModelConfig, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
+    """The shape of every adapter, by our names."""
+    found: dict[str, tuple[int, ...]] = {}
+    for i in range(config.n_layer):
+        for adapter in adapter_parts(config, lora):
+            found[adapter.a_name(i)] = (len(adapter.widths) * lora.rank, adapter.inputs)
+            found |= {adapter.b_name(i, part): (width, lora.rank) for part, width in adapter.widths.items()}
+    return found
+
+
+def merge(params: Mapping[str, Tensor], adapters: Mapping[str, Tensor], config: ModelConfig, lora: LoraConfig) -> None:
+    """W += s B A, computed in float64 and rounded once to the dtype of `params`, which are changed."""
+    for i in range(config.n_layer):
+        for adapter in adapter_parts(config, lora):
+            stacked = adapters[adapter.a_name(i)].split(lora.rank)
+            for a, (part, width) in zip(stacked, adapter.widths.items(), strict=True):
+                w = _weight(params, config, f"blocks.{i}.{adapter.name.split('.')[0]}", part)
+                b = adapters[adapter.b_name(i, part)]
+                w.copy_(torch.addmm(w.double(), b.double(), a.double(), alpha=lora.scale))
+                assert w.shape[0] == width
+
+
+def _weight(params: Mapping[str, Tensor], config: ModelConfig, branch: str, part: str) -> Tensor:
+    """The weight (width, Cin) of a part: a parameter of its own, or rows of qkv."""
+    if f"{branch}.{part}.weight" in params:
+        return params[f"{branch}.{part}.weight"]
+    heights = [heads * config.head_dim for heads in (config.n_head, config.kv_heads, config.kv_heads)]
+    rows: dict[str, Tensor] = dict(zip("qkv", params[f"{branch}.qkv.weight"].split(heights), strict=True))
+    return rows[part]
+
+
+def _module(kind: str, part: str, block: int) -> str:
+    """transformers' name of a linear layer: model.layers.0.self_attn.q_proj"""
+    branch = "attn" if part in GROUPS["attention"] else "ffn"
+    (name,) = FAMILIES[kind][f"blocks.{{i}}.{branch}.{part}.{{p}}"]
+    return name.format(i=block, p="weight").removesuffix(".weight")
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A folder of PEFT's adapters. Its configuration and its tensors' names have been read, its tensors have not."""
+
+    file: Path
+    kind: str  # of the base weights
+    config: ModelConfig
+    lora: LoraConfig
+
+    def load(self, params: Mapping[str, Tensor]) -> None:
+        """Copy into the adapters among `params` (our names → tensors of any device and dtype)."""
+        self.check(params)
+        with open_tensors(self.file) as opened:
+            for place in places(self.kind, self.config, self.lora):
+                params[place.ours][place.rows].copy_(opened.get_tensor(place.theirs))
+
+    def check(self, params: Mapping[str, Tensor]) -> None:
+        """Refuse a file with other shapes or dtypes than those of `params`."""
+        with open_tensors(self.file) as opened:
+            for place in places(self.kind, self.config, self.lora):
+                found, accepted = opened.get_slice(place.theirs), tuple(params[place.ours][place.rows].shape)
+                shape, dtype = tuple(found.get_shape()), found.get_dtype()
+                if shape != accepted:
+                    raise ValueError(
+                        f"{self.file}: {place.theirs}: got shape {shape}; accepted: {accepted}, by {CONFIG} and the base "
+                        "weights"
+                    )
+                if dtype not in DTYPES:
+                    raise ValueError(f"{self.file}: {place.theirs}: got dtype {dtype}; accepted: {', '.join(DTYPES)}")
+
+    def read(self) -> dict[str, Tensor]:
+        """All adapters by our names, in float32. Nothing is allocated before names, shapes and dtypes are checked."""
+        shapes = adapter_shapes(self.config, self.lora)
+        self.check({name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
+        params = {name: torch.empty(shape) for name, shape in shapes.items()}
+        self.load(params)
+        return params
+
+
+def open_adapter(folder: Path, base: Weights) -> Adapter:
+    """PEFT's adapters for these base weights. Options that change what is computed are refused by name."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder}: no such folder; accepted: a folder with {CONFIG} and {TENSORS}")
+    path = file_in(folder, CONFIG)
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: got {shown(content)}; accepted: an object")
+    try:
+        rank, alpha, dropout = _settings(content)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    if not (folder / TENSORS).exists() and (folder / "adapter_model.bin").exists():
+        raise FileNotFoundError(
+            f"{folder / TENSORS}: no such file (adapter_model.bin is a pickle, which is never read: save_pretrained of a "
+            "recent PEFT writes safetensors)"
+        )
+    file = file_in(folder, TENSORS)
+    with open_tensors(file) as opened:
+        names = {*opened.keys()}
+    layers = _layers(file, names, base)
+    try:
+        lora = LoraConfig(rank, alpha, layers, dropout)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return Adapter(file, base.kind, base.config, lora)
+
+
+def _settings(content: Mapping[str, object]) -> tuple[int, float, float]:
+    """(rank, alpha, dropout) of an adapter_config.json. With use_rslora, s = α / √r: alpha is then α · √r."""
+    unused = {"bias": ("none",), "task_type": (None, "CAUSAL_LM"), "init_lora_weights": _INITS, "peft_type": ("LORA",)}
+    read = {"r", "lora_alpha", "lora_dropout", "use_rslora"}
+    for name, value in content.items():
+        accepted = unused.get(name, _NEUTRAL)
+        if name not in _IGNORED | read and not any(value is one or value == one for one in accepted):
+            such = " or ".join(json.dumps(one) for one in accepted)
+            raise ValueError(f"{name}: got {shown(value)}; accepted: {such}; the engine has no other")
+    if content.get("peft_type") != "LORA":
+        raise ValueError(f"peft_type: got {shown(content.get('peft_type'))}; accepted: 'LORA'")
+    rank, alpha, dropout = content.get("r"), content.get("lora_alpha"), content.get("lora_dropout", 0.0)
+    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+        raise ValueError(f"r: got {shown(rank)}; accepted: an int ≥ 1")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
+        raise ValueError(f"lora_alpha: got {shown(alpha)}; accepted: a number > 0")
+    if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+        raise ValueError(f"lora_dropout: got {shown(dropout)}; accepted: a number, 0 ≤ lora_dropout < 1")
+    stabilised = content.get("use_rslora", False)
+    if not isinstance(stabilised, bool):
+        raise ValueError(f"use_rslora: got {shown(stabilised)}; accepted: true or false")
+    return rank, float(alpha) * (math.sqrt(rank) if stabilised else 1.0), float(dropout)
+
+
+def _layers(file: Path, names: set[str], base: Weights) -> str | tuple[str, ...]:
+    """Which layers the tensors adapt. Every block must have the same ones."""
+    parts = [part for adapter in adapter_parts(base.config, LoraConfig()) for part in adapter.widths]
+    known = {_module(base.kind, part, i): part for i in range(base.config.n_layer) for part in parts}
+    found: set[str] = set()
+    for name in sorted(names):
+        match = _KEY.fullmatch(name)
+        if match is None or match[1] not in known:
+            such = _PREFIX + _module(base.kind, parts[0], 0)
+            raise ValueError(
+                f"{file}: got {shown(name)}, which {base.folder} has no adapter for; accepted: lora_A.weight and "
+                f"lora_B.weight of {', '.join(parts)} in {base.config.n_layer} blocks, such as {such}.lora_A.weight"
+            )
+        found.add(known[match[1]])
+    if not found:
+        raise ValueError(f"{file}: got no tensor; accepted: the adapters of at least one layer")
+    layers = tuple(part for part in parts if part in found)
+    wanted = {place.theirs for place in places(base.kind, base.config, LoraConfig(layers=layers))}
+    if missing := sorted(wanted - names):
+        raise ValueError(
+            f"{file}: missing tensors: {missing[:3]}; accepted: the same layers in all {base.config.n_layer} blocks"
+        )
+    if layers == (*parts,):
+        return "all"
+    groups = (name for name, members in GROUPS.items() if layers == tuple(part for part in parts if part in members))
+    return next(groups, layers)
+
+
+def adapter_json(kind: str, config: ModelConfig, lora: LoraConfig, base: str) -> dict[str, object]:
+    """An adapter_config.json, with what PEFT's own has."""
+    return {
+        "base_model_name_or_path": base,
+        "bias": "none",
+        "fan_in_fan_out": kind == "gpt2",  # its layers are Conv1D
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
+        "lora_dropout": lora.dropout,
+        "modules_to_save": None,
+        "peft_type": "LORA",
+        "r": lora.rank,
+        "target_modules": _targets(kind, config, lora),
+        "task_type": "CAUSAL_LM",
+        "use_dora": False,
+        "use_rslora": False,
+    }
+
+
+def _targets(kind: str, config: ModelConfig, lora: LoraConfig) -> list[str]:
+    """The ends of the modules' names that PEFT looks for; GPT-2's c_proj needs its parent's if only one of the two has
+    an adapter."""
+    chosen = [part for adapter in adapter_parts(config, lora) for part in adapter.widths]
+    every = [part for adapter in adapter_parts(config, LoraConfig()) for part in adapter.widths]
+    ends = {part: _module(kind, part, 0).split(".")[-2:] for part in every}
+    others = {ends[part][1] for part in every if part not in chosen}
+    return sorted({".".join(ends[part]) if ends[part][1] in others else ends[part][1] for part in chosen})
+
+
+def write_adapter(
+    folder: Path, adapters: Mapping[str, Tensor], config: ModelConfig, lora: LoraConfig, *,
+    kind: str, base: str, dtype: torch.dtype | None = None,
+) -> None:  # fmt: skip
+    """Write a new folder that PEFT loads. `base` is the name of the base weights, `kind` their family."""
+    with new_folder(folder) as staged:
+        tensors = {
+            place.theirs: adapters[place.ours][place.rows].detach().to("cpu", dtype).contiguous()
+            for place in places(kind, config, lora)
+        }
+        save_tensors(dict(sorted(tensors.items())), staged / TENSORS, {"format": "pt"})
+        content = json.dumps(adapter_json(kind, config, lora, base), indent=2)
+        (staged / CONFIG).write_text(content + "\n", encoding="utf-8")

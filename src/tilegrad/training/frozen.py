@@ -1,0 +1,86 @@
+"""The parameters of a run that are not trained. Checkpoints do not have them; a checkpoint has what identifies them.
+
+base        the weights under adapters stay in the folder that --init named: a checkpoint has the name of the folder and a
+            digest of the weights in it. If the folder has moved, --init says where it is now.
+own copy    other frozen parameters (train.freeze) are copied once into frozen.safetensors in the run's folder, so that the
+            run does not need the folder of weights any more; a checkpoint has the sha256 of this file.
+
+Other weights than those that a run began with are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import Tensor
+
+from ..model.config import ModelConfig
+from ..pretrained.weights import Weights, open_weights
+from ..text.atomic import save_tensors, sha256_of, staged_name, sync
+from ..text.untrusted import open_tensors, regular_file
+from .state import BaseState, RunState
+
+OWN = "frozen.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    weights: Weights
+    sha256: str
+
+    def state(self) -> BaseState:
+        return {"folder": str(self.weights.folder.resolve()), "sha256": self.sha256}
+
+
+def open_base(config: ModelConfig, folder: Path) -> Base:
+    """The weights in `folder` for a new run of this model."""
+    weights = replace(open_weights(folder), config=config)
+    return Base(weights, weights.sha256())
+
+
+def base_of(config: ModelConfig, state: RunState, init: Path | None) -> Base:
+    """The weights that the adapters of this state were trained on, from `init` or, if that is None, from their own folder."""
+    saved = state["base"]
+    folder = Path(saved["folder"]) if init is None else init
+    try:
+        base = open_base(config, folder)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{error}; adapters need the weights that they were trained on: --init says where these are now"
+        ) from error
+    if base.sha256 != saved["sha256"]:
+        raise ValueError(
+            f"init: got {folder}, weights of sha256 {base.sha256[:12]}…; accepted: those that the adapters were trained on, "
+            f"{saved['sha256'][:12]}… (--init says where they are)"
+        )
+    return base
+
+
+def save_own(folder: Path, tensors: Mapping[str, Tensor]) -> str:
+    """Write a run's own copy, whole or not at all, and return its sha256."""
+    path = folder / OWN
+    staged = staged_name(path)
+    try:
+        save_tensors({name: x.detach().cpu().contiguous() for name, x in tensors.items()}, staged)
+        sync(staged)
+        staged.replace(path)
+        sync(folder)
+    finally:
+        staged.unlink(missing_ok=True)
+    return sha256_of(path)
+
+
+def load_own(folder: Path, state: RunState) -> dict[str, Tensor]:
+    """The run's own copy; {} if the state has none."""
+    if "frozen_sha256" not in state:
+        return {}
+    path = folder / OWN
+    with open_tensors(regular_file(path, "the run's own frozen parameters")) as file:
+        if (found := sha256_of(path)) != state["frozen_sha256"]:
+            raise ValueError(
+                f"{path}: got weights of sha256 {found[:12]}…; accepted: those of the checkpoint, "
+                f"{state['frozen_sha256'][:12]}…"
+            )
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
