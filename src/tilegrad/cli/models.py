@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from .arguments import DTYPES, Commands, Parser, add_command, add_dtype
+from .arguments import DTYPES, Commands, Parser, add_command, add_dtype, add_init
 from .faults import complain
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def _generate(args: argparse.Namespace) -> int:
     if args.text is not None and args.prompt is not None:
         raise ValueError(f"prompt: got {args.text!r} and --prompt {args.prompt!r}; accepted: one of them")
     prompt = next((given for given in (args.text, args.prompt) if given is not None), PROMPT)
-    model = load(args.run_folder, best=args.best)
+    model = load(args.run_folder, best=args.best, init=args.init)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", WindowSlides)
         text = model.generate(
@@ -51,7 +51,7 @@ def _chat(args: argparse.Namespace) -> int:
     if args.once is not None and not args.once.strip():
         raise ValueError(f"once: got {args.once!r}; accepted: a text")
     chat = Chat(
-        load(args.run_folder, best=args.best),
+        load(args.run_folder, best=args.best, init=args.init),
         system=args.system,
         max_tokens=args.max_tokens,
         temperature=args.temperature,
@@ -113,6 +113,7 @@ def _evaluate(args: argparse.Namespace) -> int:
             args.run_folder,
             args.data or (),
             best=args.best,
+            init=args.init,
             batch_size=args.batch_size,
             seq_len=args.seq_len,
             device=args.device,
@@ -179,6 +180,7 @@ def _add_model(command: Parser) -> None:
     command.add_argument(
         "--best", action="store_true", help="the weights of the lowest validation loss, not the newest"
     )
+    add_init(command)
 
 
 def _add_sampling(command: Parser) -> None:

@@ -177,6 +177,7 @@ def evaluate(
     data: StrPath | Sequence[StrPath] = (),
     *,
     best: bool = False,
+    init: StrPath | None = None,
     batch_size: int | None = None,
     seq_len: int | None = None,
     device: str | None = None,
@@ -185,7 +186,7 @@ def evaluate(
 ) -> Evaluation:
     """Loss, perplexity and bits per byte of a run, a checkpoint or a folder of weights, as `tilegrad evaluate` prints them.
 
-    run         what `load` accepts
+    run         what `load` accepts, and `init` as there
     data        text files and folders; none: all windows that the run holds out for validation
     batch_size  and seq_len: by default the run's own; for a folder of weights those that `--init` begins with
     device      by default CUDA where there is one, else the CPU
@@ -208,7 +209,7 @@ def evaluate(
         raise ValueError(
             f"data: got none; accepted: text, because {run} is a folder of weights without validation data"
         )
-    model = load(run, best=best)
+    model = load(run, best=best, init=init)
     given = {"batch_size": batch_size, "seq_len": seq_len, "dtype": dtype}
     settings = {name: value for name, value in given.items() if value is not None}
     return evaluate_weights(model.params, model.checkpoint, files, device=device, settings=settings, show=show or quiet)
