@@ -32,7 +32,6 @@ from .pipeline import (
     named_acquire,
     named_drain,
     producer_acquire,
-    sequences_before_end,
     stage_of,
     write_word,
 )
@@ -114,7 +113,7 @@ def load(
     state = 0
     before = 0
     t, part = take_tile(tile_counter, params)
-    sequences = sequences_before_end(params.cu_seqlens_k, params.batch) if VARLEN else 1
+    sequences = params.batch if VARLEN else 1
     for b in range(0, sequences):
         start_q = 0
         start_k = 0

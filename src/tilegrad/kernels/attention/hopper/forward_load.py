@@ -40,8 +40,7 @@ def load(
     v_state = gl.to_tensor(0)
     iteration = 0
     index = next_index(0, params)
-    tiles = work_tiles(params, TILE)
-    while index < tiles:
+    while index < work_tiles(params):
         tile = work_tile(index, params, TILE, BLOCK_N)
         if not VARLEN or tile.start > -TILE:
             publish_tile(iteration, tile, tile.start, pipelines)

@@ -9,7 +9,7 @@ before it waits for the next tile's info; otherwise producer and consumer deadlo
 gets a short one in the next. Long causal calls take tiles from a counter instead, longest first. `heads_per_section` heads are
 scheduled together so that their k and v stay in L2.
 **Packed** sequences are divided into slots of one tile each. The slots of sequence b start at cu_seqlens_q[b] / rows + b, which
-needs no prefix sum; CTAs take slots from a counter and skip empty ones. Empty sequences at the end have no slots.
+needs no prefix sum; CTAs take slots from a counter and skip empty ones.
 
 Row tiles are counted from the end of a sequence: the ragged tile is the first, which has the least work under a causal mask.
 """
@@ -23,9 +23,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..triton import scores
-from .pipeline import SEQUENCES, read_word, sequences_before_end, write_word
+from .pipeline import read_word, write_word
 
 ROWS = gl.constexpr(64)  # per warpgroup
+SEQUENCES = gl.constexpr(128)  # compared at a time when searching the sequence that owns a slot
 INFO_STAGES = gl.constexpr(4)
 END = gl.constexpr(-(2**30))  # `start` in the info after the last tile
 
@@ -75,13 +76,12 @@ def next_index(iteration, params):
 
 
 @gluon.jit
-def work_tiles(params, TILE: gl.constexpr):
+def work_tiles(params):
     """The number of work tiles of the call; packed sequences include empty ones."""
+    tiles = params.row_tiles * params.heads
     if params.cu_seqlens_q is None:
-        return params.row_tiles * params.heads * params.batch
-    else:
-        total = gl.load(params.cu_seqlens_q + params.batch)
-        return (total // TILE + sequences_before_end(params.cu_seqlens_q, params.batch)) * params.heads
+        tiles = tiles * params.batch
+    return tiles
 
 
 @gluon.jit

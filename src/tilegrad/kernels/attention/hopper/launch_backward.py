@@ -176,9 +176,7 @@ def _prepare(call: Backward, scratch: Scratch) -> tuple[Launch, ...]:
     summed = 0 if sums is None else min(sums.numel(), tiles * sums.stride(0))
     rows_b, rows_h = (PADDING, neg_lse2.stride(0)) if varlen else neg_lse2.stride()[:2]
     row_tiles = _ceil_div(sizes.tq, PADDING) * PADDING // BLOCK
-    batch = sizes.batch if varlen else None
-    slots = q.shape[0] // PADDING + sizes.batch  # of packed sequences, for the pre- and postprocess
-    grid = PADDING // BLOCK * sizes.hq * slots if varlen else row_tiles * sizes.hq * sizes.batch
+    grid = row_tiles * sizes.hq * sizes.batch
     block_d = max(64, sizes.block_d)  # of the pre- and postprocess
     code = (q.dtype, varlen, dlse is None, dk is None, dv is None, deterministic, split, d, tile)
     launches = []
@@ -191,8 +189,7 @@ def _prepare(call: Backward, scratch: Scratch) -> tuple[Launch, ...]:
         o, do, lse, dlse, cu_q, neg_lse2, delta, None if deterministic else acc, counters, sums,
         *row_strides(o, varlen=varlen), *row_strides(do, varlen=varlen),
         *lse_strides(lse, varlen=varlen), *lse_strides(dlse, varlen=varlen),
-        rows_b, rows_h, sizes.hq, row_tiles, sizes.tq, batch, counters.numel(), summed, divisor,
-        d, block_d, BLOCK, PADDING,
+        rows_b, rows_h, sizes.hq, row_tiles, sizes.tq, counters.numel(), summed, divisor, d, block_d, BLOCK, PADDING,
     )  # fmt: skip
     boxes = ((q, tile.m), (k, tile.n), (v, tile.n), (do, tile.m))
     add(
@@ -210,7 +207,7 @@ def _prepare(call: Backward, scratch: Scratch) -> tuple[Launch, ...]:
     if dq is not None:
         add(
             _hopper_postprocess_kernel, code, grid, acc, semaphores, cu_q, dq, *row_strides(dq, varlen=varlen),
-            rows_b, rows_h, sizes.hq, row_tiles, sizes.tq, batch, scale, d, block_d, BLOCK, PADDING, tile.m, dq_warps,
+            rows_b, rows_h, sizes.hq, row_tiles, sizes.tq, scale, d, block_d, BLOCK, tile.m, dq_warps,
         )  # fmt: skip
     if dsinks is not None and mask.sinks is not None:
         add(

@@ -45,7 +45,6 @@ P_READY = gl.constexpr(12)
 MMA_THREADS = gl.constexpr(256)  # both MMA warpgroups
 INPUT_THREADS = gl.constexpr(256 + 32)  # and the producer warp
 DQ_THREADS = gl.constexpr(128 + 32)  # one MMA warpgroup and its dQ store warp
-SEQUENCES = gl.constexpr(128)  # packed sequences that are compared at a time
 
 
 @gluon.constexpr_function
@@ -175,16 +174,3 @@ def read_word(words, i):
     """words[i] as a scalar: the maximum of a one-element tensor."""
     L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     return gl.max(words.index(i).load(L), 0)
-
-
-@gluon.jit
-def sequences_before_end(cu_seqlens, batch):
-    """The number of packed sequences before the empty ones at the end, with which cu_seqlens may be padded."""
-    SPREAD: gl.constexpr = gl.BlockedLayout([SEQUENCES // 32], [32], [gl.num_warps()], [0])
-    total = gl.load(cu_seqlens + batch)
-    found = batch * 0
-    for begin in range(0, batch, SEQUENCES):
-        b = begin + gl.arange(0, SEQUENCES, layout=SPREAD)
-        starts = gl.load(cu_seqlens + b, mask=b < batch, other=2**30)
-        found += gl.sum((starts < total).to(gl.int32), 0)
-    return found

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..triton.memory import lengths, packed_row_program, row_program
+from ..triton.memory import lengths, row_program
 from ..triton.numerics import to_log2
 from .backward_scheduler import first_row
 from .backward_store_dq import dq_line
@@ -40,13 +40,10 @@ def _hopper_preprocess_kernel(
     neg_lse2, delta, dq_acc, counters, sums,
     o_b: tl.int64, o_h: tl.int64, o_t: tl.int64, do_b: tl.int64, do_h: tl.int64, do_t: tl.int64,
     lse_b: tl.int64, lse_h: tl.int64, lse_t: tl.int64, dlse_b: tl.int64, dlse_h: tl.int64, dlse_t: tl.int64,
-    rows_b, rows_h, heads, row_tiles, tq, batch, counted, summed, divisor,
+    rows_b, rows_h, heads, row_tiles, tq, counted, summed, divisor,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, PADDING: tl.constexpr,
 ):  # fmt: skip
-    if cu_seqlens_q is None:
-        tile, h, b = row_program(row_tiles, heads)
-    else:
-        tile, h, b = packed_row_program(cu_seqlens_q, batch, heads, BLOCK, PADDING)
+    tile, h, b = row_program(row_tiles, heads)
     _clear(counters, counted, 1024)
     if sums is not None:
         _clear(sums, summed, 1024)
@@ -81,14 +78,10 @@ def _hopper_postprocess_kernel(
     dq_acc, dq_semaphores, cu_seqlens_q,
     dq,
     dq_b: tl.int64, dq_h: tl.int64, dq_t: tl.int64,
-    rows_b, rows_h, heads, row_tiles, tq, batch, scale,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, PADDING: tl.constexpr, BLOCK_M: tl.constexpr,
-    DQ_WARPS: tl.constexpr,
+    rows_b, rows_h, heads, row_tiles, tq, scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, DQ_WARPS: tl.constexpr,
 ):  # fmt: skip
-    if cu_seqlens_q is None:
-        tile, h, b = row_program(row_tiles, heads)
-    else:
-        tile, h, b = packed_row_program(cu_seqlens_q, batch, heads, BLOCK, PADDING)
+    tile, h, b = row_program(row_tiles, heads)
     start_q, _, tq, _ = lengths(cu_seqlens_q, cu_seqlens_q, b, tq, tq)
     if tile * BLOCK >= tq:
         return

@@ -18,24 +18,6 @@ def row_program(row_tiles, heads):
 
 
 @triton.jit
-def packed_row_program(cu_seqlens_q, batch, heads, BLOCK: tl.constexpr, SLOT: tl.constexpr):
-    """`row_program` for packed sequences, with SLOT / BLOCK row tiles per slot. The slots of sequence b start at
-    cu_seqlens_q[b] / SLOT + b, so total / SLOT + batch slots are enough for all sequences."""
-    TILES: tl.constexpr = SLOT // BLOCK
-    n = tl.program_id(0)
-    slot = n // TILES // heads
-    b = slot * 0
-    end = b + batch
-    while end - b > 1:  # the slots of sequence b start at or before `slot`, those of sequence `end` after it
-        middle = (b + end) // 2
-        starts = tl.load(cu_seqlens_q + middle) // SLOT + middle <= slot
-        b = tl.where(starts, middle, b)
-        end = tl.where(starts, end, middle)
-    first = tl.load(cu_seqlens_q + b) // SLOT + b
-    return (slot - first) * TILES + n % TILES, n // TILES % heads, b
-
-
-@triton.jit
 def steps(n, stride, ALIGN: tl.constexpr):
     """n · stride in 64 bits, a multiple of ALIGN."""
     return tl.multiple_of(tl.cast(n, tl.int64) * stride, ALIGN)
