@@ -17,7 +17,7 @@ import tilegrad
 from tilegrad.cli import main
 from tilegrad.data.documents import find_format
 from tilegrad.data.prepare import load_prepared, prepare
-from tilegrad.data.tokenizer import find_eos, load_tokenizer
+from tilegrad.data.tokenizer import eos_token_ids, find_eos, load_tokenizer
 from tilegrad.training import loop
 from tilegrad.training.checkpoint import latest_checkpoint, load_checkpoint
 from tilegrad.training.schedule import learning_rate
@@ -173,6 +173,11 @@ def test_a_stopped_run_of_epochs_resumes_to_the_same_bits(
         "data": {"files": [str(chats(tmp_path / "chats.jsonl", "messages"))]},
     }
     whole = tilegrad.train(content, tmp_path / "whole")
+    tokenizer = load_tokenizer(models["chatml"] / "tokenizer.json")
+    (eos,) = eos_token_ids(tmp_path / "whole" / "data", tokenizer)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "generate", lambda *_, **__: iter([eos - 1, eos, *tokenizer.encode("after the end")]))
+        assert "after the end" not in tilegrad.train(content, tmp_path / "sampled").sample
     genuine = learning_rate
 
     def stop(step: int, **options: Any) -> float:

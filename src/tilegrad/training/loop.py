@@ -15,6 +15,7 @@ import time
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from ..data.batches import BatchesState
 from ..data.documents import Numbers, Show, quiet
-from ..data.tokenizer import decode_known
+from ..data.tokenizer import decode_known, eos_token_ids
 from ..engine.engine import Engine
 from ..engine.optimizer import NonFiniteError, StepResult
 from ..engine.parallel import check_agreed
@@ -460,7 +461,7 @@ class Run:
         }
 
     def _sample(self, params: dict[str, Tensor]) -> str:
-        """A continuation of the first held-out tokens."""
+        """A continuation of the first held-out tokens, up to a token that ends a text."""
         t, model = self.config.train, self.config.model
         room = model.block_size // 2
         prompt, n = self.dataset.prompt(room), min(t.sample_tokens, model.block_size - room)
@@ -468,7 +469,9 @@ class Run:
             return ""
         try:
             lora = self.engine.spec.lora
-            tokens = list(generate(model, params, prompt, n, temperature=0.8, top_k=50, seed=t.seed, lora=lora))
+            drawn = generate(model, params, prompt, n, temperature=0.8, top_k=50, seed=t.seed, lora=lora)
+            ends = eos_token_ids(self.folder / "data", self.dataset.tokenizer)
+            tokens = list(takewhile(lambda token: token not in ends, drawn))
         except NonFiniteLogits:  # these weights generate nothing
             return ""
         return decode_known(self.dataset.tokenizer, [*prompt, *tokens])
