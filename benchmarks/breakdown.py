@@ -45,7 +45,7 @@ _HOMES = {  # op of ours → its groups: one, or forward and backward
     "activation": ("activation forward", "activation backward"), "adamw": ("optimizer",),
     "attention": ("attention forward", "attention backward"), "column_sum": ("bias sums",), "cross_entropy": ("loss",),
     "dropout": ("dropout",), "embedding": ("embeddings",), "embedding_mse": ("loss",), "fp8_linear": ("fp8 scaling",),
-    "global_norm": ("optimizer",), "mix": ("attention forward", "attention backward"),
+    "global_norm": ("optimizer",), "low_rank": ("GEMM wgrad",), "mix": ("attention forward", "attention backward"),
     "norm": ("norms forward", "norms backward"),
     "optimizer": ("optimizer",), "residual": ("norms forward", "norms backward"), "rope": ("rope",),
 }  # fmt: skip

@@ -38,9 +38,9 @@ from tilegrad.training.export import export_run
 from tilegrad.training.keys import keys
 from tilegrad.training.schedule import learning_rate
 
-PAIRS, ROWS = 15_107, 57  # of values that go together, and runs that have all of them, from seed 0
-PAIRS_IN_CI, ROWS_IN_CI, EXPORTED_IN_CI = 10_500, 8, 2
-REFUSALS = 22  # combinations that are refused
+PAIRS, ROWS = 18_156, 58  # of values that go together, and runs that have all of them, from seed 0
+PAIRS_IN_CI, ROWS_IN_CI, EXPORTED_IN_CI = 13_000, 8, 2
+REFUSALS = 31  # combinations that are refused
 
 
 @pytest.fixture(scope="module")

@@ -59,7 +59,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("originals")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(home)
-        patch.setattr(loop, "tensorboard_installed", lambda: False)
+        patch.setattr(loop, "chosen_loggers", lambda _log: ())
         text = default_text().read_text(encoding="utf-8")[:3000]
         Path("text.txt").write_text(text, encoding="utf-8")
         Path("tokenizer.json").write_text(train_bpe(text, 270).json(), encoding="utf-8")
@@ -73,7 +73,7 @@ def in_a_copy(originals: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """Each test has its own copy of the originals as the current folder; the run's base weights are those next to it."""
     shutil.copytree(originals, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(loop, "tensorboard_installed", lambda: False)
+    monkeypatch.setattr(loop, "chosen_loggers", lambda _log: ())
     change_manifests("run", lambda state: state["base"].update(folder=str(tmp_path / "base")))
 
 
@@ -219,12 +219,15 @@ def test_an_export_of_merged_weights_is_rounded_once() -> None:
 def test_a_run_continues_from_exported_adapters() -> None:
     tilegrad.train(run(LORA | {"layers": ["v", "up"]}), "first")
     assert main(["export", "first", "adapter", "--adapter", "--best"]) == 0
-    first, best = tilegrad.load("first", best=True), json.loads(Path("adapter/adapter_config.json").read_text())
+    first, best = (
+        tilegrad.load("first", best=True),
+        json.loads(Path("adapter/adapter_config.json").read_text(encoding="utf-8")),
+    )
     assert (best["r"], best["lora_alpha"], best["target_modules"]) == (3, 6, ["up_proj", "v_proj"])
     result = tilegrad.train(run({"adapter": "adapter"}, learning_rate=0.0, min_learning_rate=0.0), "second")
     path = latest_checkpoint(Path("first/best"))
     assert path is not None and result.validation_loss == load_checkpoint(path).state["validation_loss"]
-    own = run_from(json.loads(Path("second/run.json").read_text()), "run.json").lora
+    own = run_from(json.loads(Path("second/run.json").read_text(encoding="utf-8")), "run.json").lora
     assert own == AdapterConfig(3, 6, ("v", "up"), 0.1, "adapter")
     shutil.rmtree("adapter")
     assert tilegrad.train({"train": {"steps": 5}}, resume="second").steps == 5, "it needs the adapters again"
@@ -328,7 +331,7 @@ def test_a_resumed_run_keeps_its_adapters() -> None:
         tilegrad.train({"lora": {"rank": 4}}, resume="plain-run")
     with pytest.raises(ValueError, match=r"^init: got 'plain'; accepted: the run's own, 'base', when resuming"):
         tilegrad.train({"train": {"init": "plain"}}, resume="plain-run")
-    assert "lora" not in json.loads(Path("plain-run/run.json").read_text())
+    assert "lora" not in json.loads(Path("plain-run/run.json").read_text(encoding="utf-8"))
 
 
 def test_runs_from_before_these_keys_are_resumed() -> None:
