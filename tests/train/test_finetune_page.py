@@ -33,16 +33,10 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 LARGER_STEPS = [
-    "--learning-rate",
-    "2e-2",
-    "--train.min_learning_rate",
-    "2e-3",
-    "--train.sample_tokens",
-    "0",
-    "--log",
-    "none",
+    *("--learning-rate", "2e-2", "--train.min_learning_rate", "2e-3"),
+    *("--train.sample_tokens", "0", "--log", "none"),
 ]
-MORE_EPOCHS = ["--train.epochs", "14"]
+FLAGS = {"runs/chat": ["--train.epochs", "14"], "runs/mine": ["--train.epochs", "1", "--seq-len", "128"]}  # of one run
 ANSWER = r"Ahoy, \w+!\n"  # another processor rounds to another name; each answer ends by itself
 
 
@@ -102,7 +96,7 @@ def test_every_command_of_the_page_runs(capsys: pytest.CaptureFixture[str], monk
         program, command, *rest = words
         assert program == "tilegrad"
         if command == "train" and "--resume" not in rest:
-            rest += LARGER_STEPS + (MORE_EPOCHS if "runs/chat" in rest else [])
+            rest += LARGER_STEPS + FLAGS.get(rest[-1], [])
         monkeypatch.setattr(sys, "stdin", io.StringIO("Hi, I am Eva!\n/exit\n"))
         assert main([command, *rest]) == 0, (words, capsys.readouterr().err)
         said[" ".join(words[1:])] = capsys.readouterr().out
