@@ -1,6 +1,6 @@
 """docs/finetune.md: every command runs, in order, in one folder, with a small model made on the spot.
 
-The commands are those of the page. A run gets a few flags more, because 20,000 random parameters need larger steps, and more
+The commands are those of the page. A run gets a few flags more, because 30,000 random parameters need larger steps, and more
 of them, than a model that has learned to talk.
 """
 
