@@ -48,9 +48,10 @@ def _message(event: str, n: Numbers) -> str | None:
         share = n["trained_parameters"] / n["parameters"]
         trained = f", of which {n['trained_parameters']:,} are trained ({share:.2%})" if share < 1 else ""
         idle = f"{n['idle_ranks']} of {n['ranks']} ranks have no micro-batch: gradient_accumulation is {n['micro_batches']}\n"
-        epochs = f"{n['epochs']} epoch{'s' * (n['epochs'] > 1)}: {n['steps']:,} steps\n" if n.get("epochs") else ""
+        epochs, steps = n.get("epochs", 0), n["steps"]
+        length = f"{epochs} epoch{'s' * (epochs > 1)}: {steps:,} step{'s' * (steps > 1)}\n" if epochs else ""
         return (idle if n["idle_ranks"] else "") + (
-            f"{epochs}{n['parameters']:,} parameters{trained}, {n['tokens']:,} tokens to learn from, "
+            f"{length}{n['parameters']:,} parameters{trained}, {n['tokens']:,} tokens to learn from, "
             f"{human(n['planned_bytes'])} planned{resumed}\n"
             f"The text's unigram entropy, the loss of knowing only token frequencies: {n['unigram_entropy']:.4f} nats"
         )

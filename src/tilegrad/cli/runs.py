@@ -95,7 +95,8 @@ def _print_result(result: RunResult) -> None:
         rows.append(("ended early", result.ended_early))
     if result.best is not None:
         rows.insert(3, ("its best", f"{result.best.validation_loss:.4f} after {result.best.step:,} steps"))
-    print(f"\n{table(('', 'result'), rows)}\n\nA sample:\n{result.sample}\n\nThe report: {result.report}")
+    sample = f"A sample:\n{result.sample}\n\n" if result.sample else ""
+    print(f"\n{table(('', 'result'), rows)}\n\n{sample}The report: {result.report}")
     if result.best is not None:
         print(f"The best weights: {result.best.path} (tilegrad generate {shlex.quote(str(result.folder))} --best)")
 
