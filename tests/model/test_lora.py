@@ -228,8 +228,11 @@ def test_merged_weights_are_the_same_model() -> None:
         assert list(generate(config, engine.params, prompt, text, temperature=0.0, lora=lora)) == list(
             generate(config, merged, prompt, text, temperature=0.0)
         )
-        with pytest.raises(ValueError, match="lora: got None with adapters in params"):
-            list(generate(config, engine.params, prompt, 1))
+        for wrong in (None, LoraConfig(3, 7.5, "attention"), LoraConfig(2, 7.5)):
+            with pytest.raises(ValueError, match=r"^lora: got .* with adapters in params that do not fit it"):
+                list(generate(config, engine.params, prompt, 1, lora=wrong))
+        with pytest.raises(ValueError, match=r"^lora: got .* \(blocks\.0\..*: None, not "):
+            list(generate(config, merged, prompt, 1, lora=lora))
 
 
 def run(model: Transformer, optimizer: Optimizer) -> None:

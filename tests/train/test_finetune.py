@@ -15,9 +15,10 @@ from support.models import equal
 
 import tilegrad
 from tilegrad.cli import main
+from tilegrad.data.conversations import Conversation, trained_tokens
 from tilegrad.data.documents import find_format
 from tilegrad.data.prepare import load_prepared, prepare
-from tilegrad.data.tokenizer import eos_token_ids, find_eos, load_tokenizer
+from tilegrad.data.tokenizer import Encoded, eos_token_ids, find_eos, load_tokenizer
 from tilegrad.training import loop
 from tilegrad.training.checkpoint import latest_checkpoint, load_checkpoint
 from tilegrad.training.schedule import learning_rate
@@ -433,3 +434,45 @@ def test_the_preview_says_what_a_run_learns_from(
     found = json.loads(capsys.readouterr().out)
     assert (found["documents"], found["tokens"], found["padding_share"], found["trained_share"]) == (1, 340, {}, 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "chats.jsonl"], "nothing is written"
+
+
+def test_settings_in_a_tokenizer_cut_and_pad_nothing(models: dict[str, Path], tmp_path: Path) -> None:
+    given = json.loads((models["chatml"] / "tokenizer.json").read_text(encoding="utf-8"))
+    file = tmp_path / "tokenizer.json"
+    counts = set()
+    for settings in (
+        {},
+        {"truncation": {"max_length": 3, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}},
+        {
+            "padding": {
+                "strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": None,
+                "pad_id": 0, "pad_type_id": 0, "pad_token": "x",
+            }
+        },
+    ):  # fmt: skip
+        file.write_text(json.dumps(given | settings), encoding="utf-8")
+        counts.add(len(load_tokenizer(file).encode("the whale was white as snow")))
+    assert len(counts) == 1 and counts.pop() > 3
+
+
+def test_a_special_token_in_an_answer_ends_no_training_there() -> None:
+    text = "<u>x<a>one <s> two<e>\n"
+    begin, end = text.index("one"), len(text)
+    pieces = ["<u>", "x", "<a>", "one", " ", "<s>", " two", "<e>", "\n"]
+    starts = np.cumsum([0, *map(len, pieces)])
+    special = np.array([piece.startswith("<") for piece in pieces])
+    encoded = Encoded(np.arange(len(pieces)), starts[:-1], starts[1:], special)
+    assert trained_tokens(Conversation(text, ((begin, end),)), encoded).tolist() == [False] * 3 + [True] * 5 + [False]
+    special[7] = False  # a template whose turns end with plain text
+    assert trained_tokens(Conversation(text, ((begin, end),)), encoded).tolist() == [False] * 3 + [True] * 6
+
+
+def test_patience_without_validation_and_init_without_adapters_are_refused(
+    models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few, init = chats(tmp_path / "few.jsonl", count=4), str(models["chatml"])
+    train = ["train", "--init", init, "--data", str(few), "--out", str(tmp_path / "run"), "--train.patience", "1"]
+    assert main([*train, "--steps", "2", "--batch-size", "2", "--seq-len", "48"]) == 2
+    assert "patience: got 1, but validation_fraction 0.1 of this data holds out nothing" in capsys.readouterr().err
+    assert main(["generate", init, "--init", init, "--max-tokens", "1"]) == 2
+    assert "init: got" in capsys.readouterr().err

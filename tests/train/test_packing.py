@@ -277,10 +277,10 @@ def test_bad_ends_are_refused_before_anything_changes(given: Tensor, message: st
 def test_other_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     config, (x, y) = MODELS["llama"], batch(MODELS["llama"], 2, 9)
     engine: Any = Engine(config, 2, 9)
-    with pytest.raises(ValueError, match=r"^cu_seqlens: got a tensor for an engine with documents 0; accepted: None"):
+    with pytest.raises(ValueError, match=r"^cu_seqlens: got Tensor for an engine with documents 0; accepted: None"):
         engine.gradients(x, y, cu_seqlens=ends(0, 18))
     engine = Engine(config, 2, 9, documents=2)
-    with pytest.raises(ValueError, match=r"^cu_seqlens: got list; accepted: a torch.int32 tensor"):
+    with pytest.raises(ValueError, match=r"^cu_seqlens: got \[\[0, 9, 18\]\]; accepted: None, a torch.int32 tensor"):
         engine.gradients([x], [y], cu_seqlens=[[0, 9, 18]])
     with pytest.raises(ValueError, match=r"^cu_seqlens: got 1 micro-batches; accepted: 2, as tokens has, or None"):
         engine.gradients([x, x], [y, y], cu_seqlens=ends(0, 9, 18))

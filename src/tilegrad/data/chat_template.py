@@ -80,6 +80,8 @@ class ChatTemplate:
                 )
         except (jinja2.TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
             raise ValueError(f"the chat template refuses this conversation: {error} ({self.name})") from error
+        except MemoryError as error:
+            raise ValueError(f"the chat template makes a value that memory has no room for ({self.name})") from error
         except RecursionError as error:
             raise ValueError(f"the chat template calls itself endlessly ({self.name})") from error
         return _without_marks(text, begin, end)

@@ -77,7 +77,9 @@ def trained_tokens(conversation: Conversation, encoded: Encoded) -> Mask:
     for begin, end in conversation.spans:
         inside = np.flatnonzero((encoded.ends > begin) & (encoded.starts < end))
         ends = np.flatnonzero(encoded.special[inside])
-        trained[inside[: ends[-1] + 1] if len(ends) else inside] = True
+        after = inside[ends[-1] + 1 :] if len(ends) else inside[:0]
+        blank = len(after) > 0 and not conversation.text[int(encoded.starts[after[0]]) : end].strip()
+        trained[inside[: ends[-1] + 1] if blank else inside] = True
     return trained
 
 

@@ -154,6 +154,8 @@ def _prepare_conversations(
         for record, place in zip(read.records, read.places, strict=True):
             with _at(place):
                 messages.append(read_messages(record, format))
+                for message in messages[-1]:
+                    check_surrogates(str(message.get("content")), "the conversation")
         learned_from = (
             "" if source.tokenizer else "\n\n".join(str(one.get("content")) for lines in messages for one in lines)
         )
@@ -210,6 +212,8 @@ def _marked(text: Conversation, encoded: Encoded, source: Source) -> tuple[Token
     ends = np.flatnonzero(encoded.special)
     after = int(ends[-1]) + 1 if len(ends) else 0
     ended = len(ends) > 0 and (after == len(tokens) or not text.text[int(encoded.starts[after]) :].strip())
+    if text.spans and text.spans[-1][1] == len(text.text) and len(tokens) and not encoded.ends[-1]:
+        trained[-1] |= tokens[-1] == source.eos  # EOS that the tokenizer adds itself stands for no character
     if source.eos is not None and not ended:
         tokens = np.append(tokens, tokens.dtype.type(source.eos))
         trained = np.append(trained, bool(text.spans) and text.spans[-1][1] == len(text.text))

@@ -208,7 +208,10 @@ def load_tokenizer(path: Path) -> Tokenizer:
     if model.get("type") == "bytes":
         return ByteTokenizer()
     with _named_faults(str(path)):
-        found = BpeTokenizer(_tokenizers().Tokenizer.from_str(text), str(path))
+        inner = _tokenizers().Tokenizer.from_str(text)
+        inner.no_truncation()  # a tokenizer.json may ask for both, which would cut documents and add tokens to them
+        inner.no_padding()
+        found = BpeTokenizer(inner, str(path))
     if not 1 <= found.vocab_size <= LIMITS["vocab_size"]:
         raise ValueError(f"{path}: got {found.vocab_size:,} tokens; accepted: 1 … {LIMITS['vocab_size']:,}")
     return found

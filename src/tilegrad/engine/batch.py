@@ -72,7 +72,7 @@ def _check_documents(spec: StepSpec) -> None:
         )
     if not spec.documents:
         return
-    if spec.context > 1:
+    if spec.context != 1:
         raise ValueError(f"documents: got {spec.documents} with context {spec.context}; accepted: 0, or context 1")
     if spec.batch_size * spec.seq_len >= 2**31:
         raise ValueError(
@@ -98,6 +98,11 @@ def micro_batches(
         raise ValueError(f"targets: got {len(y)} micro-batches; accepted: {len(x)}, as tokens has")
     if cu_seqlens is None:
         cu_seqlens = [None] * len(x)
+    listed = cu_seqlens if isinstance(cu_seqlens, list | tuple) else [cu_seqlens]
+    if not all(isinstance(each, Tensor | None) for each in listed):
+        raise ValueError(
+            f"cu_seqlens: got {shown(cu_seqlens)}; accepted: None, a torch.int32 tensor, or a list of one for each micro-batch"
+        )
     ends = [cu_seqlens] if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
     if len(x) != len(ends):
         raise ValueError(f"cu_seqlens: got {len(ends)} micro-batches; accepted: {len(x)}, as tokens has, or None")
@@ -140,7 +145,8 @@ def _check_ends(cu_seqlens: Tensor, b: int, t: int, documents: int) -> None:
     name, n = "cu_seqlens", b * t
     if not documents:
         raise ValueError(
-            f"{name}: got a tensor for an engine with documents 0; accepted: None, or an engine with documents ≥ 1"
+            f"{name}: got {type(cu_seqlens).__name__} for an engine with documents 0; accepted: None, or an engine with "
+            "documents ≥ 1"
         )
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32 or cu_seqlens.ndim != 1:
         is_tensor = isinstance(cu_seqlens, Tensor)

@@ -13,6 +13,7 @@ Sizes change with every token, so memory is not planned: an `AttentionBufferMana
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -45,8 +46,12 @@ class Decoder:
         """tokens: the size of the cache, which limits the tokens read between two restarts; None: block_size. lora: of the
         adapters in `params`, if there are any."""
         room = config.block_size if tokens is None else min(tokens, config.block_size)
+        held = Counter[torch.dtype]()
+        for p in params.values():
+            held[p.dtype] += p.nbytes
+        dtype = held.most_common(1)[0][0]  # frozen parameters may have another on CUDA: the fewer bytes are copied
+        params = {name: p.to(dtype) for name, p in params.items()}
         wte = params["wte.weight"]
-        params = {name: p.to(wte.dtype) for name, p in params.items()}  # frozen ones may have another dtype on CUDA
         self.config, self.params, self.position, self.lora = config, params, 0, lora
         plain = replace(config, dropout=0.0)
         self.masks = [mask_of(plain, i) for i in range(config.n_layer)]

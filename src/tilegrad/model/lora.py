@@ -11,6 +11,7 @@ x is read once; each part has its own B_i (width, r). A starts uniform in ±1/�
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -56,7 +57,7 @@ class LoraConfig:
             refuse("rank", f"an int ≥ 1, at most {LIMITS['n_embd']:,}")
         for name in ("alpha", "dropout"):
             value = getattr(self, name)
-            if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+            if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= sys.float_info.max:
                 refuse(name, "a finite number")
         if self.alpha <= 0:
             refuse("alpha", "a number > 0")

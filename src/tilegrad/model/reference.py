@@ -54,20 +54,29 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def low_rank(
     p: Params, i: int, name: str, x: Tensor, config: ModelConfig, lora: LoraConfig | None
 ) -> dict[str, Tensor]:
-    """s (x A_i') B_i' of each part of block i's adapter `name`; nothing if it has none."""
-    if lora is None:
-        if f"blocks.{i}.{name}.lora_a" in p:
+    """s (x A_i') B_i' of each part of block i's adapter `name`; nothing if it has none. Adapters that `lora` does not describe
+    are refused."""
+    parts = () if lora is None else adapter_parts(config, lora)
+    adapter = next((each for each in parts if each.name == name), None)
+    wanted: dict[str, tuple[int, int]] = {}
+    if adapter is not None and lora is not None:
+        wanted = {adapter.b_name(i, part): (width, lora.rank) for part, width in adapter.widths.items()}
+        wanted[adapter.a_name(i)] = (lora.rank * len(adapter.widths), adapter.inputs)
+    a = f"blocks.{i}.{name}.lora_a"
+    for own in {a, *wanted}:
+        want, has = wanted.get(own), tuple(p[own].shape) if own in p else None
+        if want != has:
             raise ValueError(
-                "lora: got None with adapters in params; accepted: the LoraConfig that they were trained with"
+                f"lora: got {lora} with adapters in params that do not fit it ({own}: {has}, not {want}); accepted: the "
+                "LoraConfig that they were trained with, or None without adapters"
             )
+    if adapter is None or lora is None:
         return {}
-    found = {}
-    for adapter in adapter_parts(config, lora):
-        if adapter.name == name:
-            u = F.linear(x, p[adapter.a_name(i)]).split(lora.rank, dim=-1)
-            for part, own in zip(adapter.widths, u, strict=True):
-                found[part] = lora.scale * F.linear(own, p[adapter.b_name(i, part)])
-    return found
+    u = F.linear(x, p[a]).split(lora.rank, dim=-1)
+    return {
+        part: lora.scale * F.linear(own, p[adapter.b_name(i, part)])
+        for part, own in zip(adapter.widths, u, strict=True)
+    }
 
 
 def attention(

@@ -210,7 +210,7 @@ class Transformer:
         return self.ln_f.y
 
     def hidden_states_backward(self) -> None:
-        """The backward ends at the first parameter that is trained: below it no gradient is needed."""
+        """The backward ends with the first block that has a trained parameter: below it no gradient is needed."""
         first = self._first_trained()
         if first > len(self.blocks):
             return

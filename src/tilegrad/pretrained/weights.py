@@ -97,6 +97,8 @@ class Weights:
         """Copy config.json and the tokenizer files, which an export writes again."""
         origin.mkdir(parents=True, exist_ok=True)
         (origin / "config.json").write_text(json.dumps(self.origin, indent=2) + "\n", encoding="utf-8")
+        for path in {path for pattern in _COPIED for path in origin.glob(pattern)}:
+            path.unlink()  # of a run that died before its first checkpoint
         copy_files(self.folder, origin)
 
     def sha256(self) -> str:

@@ -157,6 +157,10 @@ def load(
     from .folder import origin_of, own_tokenizer, weights_of
 
     if is_weights(Path(run)) and not best:
+        if init is not None:
+            raise ValueError(
+                f"init: got {init} with {run}, a folder of weights; accepted: --init with a run of adapters"
+            )
         config, weights, tokenizer, files = imported(Path(run))
         params = {name: tensor.to(device) for name, tensor in weights.items()}
         eos, template = eos_token_ids(files, tokenizer), load_chat_template(files)

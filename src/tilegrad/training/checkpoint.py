@@ -175,6 +175,10 @@ def load_model(path: Path, init: Path | None = None) -> tuple[ModelConfig, Check
     state = read_state(path)
     config, lora = ModelConfig.from_dict(state["run"]["model"]), adapters_of(state["run"])
     if lora is None:
+        if init is not None:
+            raise ValueError(
+                f"init: got {init} with {path}, which has no adapters; accepted: --init with a run of adapters"
+            )
         shapes = {name: tuple(p.master.shape) for name, p in declare(config, 1, 1, torch.float32, "cpu").params.items()}
         return config, _load_params(path, shapes)
     checkpoint = _load_params(path, adapter_shapes(config, lora))

@@ -360,7 +360,9 @@ class Run:
             self.metrics.log(step, "validation", {"loss": loss})
             shown = {"step": step, "loss": loss, "unigram_entropy": self.dataset.entropy}
             self.metrics.emit("validation", shown)
-            self.evaluations_since_best = 0 if self.checkpointer.is_best(loss) else self.evaluations_since_best + 1
+            best = self.checkpointer.best  # it may be of a later step, from before the run was resumed
+            better = self.checkpointer.is_best(loss) or (best is not None and best.step >= step)
+            self.evaluations_since_best = 0 if better else self.evaluations_since_best + 1
             self.checkpointer.save_if_best(self._state(), loss)
 
     def _save(self) -> None:

@@ -110,6 +110,12 @@ def _open(start: Start, show: Show, ranks: Ranks) -> Run:
             documents = needs_documents(start.config.data)
             tokens, tokenizer = own_data(folder, start.saved[1], documents=documents)
         dataset = Dataset.split(tokens, tokenizer, start.config, summary)
+        if start.saved is None and start.config.train.patience and dataset.held_out is None:
+            fraction = start.config.data.validation_fraction
+            raise ValueError(
+                f"patience: got {start.config.train.patience}, but validation_fraction {fraction} of this data holds out "
+                "nothing; accepted: 0, a larger validation_fraction, or more data"
+            )
         start = start.with_steps(dataset.batches.rows_in)
         run = Run(start, dataset, show, ranks, base)
         if start.saved is None:
@@ -157,7 +163,8 @@ def _open_base(start: Start) -> Base | None:
     if start.saved is None:
         return open_base(config.model, Path(init))
     state = start.saved[1]
-    return base_of(config.model, state, None if init == state["run"]["train"]["init"] else Path(init))
+    own = init == state["run"]["train"]["init"] and Path(state["base"]["folder"]).exists()
+    return base_of(config.model, state, None if own else Path(init))
 
 
 def _begin(run: Run, base: Base | None) -> None:

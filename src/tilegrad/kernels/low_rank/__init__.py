@@ -105,6 +105,7 @@ def low_rank_linear_fwd(
 @op()
 def join_fwd(x: Tensor, u: Tensor, *, joined: Tensor) -> None:
     """joined = x with the columns of u next to it"""
+    check_tensor("u", u, (x.shape[0], u.shape[1]), x.dtype, x.device)
     check_tensor("joined", joined, (x.shape[0], x.shape[1] + u.shape[1]), x.dtype, x.device)
     _copy(x, joined[:, : x.shape[1]])
     _copy(u, joined[:, x.shape[1] :])
@@ -117,6 +118,7 @@ def joined_linear_fwd(
     """y = xu · wbᵀ + b, where wb is w with the columns of b_i next to it; overwrites wb"""
     check_tensor("wb", wb, (w.shape[0], xu.shape[1]), w.dtype, w.device)
     inputs = w.shape[1]
+    _check(xu[:, inputs:], bs, parts, [y], "y")
     _copy(w, wb[:, :inputs])
     wb[:, inputs:].zero_()
     for at, own in zip(parts, bs, strict=True):
@@ -199,9 +201,9 @@ def _columns(
 
 
 def _check(u: Tensor, bs: list[Tensor], parts: tuple[Part, ...], outputs: list[Tensor], name: str) -> None:
-    for at, b in zip(parts, bs, strict=True):
+    for i, (at, b) in enumerate(zip(parts, bs, strict=True)):
         (width, r), y = b.shape, outputs[at.output]
-        check_param(f"bs[{at.output}]", b, (width, r), u)
+        check_param(f"bs[{i}]", b, (width, r), u)
         check_columns(f"{name}[{at.output}]", y)
         check_tensor(f"{name}[{at.output}]", y, (u.shape[0], y.shape[1]), u.dtype, u.device)
         if at.rank_start + r > u.shape[1] or at.start + width > y.shape[1]:
