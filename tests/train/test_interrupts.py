@@ -320,8 +320,8 @@ def test_a_report_that_cannot_be_written_is_said(monkeypatch: pytest.MonkeyPatch
 def poisoned_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     gradients = Engine.gradients
 
-    def poisoned(self: Engine, *arguments: Any) -> float:
-        loss = gradients(self, *arguments)
+    def poisoned(self: Engine, *arguments: Any, **more: Any) -> float:
+        loss = gradients(self, *arguments, **more)
         if self.steps >= step:
             self.loss = loss = float("nan")
             self.optimizer.loss.fill_(loss)
