@@ -15,7 +15,8 @@ from support.models import equal
 
 import tilegrad
 from tilegrad.cli import main
-from tilegrad.data.conversations import Conversation, trained_tokens
+from tilegrad.data.chat_template import Conversation
+from tilegrad.data.conversations import trained_tokens
 from tilegrad.data.documents import find_format
 from tilegrad.data.prepare import load_prepared, prepare
 from tilegrad.data.tokenizer import Encoded, eos_token_ids, find_eos, load_tokenizer
