@@ -213,7 +213,7 @@ def _marked(text: Conversation, encoded: Encoded, source: Source) -> tuple[Token
     after = int(ends[-1]) + 1 if len(ends) else 0
     ended = len(ends) > 0 and (after == len(tokens) or not text.text[int(encoded.starts[after]) :].strip())
     if text.spans and text.spans[-1][1] == len(text.text) and len(tokens) and not encoded.ends[-1]:
-        trained[-1] |= tokens[-1] == source.eos  # EOS that the tokenizer adds itself stands for no character
+        trained[-1] |= tokens[-1] == source.eos  # the tokenizer adds EOS itself, outside the text
     if source.eos is not None and not ended:
         tokens = np.append(tokens, tokens.dtype.type(source.eos))
         trained = np.append(trained, bool(text.spans) and text.spans[-1][1] == len(text.text))
