@@ -34,9 +34,8 @@ import torch
 from .document_file import DocumentFile, Mask
 from .tokens import Tokens
 
-Batch = tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor | None
-]  # tokens, targets (b, T) int64; cu_seqlens (n + 1,) int32
+# tokens, targets (b, T) int64; cu_seqlens (n + 1,) int32
+Batch: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 Row: TypeAlias = Tokens  # numbers of the pieces in a row; of a window, its own number
 Order: TypeAlias = "Tokens | list[Row]"  # (rows, 1), or rows of unequal length
 TooLong = Literal["cut", "split", "drop", "refuse"]

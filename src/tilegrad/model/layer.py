@@ -154,7 +154,7 @@ class Declare:
         return self.params[name]
 
     def is_frozen(self, name: str) -> bool:
-        base = self.lora is not None and not name.endswith((".lora_a", ".lora_b"))
+        base = self.lora is not None and not is_adapter(name)
         return base or any(fnmatchcase(name, pattern) for pattern in self.freeze)
 
     def scale(self, name: str) -> Buffer:
@@ -188,6 +188,11 @@ class Declare:
             key: self.buffer(f"scratch.{name}.{key}", shape, dtype, type=kinds.get(key, BufferType.TEMP))
             for key, (shape, dtype) in shapes.items()
         }
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter is an A or a B of model/lora.py."""
+    return name.endswith((".lora_a", ".lora_b"))
 
 
 def _layer_of(name: str) -> str:

@@ -25,6 +25,12 @@ from ..text.spelling import did_you_mean
 from .config import LIMITS, ModelConfig, is_count
 from .layer import Buffer, Constant, Declare, Param, Uniform
 
+INPUTS = (
+    "attn.in",
+    "attn.proj",
+    "ffn.in",
+    "ffn.down",
+)  # inputs of a block's linear layers, in the order of its forward
 GROUPS = {"attention": ("q", "k", "v", "qkv", "proj"), "ffn": ("gate", "up", "down")}
 LAYERS = tuple(name for names in GROUPS.values() for name in names)
 
@@ -86,7 +92,7 @@ class LoraConfig:
 class AdapterParts(NamedTuple):
     """One input of a block, and the adapted layers that read it."""
 
-    name: str  # attn.in, attn.proj, ffn.in, ffn.down
+    name: str  # one of INPUTS
     inputs: int  # channels of x
     widths: dict[str, int]  # by part, in the order of A's rows
 
@@ -110,12 +116,13 @@ def adapter_parts(config: ModelConfig, lora: LoraConfig) -> tuple[AdapterParts, 
     q, kv = config.n_head * d, config.kv_heads * d
     separate = config.position == "rope" or config.qk_norm or config.projection == "per_head"
     ffn = {"gate": config.ffn} if config.activation == "swiglu" else {}
-    every = (
-        AdapterParts("attn.in", c, {"q": q, "k": kv, "v": kv} if separate else {"qkv": q + 2 * kv}),
-        AdapterParts("attn.proj", q, {"proj": c}),
-        AdapterParts("ffn.in", c, ffn | {"up": config.ffn}),
-        AdapterParts("ffn.down", config.ffn, {"down": c}),
+    channels: tuple[tuple[int, dict[str, int]], ...] = (
+        (c, {"q": q, "k": kv, "v": kv} if separate else {"qkv": q + 2 * kv}),
+        (q, {"proj": c}),
+        (c, ffn | {"up": config.ffn}),
+        (config.ffn, {"down": c}),
     )
+    every = [AdapterParts(name, *each) for name, each in zip(INPUTS, channels, strict=True)]
     has = [part for adapter in every for part in adapter.widths]
     if isinstance(lora.layers, tuple):
         chosen = lora.layers
@@ -199,8 +206,7 @@ class Adapter:
         )
         drop = None
         if lora.dropout and seed is not None:
-            order = ("attn.in", "attn.proj", "ffn.in", "ffn.down")
-            counter = 2 * at.config.n_layer + 1 + 4 * block + order.index(name)  # after those of the blocks' dropout
+            counter = 2 * at.config.n_layer + 1 + len(INPUTS) * block + INPUTS.index(name)  # after the blocks' dropout
             dropped = at.rows(f"scratch.{name}.dropped", adapter.inputs)
             shapes = dropout_workspace(x)
             drop = InputDropout(lora.dropout, seed, counter, dropped, at.scratch(f"{name}.dropout", shapes))
@@ -227,7 +233,9 @@ class Adapter:
             a=a,
             bs=bs,
             parts=parts,
-            joined=at.rows(f"scratch.{name}.joined", adapter.inputs + rows) if any(x is not None for x in wb) else None,
+            joined=at.rows(f"scratch.{name}.joined", adapter.inputs + rows)
+            if any(each is not None for each in wb)
+            else None,
             wb=wb,
             dy_du=dy_du,
             wa=wa,
@@ -266,11 +274,9 @@ class Adapter:
         """dx += drop'(du A), with dropout; without it, a layer's product adds du A."""
         if self.drop is None:
             return
-        p, seed, counter, dropped, scratch = (
-            self.drop.p, self.drop.seed, self.drop.counter, self.drop.dropped, self.drop.scratch,
-        )  # fmt: skip
+        drop, dropped = self.drop, self.drop.dropped
         linear_bwd_input(self.du, self.a.value, dx=dropped, accumulate=False, scratch=self.backward_scratch)
-        dropout_bwd(dropped, seed, p, counter, dx=dropped, scratch=scratch)
+        dropout_bwd(dropped, drop.seed, drop.p, drop.counter, dx=dropped, scratch=drop.scratch)
         add_fwd(dx, dropped, y=dx)
 
     def backward_weight(self, x: Buffer) -> None:

@@ -3,9 +3,8 @@
     x = wte[tokens] + wpe[start + position]        for each block: x += attention(norm(x)), x += feed_forward(norm(x))
 
 With `lora`, adapters add to the outputs of linear layers (model/lora.py), without dropout. The caller gives the attention
-function. `causal` is differentiable by autograd: with it the model is the reference for the
-explicit backward (tests, `tilegrad gradcheck --against autograd`) and a peer in benchmarks/training.py. generate.py gives one
-that attends to a KV cache.
+function. `causal` is differentiable by autograd: with it the model is the reference for the explicit backward (tests,
+`tilegrad gradcheck --against autograd`) and a peer in benchmarks/training.py. generate.py gives one that attends to a KV cache.
 """
 
 from __future__ import annotations

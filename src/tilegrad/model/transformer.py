@@ -26,7 +26,7 @@ from ..kernels.scratch import Scratch
 from ..text.spelling import did_you_mean
 from .block import Block, Dropout, Recomputed
 from .config import ModelConfig
-from .layer import WEIGHT, Buffer, Declare, Linear, Packed, Param
+from .layer import WEIGHT, Buffer, Declare, Linear, Packed, Param, is_adapter
 from .lora import LoraConfig
 from .norm import NormLayer
 
@@ -146,7 +146,7 @@ class Transformer:
     @property
     def in_draw_order(self) -> list[Param]:
         """The parameters, adapters last: the others start as they do without adapters."""
-        return sorted(self.params.values(), key=lambda p: p.name.endswith((".lora_a", ".lora_b")))
+        return sorted(self.params.values(), key=lambda p: is_adapter(p.name))
 
     @property
     def trained(self) -> list[Param]:

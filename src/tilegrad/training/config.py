@@ -483,9 +483,8 @@ def resumed(own: RunConfig, asked: Sections) -> RunConfig:
                 value = own.model.block_size
             section_of_own = getattr(own, section)
             if isinstance(value, Mapping | list | tuple) and section_of_own is not None:
-                changed = replace(
-                    section_of_own, **{name: value}
-                )  # rope_scaling gets its defaults, tuples become lists
+                # rope_scaling gets its defaults, tuples become lists
+                changed = replace(section_of_own, **{name: value})
                 value = replace(own, **{section: changed}).plain()[section][name]
             had = mine.get(section, {}).get(name)
             if value == had or (name, value) in _FOLLOWS:

@@ -22,6 +22,7 @@ from ..engine.engine import Engine
 from ..engine.machine import check_device, check_platform
 from ..engine.parallel import BUCKET_BYTES, Shard, check_accumulation, check_agreed, check_ranks, digest
 from ..engine.state import write_param
+from ..model.layer import is_adapter
 from ..model.lora import LoraConfig, adapter_parts
 from ..pretrained.adapters import open_adapter
 from ..pretrained.weights import Weights, open_weights
@@ -211,7 +212,7 @@ def _continue(run: Run, base: Base | None, state: RunState) -> None:
 def _load(source: Weights, engine: Engine, mesh: Mesh) -> None:
     """Copy weights into the engine's parameters; adapters stay as they are."""
     if mesh.world == 1:
-        source.load({name: x for name, x in engine.params.items() if not name.endswith((".lora_a", ".lora_b"))})
+        source.load({name: x for name, x in engine.params.items() if not is_adapter(name)})
     else:
         values = source.read()
         check_agreed(mesh, {"init": digest(values.values())})

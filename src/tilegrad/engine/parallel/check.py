@@ -31,7 +31,8 @@ def check_ranks(
         raise ValueError(f"linear: got {linear!r} with {world} ranks, whose scales would differ; accepted: 'plain'")
     if world > 1 and shard == "all" and (lora is not None or freeze):
         raise ValueError(
-            "shard: got 'all' with frozen parameters, which it would not shard; accepted: 'none' or 'optimizer'"
+            f"shard: got 'all' with frozen parameters ({'lora' if lora is not None else f'freeze {list(freeze)}'}), which it "
+            "would not shard; accepted: 'none' or 'optimizer'"
         )
     check_context(config, seq_len, world, context)
     if context > 1 and lora is not None and lora.dropout:
