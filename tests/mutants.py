@@ -73,6 +73,7 @@ TESTS = {  # the longest beginning of a path decides
         "tests/package/test_cli.py",
     ),
     "training/config.py": ("tests/train", "tests/package/test_cli.py"),
+    "training/sections.py": ("tests/train", "tests/package/test_cli.py"),
     "training/api.py": ("tests/train", "tests/package/test_cli.py"),
     "engine/gradcheck.py": ("tests/package/test_gradcheck.py", "tests/package/test_cli.py", "-k", "gradcheck"),
     "functional/": FRONT,

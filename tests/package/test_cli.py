@@ -29,7 +29,8 @@ from tilegrad.engine.spec import StepSpec
 from tilegrad.memory.managed import pressure
 from tilegrad.model.config import PRESETS
 from tilegrad.specification import flash_cases as check
-from tilegrad.training.config import AdapterConfig, DataConfig, RunConfig, TrainConfig, read_toml, run_from
+from tilegrad.training.config import AdapterConfig, DataConfig, RunConfig, TrainConfig
+from tilegrad.training.sections import read_toml, run_from
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -453,11 +454,11 @@ def test_generate_refuses_a_tokenizer_of_another_run(trained: Path, capsys: pyte
 def test_the_demo_trains_and_says_whether_it_learned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tilegrad.training import config
+    from tilegrad.training import config, sections
 
     monkeypatch.chdir(tmp_path)
     short = config.TrainConfig(steps=2, warmup_steps=1, batch_size=2, seq_len=16, eval_batches=1, sample_tokens=4)
-    monkeypatch.setattr(config, "preset_run", lambda _name: config.RunConfig(PRESETS["tiny"], short))
+    monkeypatch.setattr(sections, "preset_run", lambda _name: config.RunConfig(PRESETS["tiny"], short))
     assert main(["demo"]) == 1
     assert main(["demo"]) == 1
     assert "did NOT learn" in capsys.readouterr().out
@@ -467,7 +468,7 @@ def test_the_demo_trains_and_says_whether_it_learned(
 def test_init_writes_every_key_and_overwrites_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tilegrad.training.config import preset_run
+    from tilegrad.training.sections import preset_run
 
     monkeypatch.chdir(tmp_path)
     assert main(["init"]) == 0 and main(["init", "my.toml"]) == 0

@@ -17,7 +17,7 @@ import pytest
 
 import tilegrad
 import tilegrad.memory
-from tilegrad.training.config import run_from
+from tilegrad.training.sections import run_from
 
 HERE = Path(__file__).parents[2]
 PAGES = sorted((HERE / "docs").rglob("*.md"))

@@ -18,7 +18,7 @@ from tilegrad.cli import main
 from tilegrad.model import reference
 from tilegrad.model.generate import WindowSlides
 from tilegrad.training.checkpoint import load_checkpoint
-from tilegrad.training.config import run_from
+from tilegrad.training.sections import run_from
 
 CONTENT: dict[str, dict[str, Any]] = {
     "model": {"n_layer": 1, "n_embd": 16, "block_size": 32},

@@ -33,10 +33,11 @@ from tilegrad.pretrained.adapters import adapter_shapes, write_adapter
 from tilegrad.pretrained.weights import open_weights, write_weights
 from tilegrad.training import loop
 from tilegrad.training.checkpoint import latest_checkpoint, load_checkpoint
-from tilegrad.training.config import DTYPES, read_toml, run_from, settled
+from tilegrad.training.config import DTYPES
 from tilegrad.training.export import export_run
 from tilegrad.training.keys import keys
 from tilegrad.training.schedule import learning_rate
+from tilegrad.training.sections import read_toml, run_from, settled
 
 PAIRS, ROWS = 18_156, 58  # of values that go together, and runs that have all of them, from seed 0
 PAIRS_IN_CI, ROWS_IN_CI, EXPORTED_IN_CI = 13_000, 8, 2

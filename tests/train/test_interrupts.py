@@ -29,7 +29,7 @@ from tilegrad import ModelConfig
 from tilegrad.cli import main, progress
 from tilegrad.engine.engine import Engine
 from tilegrad.text import atomic
-from tilegrad.training import config, loop
+from tilegrad.training import loop, sections
 from tilegrad.training.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint
 from tilegrad.training.config import DataConfig, RunConfig, RunEnded, TrainConfig
 from tilegrad.training.log import read_log
@@ -492,7 +492,7 @@ def test_the_lock_of_a_killed_process_is_nobodys() -> None:
 def test_an_interrupted_demo_says_that_it_was_stopped(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(config, "preset_run", lambda _name: replace(RUN, data=DataConfig()))
+    monkeypatch.setattr(sections, "preset_run", lambda _name: replace(RUN, data=DataConfig()))
     watched_by(at_step(2, send(signal.SIGINT)), monkeypatch)
     assert main(["demo"]) == 130
     out, error = capsys.readouterr()

@@ -20,7 +20,8 @@ from tilegrad.data import documents
 from tilegrad.data.documents import read_documents
 from tilegrad.model.config import ModelConfig
 from tilegrad.pretrained.weights import write_weights
-from tilegrad.training.config import LIMITS, MAX_STEP_TOKENS, RunConfig, TrainConfig, run_from
+from tilegrad.training.config import LIMITS, MAX_STEP_TOKENS, RunConfig, TrainConfig
+from tilegrad.training.sections import run_from
 
 KEYS = {
     "model": ("n_layer", "vocab_size", "block_size", "n_head", "n_embd", "ffn_dim", "n_kv_head", "window", "head_size"),

@@ -36,9 +36,10 @@ from tilegrad.training.checkpoint import (
     load_adapters,
     load_checkpoint,
 )
-from tilegrad.training.config import AdapterConfig, run_from
+from tilegrad.training.config import AdapterConfig
 from tilegrad.training.keys import keys
 from tilegrad.training.schedule import learning_rate
+from tilegrad.training.sections import run_from
 
 SIZE: dict[str, Any] = {"vocab_size": 280, "block_size": 24, "n_layer": 2}
 KINDS = {

@@ -20,10 +20,10 @@ import torch
 from tilegrad.memory.page import Span, timeline_page
 from tilegrad.memory.types import BufferType
 from tilegrad.text import environment
-from tilegrad.training.config import preset_run
 from tilegrad.training.log import RunLog, read_log
 from tilegrad.training.report import run_report, run_tables
 from tilegrad.training.resident import Resident
+from tilegrad.training.sections import preset_run
 
 
 def test_records_come_back_in_order(tmp_path: Path) -> None:

@@ -21,9 +21,10 @@ from tilegrad.engine.state import counters
 from tilegrad.text.spelling import byte_count
 from tilegrad.training import loop
 from tilegrad.training.checkpoint import DamagedCheckpoint, load_checkpoint
-from tilegrad.training.config import DataConfig, RunConfig, TrainConfig, read_toml, run_from
+from tilegrad.training.config import DataConfig, RunConfig, TrainConfig
 from tilegrad.training.log import read_log
 from tilegrad.training.run import train
+from tilegrad.training.sections import read_toml, run_from
 
 MODEL = ModelConfig(vocab_size=256, block_size=16, n_layer=1, n_head=2, n_embd=16, dropout=0.1)
 SETTINGS = TrainConfig(

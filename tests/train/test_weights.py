@@ -292,7 +292,7 @@ def test_import_train_export_by_the_command_line(
 
 
 def test_what_training_from_weights_refuses(tmp_path: Path) -> None:
-    from tilegrad.training.config import run_from
+    from tilegrad.training.sections import run_from
 
     folder = saved(tmp_path)
     with pytest.raises(

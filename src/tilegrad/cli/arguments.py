@@ -98,7 +98,7 @@ def add_key_flags(command: argparse.ArgumentParser, *, without: Sequence[str] = 
 
 def given_keys(args: argparse.Namespace) -> dict[str, Values]:
     """The keys that FILE and the flags give, by section; a flag overrides FILE."""
-    from ..training.config import read_toml
+    from ..training.sections import read_toml
 
     content = read_toml(Path(args.config)) if args.config else {}
     for name, value in vars(args).items():

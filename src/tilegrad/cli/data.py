@@ -19,8 +19,8 @@ _BAR = 40  # characters of the longest
 
 def _data(args: argparse.Namespace) -> int:
     from ..data.documents import quiet
-    from ..training.config import run_from, settled
     from ..training.preview import preview
+    from ..training.sections import run_from, settled
 
     content = given_keys(args)
     content["data"] = {**content.get("data", {}), "files": args.files}

@@ -22,7 +22,7 @@ def _plan(args: argparse.Namespace) -> int:
     from ..engine.recompute import OverBudget, choose_recompute
     from ..engine.spec import StepSpec
     from ..text.atomic import check_replaceable
-    from ..training.config import run_from, settled
+    from ..training.sections import run_from, settled
 
     page = Path(args.html) if args.html is not None else None
     if page is not None:

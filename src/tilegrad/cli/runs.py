@@ -102,8 +102,8 @@ def _print_result(result: RunResult) -> None:
 
 
 def _demo(_args: argparse.Namespace) -> int:
-    from ..training.config import preset_run
     from ..training.run import train
+    from ..training.sections import preset_run
     from .progress import watch
 
     start = time.perf_counter()

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from ..model.config import PRESETS, ModelConfig
-from .config import RunConfig, Sections, preset_run, read_toml
+from .config import RunConfig, Sections
+from .sections import preset_run, read_toml
 
 if TYPE_CHECKING:
     from ..data.chat_template import ChatTemplate

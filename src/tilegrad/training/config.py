@@ -1,72 +1,41 @@
-"""A run's configuration, as in a TOML file with sections [model], [train], [data] and [lora]. An unknown key is an error.
-
-[model]
-preset = "tiny"          # any ModelConfig, changed by the keys that follow
-n_layer = 6
-[train]
-steps = 2000
-[data]
-files = ["book.txt"]     # none: the text that ships with the package
-[lora]                   # no key: all parameters are trained, except those that train.freeze names
-rank = 16
-
-`example.toml` has every key. If gradient_accumulation is given, the same file gives the same training on any number of
-ranks. A key that is not given has the preset's value, except six keys with these defaults:
-
-    gradient_accumulation   at least the number of ranks
-    seq_len        block_size
-    warmup_steps   steps / 20, where steps or epochs is given
-    dtype          bfloat16 on CUDA, float32 elsewhere
-    vocab_size     the tokenizer's, where it is larger than the preset's
-    learning_rate  2e-4 with adapters, and a tenth of it at the end
-
-Sizes are bounded by LIMITS, and checked before anything is allocated for them.
+"""The values of a run, by section: [model], [train], [data] and [lora]. `sections.py` reads them from a TOML file, flags or a
+dictionary. Sizes are bounded by LIMITS, and checked before anything is allocated for them.
 """
 
 from __future__ import annotations
 
 import math
-import tomllib
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeAlias, get_args
 
 import torch
 
-from ..data.documents import find_format
 from ..engine.batch import LIMITS as BATCH_LIMITS
 from ..model.config import LIMITS as MODEL_LIMITS
 from ..model.config import PRESETS, ModelConfig, is_count
 from ..model.layer import Linear
 from ..model.lora import LoraConfig, adapter_parts
 from ..model.transformer import declare
-from ..text.spelling import byte_count, did_you_mean, dtype_name
-from ..text.untrusted import check_values, decoded, regular_file, shown, too_deep
+from ..text.spelling import dtype_name
+from ..text.untrusted import shown
 from .loggers import LOGGERS
 
 Values: TypeAlias = dict[str, Any]  # the keys of a section, with values as TOML and JSON have them
 Sections: TypeAlias = Mapping[str, Mapping[str, Any]]  # section → key → value
 
-_INTERVALS = ("eval_interval", "checkpoint_interval", "log_interval")
-_COUNTS = ("steps", "eval_batches", "keep_checkpoints", "sample_tokens", "patience")
-MAY_CHANGE = frozenset(  # the keys of [train] that a resumed run may change
-    (*_INTERVALS, *_COUNTS, "epochs", "learning_rate", "min_learning_rate", "memory_budget", "device", "log")
-)
+INTERVALS = ("eval_interval", "checkpoint_interval", "log_interval")
+COUNTS = ("steps", "eval_batches", "keep_checkpoints", "sample_tokens", "patience")
 LIMITS = {  # the largest value of each key; docs/training.md gives the reasons
     **MODEL_LIMITS,
     **BATCH_LIMITS,
-    **dict.fromkeys((*_COUNTS, *_INTERVALS, "warmup_steps"), 10**9),
+    **dict.fromkeys((*COUNTS, *INTERVALS, "warmup_steps"), 10**9),
     "gradient_accumulation": 1 << 16,
     "epochs": 10_000,
     "documents": 1 << 16,
     "seed": (1 << 63) - 1,
     "bpe_vocab_size": MODEL_LIMITS["vocab_size"],
 }
-_FOLLOWS = (  # values that stand for the run's own
-    *(("warmup_steps", -1), ("dtype", "auto")),
-    *(("format", "auto"), ("packing", None), ("too_long", "auto")),
-)
 MAX_STEP_TOKENS = 1 << 26  # all micro-batches are in memory at once, 16 bytes for each token and its target
 _CHOICES = {
     "format": ("auto", "text", "messages", "prompt", "instruction"),
@@ -122,7 +91,7 @@ class TrainConfig:
             raise ValueError(
                 f"warmup_steps: got {shown(self.warmup_steps)}; accepted: an int ≥ 0, or -1: a twentieth of the steps"
             )
-        for name in ("seq_len", *_INTERVALS[:2], "eval_batches", "sample_tokens", "seed", "patience"):
+        for name in ("seq_len", *INTERVALS[:2], "eval_batches", "sample_tokens", "seed", "patience"):
             _check_count(name, getattr(self, name), 0)
         if self.epochs is not None:
             _check_count("epochs", self.epochs, 1)
@@ -285,34 +254,6 @@ class RunConfig:
         return {section: _plain(values) for section, values in asdict(self).items() if values is not None}
 
 
-def settled(run: RunConfig) -> RunConfig:
-    """The run with the format of its files, and with the values of packing and too_long that follow from it."""
-    data = run.data
-    format = find_format([Path(name) for name in data.files], data.text_field) if data.format == "auto" else data.format
-    conversations = format != "text"
-    if conversations and not data.files:
-        raise ValueError(f"format: got {format!r} without files; accepted: 'text', or files (--data)")
-    packing = conversations if data.packing is None else data.packing
-    too_long = ("cut" if conversations else "split") if data.too_long == "auto" else data.too_long
-    return replace(run, data=replace(data, format=format, packing=packing, too_long=too_long))
-
-
-def with_steps(run: RunConfig, rows: Callable[[int], int]) -> RunConfig:
-    """The run with the steps of its epochs, if it has epochs; `rows` says how many rows that many epochs have. The last step
-    may read a few rows of the next epoch."""
-    t = run.train
-    if t.epochs is None:
-        return run
-    steps = -(-rows(t.epochs) // (t.batch_size * t.gradient_accumulation))
-    warmup = steps // 20 if t.warmup_steps == -1 else t.warmup_steps
-    if steps > LIMITS["steps"] or warmup >= steps:
-        raise ValueError(
-            f"epochs: got {t.epochs}, which is {steps:,} steps, with warmup_steps {warmup}; accepted: more steps than "
-            f"warmup_steps, and at most {LIMITS['steps']:,}"
-        )
-    return replace(run, train=replace(t, steps=steps, warmup_steps=warmup))
-
-
 def check_vocab_size(run: RunConfig, needed: int) -> None:
     if run.model.vocab_size < needed:
         got = f"{run.model.vocab_size}{_of_weights(run)}"
@@ -326,176 +267,6 @@ def _of_weights(run: RunConfig) -> str:
 
 class RunEnded(RuntimeError):
     """A run that failed. The message says why, what is saved, and how to resume."""
-
-
-def preset_run(name: str) -> RunConfig:
-    """The run of a preset; `tilegrad demo` trains `tiny`."""
-    if not isinstance(name, str) or name not in PRESETS:
-        raise ValueError(f"preset: got {name!r}; accepted: {', '.join(PRESETS)}")
-    model = PRESETS[name]
-    if name == "tiny":
-        settings = TrainConfig(
-            steps=640,
-            batch_size=8,
-            learning_rate=3e-3,
-            min_learning_rate=3e-4,
-            warmup_steps=30,
-            eval_batches=12,
-            checkpoint_interval=200,
-            log_interval=20,
-        )
-        return RunConfig(model, settings)
-    settings = TrainConfig(steps=10_000, batch_size=8, learning_rate=6e-4, min_learning_rate=6e-5)
-    return RunConfig(model, settings, DataConfig(tokenizer="bpe", bpe_vocab_size=8192))
-
-
-def initial_run(folder: Path) -> RunConfig:
-    """Settings to fine-tune the weights in `folder`, with their model and tokenizer."""
-    from ..pretrained.weights import open_weights  # imported only where weights are read
-
-    source = open_weights(folder)
-    if source.tokenizer is None:
-        raise FileNotFoundError(f"{folder / 'tokenizer.json'}: no such file; accepted: weights with their tokenizer")
-    settings = TrainConfig(
-        steps=200,
-        batch_size=4,
-        seq_len=min(512, source.config.block_size),
-        learning_rate=2e-5,
-        min_learning_rate=2e-6,
-        eval_interval=50,
-        init=str(folder),
-    )
-    return RunConfig(source.config, settings, DataConfig(tokenizer=str(source.tokenizer)))
-
-
-def read_toml(path: Path) -> dict[str, Values]:
-    """The sections of a TOML file; `run_from` checks their keys."""
-    if not path.exists():
-        raise FileNotFoundError(f"{path}: no such configuration; `tilegrad init {path}` writes one to begin with")
-    text = decoded(regular_file(path, "a configuration as TOML; give text to learn from with --data"))
-    try:
-        content = tomllib.loads(text)
-    except RecursionError as error:
-        raise too_deep(text, str(path)) from error
-    except ValueError as error:
-        raise ValueError(f"{path}: is not TOML: {error}; give text to learn from with --data") from error
-    check_values(content, str(path), text)
-    return content
-
-
-def run_from(content: Sections, where: str, world: int = 1) -> RunConfig:
-    """The run that a TOML file, flags or a dictionary describe; keys that are not given follow from others or the preset.
-    `where` names the source in errors; `world` is the number of ranks that a new run starts with."""
-    given = checked(content, where)
-    model, settings = given["model"], given["train"]
-    base = preset_run(model.pop("preset", "tiny"))
-    if isinstance(settings.get("init"), str) and "n_layer" not in model:  # a saved run has every key of its model
-        base = initial_run(Path(settings["init"]))
-    data = replace(base.data, **given["data"])
-    lora = _adapters(given["lora"], settings.get("init"))
-    vocab_size = max(base.model.vocab_size, data.vocab_size)
-    derived: Values = {"gradient_accumulation": max(world, base.train.gradient_accumulation)}
-    derived |= {"seq_len": 0} if "block_size" in model else {}
-    derived |= {"warmup_steps": -1} if {"steps", "epochs"} & settings.keys() else {}
-    derived |= {"dtype": "auto"} if "device" in settings else {}
-    derived |= {"learning_rate": 2e-4, "min_learning_rate": 2e-5} if lora is not None else {}
-    return RunConfig(
-        replace(base.model, **{"vocab_size": vocab_size, **model}),
-        replace(base.train, **{**derived, **settings}),
-        data,
-        lora,
-    )
-
-
-def _adapters(given: Values, init: object) -> AdapterConfig | None:
-    """The adapters of a run. Those of PEFT have their own rank, alpha, layers and dropout; a saved run gives all of them."""
-    given = {name: value for name, value in given.items() if value is not None}
-    if not given:
-        return None
-    own: Values = {}
-    if isinstance(given.get("adapter"), str) and not {f.name for f in fields(LoraConfig)} <= {*given}:
-        if not isinstance(init, str):
-            raise ValueError(
-                f"init: got None with lora.adapter {given['adapter']!r}; accepted: the folder of the weights (--init DIR)"
-            )
-        from ..pretrained.adapters import open_adapter  # imported only where weights are read
-        from ..pretrained.weights import open_weights
-
-        own = asdict(open_adapter(Path(given["adapter"]), open_weights(Path(init))).lora)
-    return AdapterConfig(**{**own, **given})
-
-
-def checked(content: Sections, where: str) -> dict[str, Values]:
-    """The given values by section, with sizes in bytes and None for "none"; an unknown section or key is an error."""
-    kinds = {"model": ModelConfig, "train": TrainConfig, "data": DataConfig, "lora": AdapterConfig}
-    check_values(content, where)
-    for section in content:
-        if section not in kinds or not isinstance(content[section], Mapping):
-            got = f"[{section}]" if isinstance(content[section], Mapping) else f"{section!r} in no section"
-            meant = did_you_mean(str(section), _shown_keys(kinds) | {s: f"[{s}]" for s in kinds})
-            raise ValueError(f"{where}: got {got}{meant}; accepted: the sections {', '.join(f'[{s}]' for s in kinds)}")
-    out: dict[str, Values] = {}
-    for section, kind in kinds.items():
-        known = {f.name: f for f in fields(kind)}
-        out[section] = dict(content.get(section, {}))
-        for key, value in out[section].items():
-            if key not in known and (section, key) != ("model", "preset"):
-                accepted = sorted({*known, *(["preset"] if section == "model" else [])})
-                meant = did_you_mean(str(key), _shown_keys(kinds) | {name: repr(name) for name in accepted})
-                raise ValueError(f"{where}: got {key!r} in [{section}]{meant}; accepted: {', '.join(accepted)}")
-            if value == "none" and key in known and known[key].default is None:
-                out[section][key] = None
-            elif key == "memory_budget" and isinstance(value, str):
-                out[section][key] = byte_count(value)
-            elif key in ("files", "freeze"):
-                out[section][key] = [value] if isinstance(value, str) else value
-            elif key == "layers" and isinstance(value, list | tuple) and len(value) == 1:
-                out[section][key] = value[0]  # --lora.layers all
-            elif key == "dtype" and isinstance(value, str | torch.dtype):
-                out[section][key] = dtype_name(value)
-    t = out["train"]
-    saved = {f.name for f in fields(TrainConfig)} <= t.keys()  # a saved run has every key, and both of these
-    if not saved and "steps" in t and t.get("epochs") is not None:
-        raise ValueError(f"epochs: got {shown(t['epochs'])} and steps {shown(t['steps'])}; accepted: one of them")
-    return out
-
-
-def _shown_keys(kinds: Mapping[str, type]) -> dict[str, str]:
-    """How a refusal shows each key: 'steps' in [train]."""
-    names = [(section, f.name) for section, kind in kinds.items() for f in fields(kind)]
-    return {name: f"{name!r} in [{section}]" for section, name in [("model", "preset"), *names]}
-
-
-def resumed(own: RunConfig, asked: Sections) -> RunConfig:
-    """The run `own` with the changes asked for; a change of a key that is not in MAY_CHANGE is refused."""
-    changes, mine = {}, own.plain()
-    may_change = MAY_CHANGE | ({"init"} if own.lora is not None else set())  # the base weights may have moved
-    for section, values in checked(asked, "resume").items():
-        for name, value in values.items():
-            if name == "preset":
-                model = asdict(preset_run(value).model) | {"vocab_size": own.model.vocab_size} | values
-                if any(model[key] != mine["model"][key] for key in mine["model"] if key not in values):
-                    raise ValueError(
-                        f"preset: got {value!r}; accepted: none when resuming, because the run has its own model"
-                    )
-                continue
-            if name == "seq_len" and value == 0:
-                value = own.model.block_size
-            section_of_own = getattr(own, section)
-            if isinstance(value, Mapping | list | tuple) and section_of_own is not None:
-                # rope_scaling gets its defaults, tuples become lists
-                changed = replace(section_of_own, **{name: value})
-                value = replace(own, **{section: changed}).plain()[section][name]
-            had = mine.get(section, {}).get(name)
-            if value == had or (name, value) in _FOLLOWS:
-                continue
-            if section != "train" or name not in may_change:
-                shown_name = f"lora.{name}" if section == "lora" else name
-                raise ValueError(f"{shown_name}: got {value!r}; accepted: the run's own, {had!r}, when resuming")
-            changes[name] = value
-    if "steps" in changes and "epochs" not in changes:
-        changes["epochs"] = None
-    return replace(own, train=replace(own.train, **changes))
 
 
 def _plain(value: Any) -> Any:

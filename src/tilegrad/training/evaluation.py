@@ -30,10 +30,11 @@ from ..engine.machine import check_device
 from ..engine.state import write_param
 from ..pretrained.weights import is_weights
 from .checkpoint import read_state
-from .config import DTYPES, RunConfig, TrainConfig, Values, check_vocab_size, initial_run, run_from, settled
+from .config import DTYPES, RunConfig, TrainConfig, Values, check_vocab_size
 from .dataset import Dataset, needs_documents, prepare_data
 from .folder import locate, own_data, upgraded
 from .ranks import Ranks
+from .sections import initial_run, run_from, settled
 
 _SHOWN_S = 5.0  # between two events of progress
 

@@ -35,7 +35,7 @@ from ..model.generate import NonFiniteLogits, generate
 from ..text.atomic import named, write_whole
 from ..text.environment import environment
 from .checkpointer import Checkpointer
-from .config import DTYPES, RunEnded, run_from
+from .config import DTYPES, RunEnded
 from .dataset import Dataset
 from .evaluation import Evaluator
 from .folder import Best, resume_command, write_run
@@ -46,6 +46,7 @@ from .ranks import Ranks
 from .report import run_report, run_tables
 from .resident import Resident, process_memory, resident
 from .schedule import learning_rate
+from .sections import run_from
 from .signals import stop_on_signals
 from .start import Start
 from .state import RunState

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from ..text.untrusted import decoded, parse_json, shown
 from .checkpoint import DamagedCheckpoint, latest_good, read_state
-from .config import RunConfig, Sections, resumed, run_from, settled, with_steps
+from .config import RunConfig, Sections
 from .folder import checkpoint_of, holds_a_run, locate, upgraded
+from .sections import resumed, run_from, settled, with_steps
 from .state import RunState
 
 StrPath = str | os.PathLike[str]

@@ -10,7 +10,8 @@ from typing import Any, NotRequired, TypedDict
 from ..data.batches import BatchesState
 from ..model.config import LIMITS, ModelConfig, is_count
 from ..text.untrusted import check_values, shown
-from .config import AdapterConfig, Values, checked
+from .config import AdapterConfig, Values
+from .sections import checked
 
 _MOST = 1 << 62
 _MAX_SEED = (1 << 63) - 1
