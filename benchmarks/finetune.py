@@ -34,8 +34,7 @@ from typing import Any
 
 import torch
 
-from tilegrad import Engine, ModelConfig
-from tilegrad.model.lora import LoraConfig
+from tilegrad import Engine, LoraConfig, ModelConfig
 from tilegrad.text.table import table
 
 Step = Callable[[], object]

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .kernels.attention.mask import Mask
     from .kernels.table import Explanation
     from .model.config import ModelConfig
+    from .model.lora import LoraConfig
     from .specification.shared_attention import free_attention, init_attention
     from .training.api import TrainedModel, evaluate, load, presets, train
     from .training.config import RunConfig, RunEnded
@@ -47,6 +48,7 @@ _HOME = {
     "RunConfig": "training.config",
     "RunEnded": "training.config",
     "ModelConfig": "model.config",
+    "LoraConfig": "model.lora",
     "init_attention": "specification.shared_attention",
     "free_attention": "specification.shared_attention",
     "TrainedModel": "training.api",
@@ -60,6 +62,7 @@ __all__ = [
     "Engine",
     "Evaluation",
     "Explanation",
+    "LoraConfig",
     "Mask",
     "Mesh",
     "ModelConfig",

@@ -580,11 +580,16 @@ def test_bad_input_is_refused_before_anything_is_made(
 
 def test_idle_ranks_are_reported() -> None:
     """A run continues with more ranks than it has micro-batches."""
-    start = {"ranks": 4, "micro_batches": 3, "parameters": 1, "tokens": 1, "planned_bytes": 1, "unigram_entropy": 1.0}
-    start["trained_parameters"] = 1
-    errors = [
-        _message("start", {**start, "idle_ranks": idle, "resumed_from": "here", "step": 2}) or "" for idle in (1, 0)
-    ]
+    start: dict[str, Any] = {
+        "ranks": 4,
+        "micro_batches": 3,
+        "parameters": 1,
+        "tokens": 1,
+        "planned_bytes": 1,
+        "unigram_entropy": 1.0,
+    }
+    start.update(trained_parameters=1, steps=4, resumed_from="here", step=2)
+    errors = [_message("start", {**start, "idle_ranks": idle}) or "" for idle in (1, 0)]
     assert errors[0] == "1 of 4 ranks have no micro-batch: gradient_accumulation is 3\n" + errors[1]
 
 

@@ -42,8 +42,11 @@ class LoraConfig:
     layers    "all", "attention", "ffn", or names out of q, k, v, qkv, proj, gate, up, down
     dropout   the probability that an adapter drops an entry of its x
 
-    >>> LoraConfig(rank=16, alpha=32).scale
-    2.0
+    >>> import tilegrad
+    >>> config = tilegrad.ModelConfig(vocab_size=5, block_size=8, n_layer=1, n_head=2, n_embd=16)
+    >>> engine = tilegrad.Engine(config, batch_size=2, seq_len=4, lora=tilegrad.LoraConfig(rank=2, alpha=4, layers="ffn"))
+    >>> sorted(engine.grads)[:2]
+    ['blocks.0.ffn.down.lora_a', 'blocks.0.ffn.down.lora_b']
     """
 
     rank: int = 16
