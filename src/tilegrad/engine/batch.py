@@ -14,7 +14,7 @@ from ..kernels import gpu
 from ..kernels.fp8_linear import FP8_LINEAR, Problem
 from ..kernels.scratch import Form
 from ..model.config import LIMITS as MODEL_LIMITS
-from ..model.config import is_count
+from ..model.config import ModelConfig, is_count
 from ..model.layer import Linear
 from ..model.lora import LoraConfig
 from ..text.untrusted import shown
@@ -36,15 +36,21 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 _INTS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
+def check_sizes(config: ModelConfig, dtype: torch.dtype, *, batch_size: int, **tokens: int) -> None:
+    """Refuse sizes or a dtype that no program supports. `tokens`: of a sequence, under the name of the caller's argument."""
+    ((name, length),) = tokens.items()
+    for size, value, limit in (("batch_size", batch_size, LIMITS["batch_size"]), (name, length, LIMITS["seq_len"])):
+        if not is_count(value, limit):
+            raise ValueError(f"{size}: got {shown(value)}; accepted: an int ≥ 1, at most {limit:,}")
+    if length > config.block_size:
+        raise ValueError(f"{name}: got {length}; accepted: at most block_size, {config.block_size}")
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype: got {dtype}; accepted: {', '.join(map(str, _DTYPES))}")
+
+
 def check_spec(spec: StepSpec) -> None:
     """Refuse sizes, a dtype or a `linear` that no engine supports; parallel/check.py checks ranks."""
-    for name, value in (("batch_size", spec.batch_size), ("seq_len", spec.seq_len)):
-        if not is_count(value, LIMITS[name]):
-            raise ValueError(f"{name}: got {shown(value)}; accepted: an int ≥ 1, at most {LIMITS[name]:,}")
-    if spec.seq_len > spec.config.block_size:
-        raise ValueError(f"seq_len: got {spec.seq_len}; accepted: at most block_size, {spec.config.block_size}")
-    if spec.dtype not in _DTYPES:
-        raise ValueError(f"dtype: got {spec.dtype}; accepted: {', '.join(map(str, _DTYPES))}")
+    check_sizes(spec.config, spec.dtype, batch_size=spec.batch_size, seq_len=spec.seq_len)
     _check_documents(spec)
     if spec.linear not in get_args(Linear):
         raise ValueError(f"linear: got {spec.linear!r}; accepted: {' or '.join(map(repr, get_args(Linear)))}")

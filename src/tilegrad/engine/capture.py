@@ -7,14 +7,15 @@ Tokens, targets, documents, dropout's seeds and the learning rate change from st
 buffer, `staged`, before the graph starts. The device counts the targets and decides whether to skip the step, and (loss,
 norm) is copied back. So the graph has no arguments, and nothing is allocated once it is captured.
 
-The first step of a new shape runs op by op, which compiles and loads every kernel. The second is captured. Both run
-`DeviceStep.program`, so they have the same bits.
+The first step of a new shape runs op by op, and the second is captured (`CapturedProgram`). Both run `DeviceStep.program`, so
+they have the same bits.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -76,19 +77,52 @@ class Staged:
         self.learning_rate.fill_(learning_rate)
 
 
+@contextmanager
+def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Run on this stream: after the caller's earlier work on the current stream, and before its later work. None: a CPU."""
+    if stream is None:
+        yield
+        return
+    current = torch.cuda.current_stream(stream.device)
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        yield
+    current.wait_stream(stream)
+
+
+class CapturedProgram:
+    """A program of device ops. The first run goes op by op, which compiles and loads every kernel; the second is captured."""
+
+    def __init__(self, program: Callable[[], None], stream: torch.cuda.Stream) -> None:
+        self.program, self.stream = program, stream
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.ran = False
+
+    def run(self, *, capture: bool) -> None:
+        """Called with `stream` as the current stream."""
+        if self.graph is None and self.ran and capture:
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, stream=self.stream):
+                self.program()
+        if self.graph is not None:
+            self.graph.replay()
+        else:
+            self.program()
+        self.ran = True
+
+
 class DeviceStep:
     """The step on micro-batches of fixed shapes, one model for each, all in the same memory."""
 
     def __init__(self, models: Sequence[Transformer], optimizer: Optimizer, stream: torch.cuda.Stream) -> None:
         device, dtype = optimizer.params.device, optimizer.loss.dtype
-        self.models, self.optimizer, self.stream = tuple(models), optimizer, stream
+        self.models, self.optimizer = tuple(models), optimizer
         self.staged = Staged.of(models, device)
         self.valid = torch.empty(max(x.numel() for x in self.staged.targets), dtype=torch.bool, device=device)
         self.counts = torch.zeros(2, dtype=torch.int64, device=device)  # targets of one micro-batch, and of all
         self.inv_total = torch.zeros((), dtype=dtype, device=device)
         self.result = torch.zeros(2, dtype=dtype, device=device)
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.ran = False
+        self.captured = CapturedProgram(self.program, stream)
 
     def program(self) -> None:
         self._count_targets()
@@ -119,18 +153,6 @@ class DeviceStep:
             valid = torch.ge(targets.view(-1), 0, out=self.valid[: targets.numel()])
             all_.add_(torch.sum(valid, 0, out=one))
         self.inv_total.copy_(all_).reciprocal_().nan_to_num_(posinf=0.0)
-
-    def run(self, *, capture: bool) -> None:
-        """Called with `stream` as the current stream."""
-        if self.graph is None and self.ran and capture:
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, stream=self.stream):
-                self.program()
-        if self.graph is not None:
-            self.graph.replay()
-        else:
-            self.program()
-        self.ran = True
 
 
 @dataclass(slots=True)
@@ -163,7 +185,7 @@ class StepQueue:
                 step.staged.buffer.copy_(slot.staged.buffer, non_blocking=True)
             else:
                 step.staged.write(batches, seeds, rate)
-            step.run(capture=capture)
+            step.captured.run(capture=capture)
             slot.result.copy_(step.result, non_blocking=True)
             slot.done.record(self.stream)
         self._running.append((id(step), slot))

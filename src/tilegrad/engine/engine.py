@@ -13,7 +13,7 @@ step is done when `submit` returns.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import cast
 
@@ -28,8 +28,8 @@ from ..model.layer import Linear
 from ..model.lora import LoraConfig
 from ..model.transformer import Transformer
 from .batch import Batch, check_batch, check_some, check_spec, count_targets, micro_batches, write_documents
-from .capture import DeviceStep, StepQueue
-from .machine import check_device, check_fits
+from .capture import DeviceStep, StepQueue, on_stream
+from .machine import check_device, check_fits, check_threads
 from .optimizer import AdamW, NonFiniteError, StepResult
 from .parallel import check_agreed, check_same, digest, make_strategy
 from .planning import plan_model
@@ -365,11 +365,7 @@ class Engine:
 
     def _model(self, b: int, t: int, *, training: bool = True, accumulate: bool = True) -> Transformer:
         """The model bound to the beginning of every buffer, for b sequences, t tokens of each on this rank."""
-        if torch.get_num_threads() != self._threads and self.device.type == "cpu":
-            raise RuntimeError(
-                f"threads: got torch.get_num_threads() = {torch.get_num_threads()}; accepted: {self._threads}, for which "
-                f"this engine's memory was planned (torch.set_num_threads({self._threads}), or a new engine)"
-            )
+        check_threads(self._threads, self.device)
         key = b, t, training, accumulate
         if key not in self._bound:
             handles = self.spec.declare(self.ranks.context, b, t, training=training, accumulate=accumulate)
@@ -452,18 +448,8 @@ class Engine:
             self.optimizer.in_a_row.zero_()
             raise
 
-    @contextmanager
-    def _on_stream(self) -> Iterator[None]:
-        """Run on the engine's own CUDA stream: after the caller's earlier work on the current stream, and before its later
-        work."""
-        if self._stream is None:
-            yield
-            return
-        current = torch.cuda.current_stream(self.device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            yield
-        current.wait_stream(self._stream)
+    def _on_stream(self) -> AbstractContextManager[None]:
+        return on_stream(self._stream)
 
     def _mean_loss(self, model: Transformer) -> float:
         return float(model.head.loss) * self._total / self._count if self._count else 0.0

@@ -34,6 +34,15 @@ def check_device(device: str) -> None:
     )
 
 
+def check_threads(planned_for: int, device: torch.device) -> None:
+    """Refuse another number of threads than memory was planned for."""
+    if torch.get_num_threads() != planned_for and device.type == "cpu":
+        raise RuntimeError(
+            f"threads: got torch.get_num_threads() = {torch.get_num_threads()}; accepted: {planned_for}, for which "
+            f"this engine's memory was planned (torch.set_num_threads({planned_for}), or a new engine)"
+        )
+
+
 def too_large(planned_bytes: int, device: torch.device) -> str | None:
     """The error for a plan that is larger than the device's memory; None if it fits or the memory is unknown."""
     limit = memory_limit(device)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .checks import check_param, check_tensor
 from .cross_entropy import Outputs, check_loss
 from .cross_entropy.torch_ops import mask_targets
 from .embedding.torch_ops import add_rows
@@ -59,6 +60,26 @@ def embedding_mse_step(
 ) -> None:  # fmt: skip
     """Forward and backward in one pass."""
     _run(x, wte, targets, inv_total, Outputs(loss, dx, dwte, accumulate), scratch)
+
+
+def embedding_mse_scores_workspace(x: TensorLike, wte: TensorLike) -> Shapes:
+    acc, rows = accumulation_dtype(x.dtype), rows_per_block(wte, BLOCK)
+    shapes: Shapes = {"e": ((rows, wte.shape[1]), acc), "row": ((wte.shape[1],), acc)}
+    return shapes
+
+
+@op()
+def embedding_mse_scores_fwd(x: Tensor, wte: Tensor, *, scores: Tensor, scratch: Scratch | None = None) -> None:
+    """scores[n, v] = −Σ_c (x[n] − wte[v])² / C, the largest for the nearest embedding.       scores (N, V)"""
+    (n, c), v, acc = x.shape, wte.shape[0], accumulation_dtype(x.dtype)
+    check_param("wte", wte, (v, c), x)
+    check_tensor("scores", scores, (n, v), acc, x.device)
+    buffers = views(scratch, embedding_mse_scores_workspace(x, wte), x.device, "embedding_mse_scores")
+    for i in range(n):
+        row = buffers["row"].copy_(x[i])
+        for j in blocks(v, rows_per_block(wte, BLOCK)):
+            e = buffers["e"][: j.stop - j.start].copy_(wte[j]).sub_(row)
+            torch.linalg.vector_norm(e, dim=-1, out=scores[i, j]).square_().div_(-c)
 
 
 def _run(x: Tensor, wte: Tensor, targets: Tensor, inv_total: Tensor, out: Outputs, scratch: Scratch | None) -> None:

@@ -10,8 +10,8 @@ from typing import Literal, get_args
 
 Reuse = Literal["high", "medium", "low"]
 Lifetime = Literal["ephemeral", "iteration", "persistent"]
-Role = Literal["params", "frozen", "grads", "optimizer", "inputs", "activations"]
-ROLES: tuple[Role, ...] = ("params", "frozen", "grads", "optimizer", "inputs", "activations")
+Role = Literal["params", "frozen", "grads", "optimizer", "cache", "inputs", "activations"]
+ROLES: tuple[Role, ...] = ("params", "frozen", "grads", "optimizer", "cache", "inputs", "activations")
 
 
 class BufferType(StrEnum):

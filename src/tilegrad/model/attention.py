@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
+
 from ..kernels.attention.context import BUFFERS, Ranks
 from ..kernels.attention.mask import Mask
 from ..kernels.attention.qkv import (
@@ -24,6 +26,7 @@ from ..kernels.attention.qkv import (
     qkv_rope_fwd,
     qkv_rope_workspace,
 )
+from ..kernels.cache_attention import cache_attention_fwd, cache_attention_workspace, cache_write_fwd
 from ..kernels.norm import norm_workspace, rmsnorm_bwd, rmsnorm_fwd
 from ..kernels.residual import zero_fwd
 from ..kernels.scratch import Form, Scratch, below
@@ -54,7 +57,7 @@ class Rope:
 
     cos: Buffer
     sin: Buffer
-    positions: Buffer | None  # of packed rows
+    positions: Buffer | None  # of packed rows or of a decoder's step
     rotated: int
     head_dim: int
     context: Ranks | None
@@ -65,7 +68,7 @@ class Rope:
         c = at.config
         table = (c.block_size, c.head_dim // 2)
         cos, sin = (at.buffer(f"rope.{name}", table, at.accumulation_dtype, role="inputs") for name in ("cos", "sin"))
-        positions = at.packed.positions if at.packed else None
+        positions = at.positions
         shapes = qkv_rope_workspace(at.b, at.t, rotated, c.head_dim, at.dtype, at.device, packed=positions is not None)
         return cls(cos, sin, positions, rotated, c.head_dim, at.context, at.scratch(f"rope{rotated}", shapes))
 
@@ -119,6 +122,55 @@ class HeadNorm:
 
 
 @dataclass(frozen=True, slots=True)
+class Cache:
+    """The keys and values that a decoder keeps of one block.       k, v (B, Hkv, capacity, D)
+
+    slots      (N,) int64, in a prefill: sequence · capacity + position of each row
+    positions  (B,) int64, in a step: tokens of each sequence in the cache
+    """
+
+    k: Buffer
+    v: Buffer
+    slots: Buffer | None
+    positions: Buffer | None
+    n_head: int
+    n_kv_head: int
+    scratch: Scratch
+
+    @classmethod
+    def declare(cls, at: Declare, block: int, mask: Mask) -> Cache | None:
+        c, size = at.config, at.cache
+        if size is None:
+            return None
+        shape = (size.sequences, c.kv_heads, size.capacity, c.head_dim)
+        k, v = (
+            at.buffer(f"blocks.{block}.attn.{part}_cache", shape, type=BufferType.CACHE, role="cache") for part in "kv"
+        )
+        if not at.decodes:
+            slots = at.buffer("inputs.slots", (at.n,), torch.int64, role="inputs")
+            return cls(k, v, slots, None, c.n_head, c.kv_heads, {})
+        shapes = cache_attention_workspace(
+            at.b, c.n_head, c.kv_heads, c.head_dim, size.capacity, mask, at.dtype, at.device
+        )
+        positions = at.buffer("inputs.positions", (at.b,), torch.int64, role="inputs")
+        return cls(k, v, None, positions, c.n_head, c.kv_heads, at.scratch("cache_attention", shapes))
+
+    def write(self, qkv: tuple[Buffer, ...]) -> None:
+        """Keeps the keys and values of the prompts."""
+        if self.slots is not None:
+            k, v = qkv[1:] if len(qkv) == 3 else (qkv[0], None)
+            cache_write_fwd(k, v, self.slots, self.n_head, self.n_kv_head, k_cache=self.k, v_cache=self.v)
+
+    def attend(self, qkv: tuple[Buffer, ...], mask: Mask, *, o: Buffer) -> None:
+        """Adds the new token's k and v to the cache, and attends to the cache."""
+        q, k, v = qkv if len(qkv) == 3 else (qkv[0], None, None)
+        cache_attention_fwd(
+            q, k, v, self.positions, mask, self.n_head, self.n_kv_head,
+            o=o, k_cache=self.k, v_cache=self.v, scratch=self.scratch,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionLayer:
     """x, y (N, C)   o (N, Hq·D)   qkv (N, (Hq + 2·Hkv)·D) for dense, else three of (N, H·D)   lse (B, Hq, T)
 
@@ -138,6 +190,7 @@ class AttentionLayer:
     proj_adapter: Adapter | None
     rope: Rope | None
     mask: Mask
+    cache: Cache | None  # of a decoder
     n_head: int
     n_kv_head: int
     deterministic: bool
@@ -193,6 +246,7 @@ class AttentionLayer:
             proj_adapter=Adapter.declare(at, block, "attn.proj", (proj,), {"proj": (0, 0)}, seed),
             rope=Rope.declare(at, c.n_head + c.kv_heads if fused else c.n_head) if c.position == "rope" else None,
             mask=mask,
+            cache=Cache.declare(at, block, mask),
             n_head=c.n_head,
             n_kv_head=c.kv_heads,
             deterministic=at.deterministic,
@@ -269,6 +323,11 @@ class AttentionLayer:
 
     def attend(self) -> None:
         """o, lse = attention(q, k, v)"""
+        if self.cache is not None and self.cache.positions is not None:
+            self.cache.attend(self.qkv, self.mask, o=self.o)
+            return
+        if self.cache is not None:
+            self.cache.write(self.qkv)
         o, scratch = self._by_sequence(self.o), self.forward_scratch
         heads = (self.n_head, self.n_kv_head, self.context)
         if len(self.qkv) == 1:

@@ -90,6 +90,14 @@ class Packed:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheSize:
+    """The KV cache of a decoder: keys and values of `sequences` sequences with at most `capacity` tokens each."""
+
+    sequences: int
+    capacity: int
+
+
+@dataclass(frozen=True, slots=True)
 class Declare:
     """Declares the handles of a program on b sequences of t tokens. Handles with the same name are one buffer.
 
@@ -98,6 +106,8 @@ class Declare:
     documents    the most documents in a row of t tokens; 0: a row is one sequence
     lora         adapters of the blocks' linear layers; every other parameter is frozen
     freeze       patterns of the names of frozen parameters, as fnmatch reads them
+    cache        a program of a decoder: the prefill of packed prompts (documents > 0), or a step on one token of each sequence.
+                 Every parameter is frozen
     scales       the scale states of tensors that are rounded to float8, by name
     """
 
@@ -113,6 +123,7 @@ class Declare:
     documents: int = 0
     lora: LoraConfig | None = None
     freeze: tuple[str, ...] = ()
+    cache: CacheSize | None = None
     params: dict[str, Param] = field(default_factory=dict)
     scales: dict[str, Buffer] = field(default_factory=dict)
 
@@ -129,6 +140,18 @@ class Declare:
         return Packed(ends, self.buffer("inputs.positions", (self.b, self.t), torch.int64, role="inputs"))
 
     @property
+    def decodes(self) -> bool:
+        """Whether this program is a decoder's step: each sequence continues its cache by one token."""
+        return self.cache is not None and not self.documents
+
+    @property
+    def positions(self) -> Buffer | None:
+        """The position (B, T) of each token; None: a row's positions are 0 … T − 1."""
+        if not self.decodes:
+            return self.packed.positions if self.packed else None
+        return self.buffer("inputs.positions", (self.b, self.t), torch.int64, role="inputs")
+
+    @property
     def accumulation_dtype(self) -> torch.dtype:
         """The dtype of gradients, statistics and master weights."""
         return accumulation_dtype(self.dtype)
@@ -141,8 +164,8 @@ class Declare:
     def param(self, name: str, *shape: int, init: Init) -> Param:
         """A parameter with its gradient unless it is frozen, once for each name."""
         if name not in self.params and self.is_frozen(name):
-            dtype = self.dtype if self.device.type != "cpu" else self.accumulation_dtype
-            value = self.buffer(name, shape, dtype, role="frozen")
+            rounded = self.device.type != "cpu" or self.cache is not None
+            value = self.buffer(name, shape, self.dtype if rounded else self.accumulation_dtype, role="frozen")
             self.params[name] = Param(name, value, None, value, init, self.accumulate)
         elif name not in self.params:
             acc = self.accumulation_dtype
@@ -155,7 +178,7 @@ class Declare:
 
     def is_frozen(self, name: str) -> bool:
         base = self.lora is not None and not is_adapter(name)
-        return base or any(fnmatchcase(name, pattern) for pattern in self.freeze)
+        return base or self.cache is not None or any(fnmatchcase(name, pattern) for pattern in self.freeze)
 
     def scale(self, name: str) -> Buffer:
         """The scale state of a tensor that is rounded to float8."""
@@ -179,7 +202,10 @@ class Declare:
         type: BufferType = BufferType.TEMP,
         role: Role = "activations",
     ) -> Buffer:
-        return cast(Buffer, Handle(name, shape, dtype or self.dtype, type, role, _layer_of(name), self.device))
+        layer = _layer_of(name)
+        if self.decodes and (role == "activations" or name.startswith("inputs.")):
+            name = f"step.{name}"  # the prefill has a buffer of this name and another size
+        return cast(Buffer, Handle(name, shape, dtype or self.dtype, type, role, layer, self.device))
 
     def scratch(self, name: str, shapes: Shapes, types: dict[str, BufferType] | None = None) -> Scratch:
         """A buffer for each entry of an op's workspace."""

@@ -39,7 +39,7 @@ class Embedding:
 
     wte: Param
     wpe: Param | None
-    positions: Buffer | None  # of packed rows, with wpe
+    positions: Buffer | None  # of packed rows or of a decoder's step, with wpe
     tied: bool  # the head's backward, which runs first, also writes wte's gradient
     scratch: Scratch
 
@@ -48,7 +48,7 @@ class Embedding:
         c, channels = at.config, at.config.n_embd
         wte = at.param("wte.weight", c.vocab_size, channels, init=WEIGHT)
         wpe = at.param("wpe.weight", c.block_size, channels, init=WEIGHT) if c.position == "learned" else None
-        positions = at.packed.positions if at.packed and wpe else None
+        positions = at.positions if wpe else None
         shapes = embedding_workspace(at.form(channels), packed=positions is not None)
         return cls(wte, wpe, positions, c.tie_embeddings, at.scratch("embedding", shapes))
 
@@ -251,19 +251,26 @@ def declare(
     at = Declare(
         config, b, t, dtype, torch.device(device), accumulate, linear, deterministic, context, documents, lora, freeze
     )
-    c, n_layer = config.n_embd, config.n_layer
+    model = declare_at(at, recompute)
+    _check_frozen(model, freeze)
+    return model
+
+
+def declare_at(at: Declare, recompute: Sequence[frozenset[Recomputed]] = ()) -> Transformer:
+    """The model on the handles that `at` declares."""
+    config, lora, c, n_layer = at.config, at.lora, at.config.n_embd, at.config.n_layer
     embedding = Embedding.declare(at)
     count = n_layer if config.dropout or (lora is not None and lora.dropout) else 0
     seeds = tuple(at.buffer(f"inputs.seed.{i}", (), torch.int64, role="inputs") for i in range(count))
     choices = (*recompute, *(NOTHING,) * (n_layer - len(recompute)))
     x = tuple(at.rows(f"blocks.{i}.x" if i < n_layer else "ln_f.x", c) for i in range(n_layer + 1))
-    model = Transformer(
+    return Transformer(
         embedding=embedding,
         drop=Dropout.declare(at, seeds[0] if seeds else None, 0, dx="dx"),
         blocks=tuple(Block.declare(at, i, seeds[i] if seeds else None, choices[i]) for i in range(n_layer)),
         ln_f=NormLayer.declare(at, "ln_f"),
         head=Head.declare(at, embedding.wte),
-        tokens=at.buffer("inputs.tokens", (b, t), torch.int64, role="inputs"),
+        tokens=at.buffer("inputs.tokens", (at.b, at.t), torch.int64, role="inputs"),
         packed=at.packed,
         seeds=seeds,
         x=x,
@@ -271,8 +278,6 @@ def declare(
         params=at.params,
         scales=at.scales,
     )
-    _check_frozen(model, freeze)
-    return model
 
 
 def _check_frozen(model: Transformer, freeze: tuple[str, ...]) -> None:

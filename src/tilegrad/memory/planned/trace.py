@@ -7,7 +7,7 @@ train, with handles in place of tensors. The observe hook reports each op as a c
     read          the value is needed until here; reading what was never written is an error
     overwrite     a new value begins here, and the old one ended at its last read
     accumulate    a read and a write: the value continues, as with an op that works in place
-    persistent    params, frozen, grads, optimizer and inputs keep their value for the whole program
+    persistent    params, frozen, grads, optimizer, cache and inputs keep their value for the whole program
     flat handle   counts as every buffer that it spans
     side stream   what an op on it reads or writes stays alive until the program waits for the stream
 

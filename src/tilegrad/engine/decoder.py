@@ -1,0 +1,367 @@
+"""`Decoder`: sequences that a model continues, in planned memory.
+
+    prefill({slot: prompt})     reads prompts into the cache of their slots, and draws the next token of each
+    submit()                    reads the token that each active slot drew last, and draws the next
+    finished()                  what was drawn, in order
+
+Both programs (model/decoding.py) are traced and planned before anything is allocated. Sizes are fixed: a slot has room for
+`capacity` tokens, and kernels read the number of tokens in it from `positions` on the device. So on CUDA the step is one graph
+that is captured once, nothing is allocated after its second run, and the host reads tokens without waiting for the newest.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels.op import observe
+from ..memory.planned.arena import Arenas, MemoryPlan, plan_memory
+from ..memory.planned.trace import Handle, bind, trace
+from ..model.config import ModelConfig
+from ..model.decoding import Decoding, declare_prefill, declare_step
+from ..model.layer import CacheSize
+from ..model.lora import LoraConfig
+from .batch import check_sizes, write_documents
+from .capture import CapturedProgram, on_stream
+from .machine import check_device, check_fits, check_threads
+from .sampling import Sampling
+
+_PREFILLS = 16  # bound prefills that are kept, by their number of tokens
+PREFILL_TOKENS = {"cpu": 512, "cuda": 8192}  # read at once, where a prompt is not longer
+
+
+class Prompt(NamedTuple):
+    """sequence   its number: the noise of a draw depends on the seed, this number and how many tokens it has drawn before
+    draws      tokens drawn before: 0, unless a sequence is read again
+    """
+
+    tokens: Sequence[int]
+    sequence: int = 0
+    draws: int = 0
+    sampling: Sampling = Sampling()
+
+
+class Drawn(NamedTuple):
+    """The tokens that these slots drew. A token is −1 if its logits were not finite."""
+
+    slots: tuple[int, ...]
+    tokens: list[int]
+    logprobs: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderSpec:
+    """What a decoder depends on: the model, its slots, the most tokens that one prefill reads, and how it computes. `penalties`:
+    whether sequences may have a repetition penalty, which takes batch_size · vocab_size bytes."""
+
+    config: ModelConfig
+    batch_size: int
+    capacity: int
+    prefill_tokens: int
+    dtype: torch.dtype
+    device: torch.device
+    penalties: bool = False
+    lora: LoraConfig | None = None
+
+    def prefill(self, tokens: int) -> Decoding:
+        size = CacheSize(self.batch_size, self.capacity)
+        penalties, lora = self.penalties, self.lora
+        return declare_prefill(self.config, tokens, size, self.dtype, self.device, penalties=penalties, lora=lora)
+
+    def step(self) -> Decoding:
+        size = CacheSize(self.batch_size, self.capacity)
+        return declare_step(
+            self.config, size, self.dtype, self.device, penalties=self.penalties, lora=self.lora
+        )
+
+
+def decoder_spec(
+    config: ModelConfig,
+    batch_size: int,
+    capacity: int,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    prefill_tokens: int | None = None,
+    penalties: bool = False,
+    lora: LoraConfig | None = None,
+) -> DecoderSpec:
+    """A checked specification. prefill_tokens=None: enough for the longest prompt, and for several short ones."""
+    device = torch.device(device)
+    check_device(str(device))
+    check_sizes(config, dtype, batch_size=batch_size, capacity=capacity)
+    if prefill_tokens is None:
+        prefill_tokens = max(capacity, batch_size, min(batch_size * capacity, PREFILL_TOKENS[device.type]))
+    if prefill_tokens < capacity:
+        raise ValueError(f"prefill_tokens: got {prefill_tokens}; accepted: at least capacity, {capacity}")
+    return DecoderSpec(config, batch_size, capacity, prefill_tokens, dtype, device, penalties, lora)
+
+
+def plan_decoder(spec: DecoderSpec) -> MemoryPlan:
+    """Every byte of a decoder: weights, cache, state, and the activations of both programs."""
+    prefill, step = spec.prefill(spec.prefill_tokens), spec.step()
+
+    def program() -> None:
+        prefill.run()
+        step.run()
+
+    first = [p.value for p in prefill.model.params.values()]
+    return plan_memory(trace(program, observe, (first, prefill.model.blocks, prefill.sampler.state)))
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """The slots as the host counts them: `State` of model/decoding.py, with `positions` and `draws`, on the CPU."""
+
+    positions: Tensor
+    draws: Tensor
+    active: Tensor
+    seeds: Tensor
+    sequences: Tensor
+    settings: Tensor
+
+    @classmethod
+    def empty(cls, batch_size: int) -> Slots:
+        positions, draws, active, seeds, sequences = (torch.zeros(batch_size, dtype=torch.int64) for _ in range(5))
+        settings = torch.tensor(Sampling().row(), dtype=torch.float32).repeat(batch_size, 1)
+        return cls(positions, draws.fill_(-1), active, seeds, sequences, settings)
+
+    def begin(self, slot: int, prompt: Prompt) -> None:
+        """A prompt is in the cache, and its next token is drawn."""
+        seed = prompt.sampling.seed
+        self.positions[slot], self.draws[slot], self.active[slot] = len(prompt.tokens), prompt.draws + 1, 1
+        self.seeds[slot] = seed - (1 << 64) if seed >= 1 << 63 else seed
+        self.sequences[slot] = prompt.sequence
+        self.settings[slot] = torch.tensor(prompt.sampling.row(), dtype=torch.float32)
+
+
+class Decoder:
+    """The slots 0 … batch_size − 1, each with the cache of one sequence.
+
+    >>> import torch
+    >>> from tilegrad import Engine, ModelConfig
+    >>> config = ModelConfig(vocab_size=5, block_size=8, n_layer=1, n_head=2, n_embd=16)
+    >>> engine = Engine(config, batch_size=2, seq_len=4)
+    >>> decoder = Decoder(config, engine.params, batch_size=2, capacity=8)
+    >>> decoder.prefill({0: Prompt([1, 2, 3]), 1: Prompt([4], sequence=1)})
+    >>> decoder.submit()
+    >>> [len(drawn.tokens) for drawn in decoder.finished(wait=True)]
+    [2, 2]
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        params: Mapping[str, Tensor],
+        batch_size: int,
+        capacity: int,
+        *,
+        prefill_tokens: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        penalties: bool = False,
+        lora: LoraConfig | None = None,
+        capture: bool = True,
+    ) -> None:
+        """params      by name; used as they are if they have this dtype and device, otherwise copied into planned memory
+        capacity    tokens of a sequence, prompt included, at most block_size
+        device      by default that of the parameters
+        dtype       by default that of the parameters
+        penalties   whether prompts may have a repetition penalty
+        capture     False: a step on CUDA runs op by op
+        """
+        first = params["wte.weight"]
+        self.spec = spec = decoder_spec(
+            config, batch_size, capacity, prefill_tokens=prefill_tokens, device=device or first.device,
+            dtype=dtype or first.dtype, penalties=penalties, lora=lora,
+        )  # fmt: skip
+        self.batch_size, self.capacity = batch_size, capacity
+        step = spec.step()
+        self._params = _given(params, step, spec)
+        plan = plan_decoder(spec)
+        if self._params:  # they have memory already
+            arenas = {role: arena for role, arena in plan.arenas.items() if role != "frozen"}
+            plan = replace(plan, arenas=MappingProxyType(arenas))
+        self.plan = plan
+        check_fits(plan.peak_bytes, spec.device)
+        self.arenas = Arenas(plan)
+        self._step = bind(step, self._view)
+        self._state = self._step.sampler.state
+        if not self._params:
+            for name, p in self._step.model.params.items():
+                p.value.copy_(params[name])
+        self._step.model.fill_tables(config)
+        self._threads = torch.get_num_threads()
+        self._prefills: dict[int, Decoding] = {}
+        self._slots = Slots.empty(batch_size)
+        self._load_slots()
+        self._results: deque[tuple[tuple[int, ...], Tensor, Tensor, torch.cuda.Event | None]] = deque()
+        self._stream = torch.cuda.Stream(spec.device) if spec.device.type == "cuda" else None
+        self._captured = None if self._stream is None else CapturedProgram(self._run_step, self._stream)
+        self._capture = capture
+
+    # ── the host's side ──
+
+    def prefill(self, prompts: Mapping[int, Prompt]) -> None:
+        """Read prompts into their slots, whatever these had before, and draw the next token of each. As many prompts are read
+        together as `prefill_tokens` allows; each of these groups has its own result."""
+        for slot, prompt in prompts.items():
+            self._check_prompt(slot, prompt)
+        group: dict[int, Prompt] = {}
+        for slot, prompt in prompts.items():
+            if group and sum(len(p.tokens) for p in group.values()) + len(prompt.tokens) > self.spec.prefill_tokens:
+                self._prefill(group)
+                group = {}
+            group[slot] = prompt
+        if group:
+            self._prefill(group)
+
+    def submit(self) -> None:
+        """One step of the active slots. On CUDA it does not wait for the device."""
+        self._check_threads()
+        slots = self._slots
+        full = ((slots.positions >= self.capacity) & (slots.active > 0)).nonzero().flatten().tolist()
+        if full:
+            raise ValueError(
+                f"slot {full[0]}: got {self.capacity} tokens, which fill its cache; prefill it with the last of them, or stop it"
+            )
+        with on_stream(self._stream):
+            if self._captured is None:
+                self._run_step()
+            else:
+                self._captured.run(capture=self._capture)
+            self._record(tuple(slots.active.nonzero().flatten().tolist()))
+        slots.positions.add_(slots.active)
+        slots.draws.add_(slots.active)
+
+    def stop(self, slots: Collection[int]) -> None:
+        """Draw no more tokens in these slots, until the next prefill."""
+        for slot in slots:
+            self._slots.active[slot], self._slots.draws[slot] = 0, -1
+        with on_stream(self._stream):
+            self._load_slots()
+
+    def finished(self, *, wait: bool = False) -> list[Drawn]:
+        """Results of prefills and steps, oldest first, each once; `wait` includes all."""
+        drawn = []
+        while self._results and (wait or _is_done(self._results[0][3])):
+            slots, tokens, logprobs, event = self._results.popleft()
+            if event is not None:
+                event.synchronize()
+            all_tokens, all_logprobs = tokens.tolist(), logprobs.tolist()
+            drawn.append(Drawn(slots, [all_tokens[i] for i in slots], [all_logprobs[i] for i in slots]))
+        return drawn
+
+    # ── the device's side ──
+
+    def _run_step(self) -> None:
+        assert self._step.positions is not None
+        self._step.run()
+        self._feed()
+        self._step.positions.add_(self._state.active)
+        self._step.sampler.draws.add_(self._state.active)
+
+    def _feed(self) -> None:
+        """The tokens that were drawn are the next to be read."""
+        torch.clamp(self._state.tokens, min=0, out=self._step.model.tokens.view(-1))
+
+    def _load_slots(self) -> None:
+        """Copies the host's view of the slots to the device. Steps in flight come first on the stream, and the host has counted
+        them."""
+        slots, state = self._slots, self._state
+        assert self._step.positions is not None
+        self._step.positions.copy_(slots.positions)
+        self._step.sampler.draws.copy_(slots.draws)
+        for name in ("active", "settings", "seeds", "sequences"):
+            getattr(state, name).copy_(getattr(slots, name))
+
+    def _prefill(self, prompts: dict[int, Prompt]) -> None:
+        self._check_threads()
+        lengths = torch.tensor([len(prompt.tokens) for prompt in prompts.values()])
+        total = int(lengths.sum())
+        ends = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
+        decoding = self._bound_prefill(total)
+        packed, last, draws, slots = decoding.model.packed, decoding.sampler.last, decoding.sampler.draws, decoding.slots
+        assert packed is not None and last is not None and slots is not None
+        in_cache = torch.tensor([slot * self.capacity for slot in prompts]) - ends[:-1]
+        with on_stream(self._stream):
+            decoding.model.tokens.view(-1).copy_(torch.tensor([t for prompt in prompts.values() for t in prompt.tokens]))
+            write_documents(ends.to(torch.int32), ends=packed.cu_seqlens, positions=packed.positions)
+            slots.copy_(torch.arange(total) + in_cache.repeat_interleave(lengths))
+            at, drawn = torch.zeros(self.batch_size, 1, dtype=torch.int64), torch.full((self.batch_size,), -1)
+            for i, (slot, prompt) in enumerate(prompts.items()):
+                at[slot], drawn[slot] = ends[i + 1] - 1, prompt.draws
+                self._slots.begin(slot, prompt)
+                if self._state.seen is not None:
+                    seen = self._state.seen[slot]
+                    seen.zero_().index_fill_(0, torch.tensor(prompt.tokens, device=seen.device), 1)
+            last.copy_(at)
+            draws.copy_(drawn)
+            self._load_slots()
+            decoding.run()
+            self._feed()
+            self._record(tuple(prompts))
+
+    def _record(self, slots: tuple[int, ...]) -> None:
+        tokens, logprobs = self._state.tokens, self._state.logprobs
+        if self._stream is None:
+            self._results.append((slots, tokens.clone(), logprobs.clone(), None))
+            return
+        event = torch.cuda.Event()
+        on_host = [torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True) for x in (tokens, logprobs)]
+        event.record(self._stream)
+        self._results.append((slots, on_host[0], on_host[1], event))
+
+    # ── inside ──
+
+    def _view(self, handle: Handle) -> Tensor | Handle:
+        if handle.role == "frozen" and self._params:
+            return self._params[handle.name]
+        return self.arenas.view(handle)
+
+    def _bound_prefill(self, tokens: int) -> Decoding:
+        if tokens not in self._prefills:
+            if len(self._prefills) >= _PREFILLS:
+                self._prefills.pop(next(iter(self._prefills)))
+            self._prefills[tokens] = bind(self.spec.prefill(tokens), self._view)
+        return self._prefills[tokens]
+
+    def _check_prompt(self, slot: int, prompt: Prompt) -> None:
+        vocab_size = self.spec.config.vocab_size
+        if not 0 <= slot < self.batch_size:
+            raise ValueError(f"slot: got {slot}; accepted: 0 … {self.batch_size - 1}")
+        if not 1 <= len(prompt.tokens) <= self.capacity:
+            raise ValueError(f"tokens: got {len(prompt.tokens)} in a prompt; accepted: 1 … capacity, {self.capacity}")
+        wrong = next((token for token in prompt.tokens if not 0 <= token < vocab_size), None)
+        if wrong is not None:
+            raise ValueError(f"tokens: got {wrong}; accepted: 0 … {vocab_size - 1}")
+        if prompt.sampling.repetition_penalty != 1.0 and not self.spec.penalties:
+            got = prompt.sampling.repetition_penalty
+            raise ValueError(f"repetition_penalty: got {got}; accepted: 1.0, or any with Decoder(penalties=True)")
+
+    def _check_threads(self) -> None:
+        check_threads(self._threads, self.spec.device)
+
+
+def _given(params: Mapping[str, Tensor], step: Decoding, spec: DecoderSpec) -> dict[str, Tensor]:
+    """The parameters, if a decoder can use them where they are; otherwise nothing. Refuses parameters of another model."""
+    declared = step.model.params
+    for name, p in declared.items():
+        if name not in params or params[name].shape != p.value.shape:
+            got = "none" if name not in params else str(tuple(params[name].shape))
+            raise ValueError(f"params: got {got} for {name}; accepted: {tuple(p.value.shape)}, as the config says")
+    same = all(
+        (x.dtype, x.device) == (spec.dtype, spec.device) and x.is_contiguous()
+        for x in (params[name] for name in declared)
+    )
+    return {name: params[name] for name in declared} if same else {}
+
+
+def _is_done(event: torch.cuda.Event | None) -> bool:
+    return event is None or event.query()

@@ -1,0 +1,168 @@
+"""The two programs of a decoder, on the tree of the model: `prefill` reads prompts, `step` continues every sequence by a token.
+
+    prefill   tokens (1, N), the prompts packed → hidden states; k and v of every token go to the cache; n = each prompt's last row
+    step      tokens (B, 1), the last of each sequence → hidden states by attention over the cache; n = all rows
+    both      logits = n W'        token ~ the logits of its sequence, as `settings` say            n (B, C)   logits (B, V)
+
+Both are declared on handles, traced and planned together, so they share the memory of their activations. A prefill may read
+prompts for some sequences only: `draws` of the others is −1, and their tokens stay as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..kernels.embedding import embedding_fwd, embedding_workspace
+from ..kernels.embedding_mse import embedding_mse_scores_fwd, embedding_mse_scores_workspace
+from ..kernels.linear import linear_fwd, linear_workspace
+from ..kernels.residual import copy_fwd
+from ..kernels.sampling import sample_fwd, sample_workspace
+from ..kernels.scratch import Form, Scratch
+from .config import ModelConfig
+from .layer import Buffer, CacheSize, Declare, Param
+from .lora import LoraConfig
+from .transformer import Transformer, declare_at
+
+SETTINGS = 5  # temperature, top_k, top_p, min_p, repetition_penalty
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What a decoder knows of each sequence.       int64 (B,), except logprobs, settings (B, 5) float32, seen (B, V) uint8
+
+    tokens      the last token drawn, −1 if its logits were not finite
+    logprobs    of that token, by the softmax of the logits
+    active      1 for the sequences that continue, else 0
+    seen        1 for the tokens of the sequence; only with a repetition penalty
+    """
+
+    tokens: Buffer
+    logprobs: Buffer
+    settings: Buffer
+    seeds: Buffer
+    sequences: Buffer
+    active: Buffer
+    seen: Buffer | None
+
+    @classmethod
+    def declare(cls, at: Declare, batch_size: int, *, penalties: bool) -> State:
+        def buffer(name: str, *shape: int, dtype: torch.dtype = torch.int64) -> Buffer:
+            return at.buffer(f"state.{name}", (batch_size, *shape), dtype, role="inputs")
+
+        return cls(
+            tokens=buffer("tokens"),
+            logprobs=buffer("logprobs", dtype=at.accumulation_dtype),
+            settings=buffer("settings", SETTINGS, dtype=torch.float32),
+            seeds=buffer("seeds"),
+            sequences=buffer("sequences"),
+            active=buffer("active"),
+            seen=buffer("seen", at.config.vocab_size, dtype=torch.uint8) if penalties else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """The head of a decoder: rows of ln_f's output → logits → `state.tokens`.
+
+    last     (B, 1) int64, in a prefill: the row of each prompt's last token
+    draws    (B,) int64: how many tokens each sequence has drawn; −1: this sequence draws none
+    """
+
+    w: Param
+    loss: str
+    state: State
+    last: Buffer | None
+    draws: Buffer
+    n: Buffer | None
+    computed: Buffer  # the logits as the product writes them
+    logits: Buffer  # in the accumulation dtype
+    gather_scratch: Scratch
+    product_scratch: Scratch
+    scratch: Scratch
+
+    @classmethod
+    def declare(cls, at: Declare, w: Param, batch_size: int, *, penalties: bool) -> Sampler:
+        c, acc = at.config, at.accumulation_dtype
+        rows = Form((batch_size, c.n_embd), at.dtype, at.device)
+        logits = at.buffer("logits", (batch_size, c.vocab_size), acc)
+        on_cpu = at.device.type == "cpu" and at.dtype != acc and c.loss == "cross_entropy"  # products write x's dtype there
+        if c.loss == "cross_entropy":
+            product = linear_workspace(rows, w.value, backward=False, bias=False)
+        else:
+            product = embedding_mse_scores_workspace(rows, w.value)
+        gathers = not at.decodes
+        return cls(
+            w=w,
+            loss=c.loss,
+            state=State.declare(at, batch_size, penalties=penalties),
+            last=at.buffer("inputs.last", (batch_size, 1), torch.int64, role="inputs") if gathers else None,
+            draws=at.buffer("inputs.draws", (batch_size,), torch.int64, role="inputs"),
+            n=at.buffer("last_rows", (batch_size, c.n_embd)) if gathers else None,
+            computed=at.buffer("computed_logits", (batch_size, c.vocab_size)) if on_cpu else logits,
+            logits=logits,
+            gather_scratch=at.scratch("gather", embedding_workspace(rows) if gathers else {}),
+            product_scratch=at.scratch("logits", product),
+            scratch=at.scratch("sampling", sample_workspace(Form((batch_size, c.vocab_size), acc, at.device))),
+        )
+
+    def forward(self, n: Buffer) -> None:
+        if self.last is not None and self.n is not None:
+            embedding_fwd(self.last, n, None, x=self.n, scratch=self.gather_scratch)  # n[last]
+            n = self.n
+        if self.loss == "cross_entropy":
+            linear_fwd(n, self.w.value, None, y=self.computed, scratch=self.product_scratch)
+        else:
+            embedding_mse_scores_fwd(n, self.w.value, scores=self.computed, scratch=self.product_scratch)
+        if self.computed is not self.logits:
+            copy_fwd(self.computed, y=self.logits)
+        s = self.state
+        sample_fwd(
+            self.logits, s.settings, s.seeds, s.sequences, self.draws,
+            tokens=s.tokens, logprobs=s.logprobs, seen=s.seen, scratch=self.scratch,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """The model, with the head that draws tokens.
+
+    slots        of a prefill, as in model/attention.py's Cache
+    positions    of a step, (B,) int64: the tokens of each sequence in the cache
+    """
+
+    model: Transformer
+    sampler: Sampler
+    slots: Buffer | None
+    positions: Buffer | None
+
+    def run(self) -> None:
+        self.sampler.forward(self.model.hidden_states())
+
+
+def declare_prefill(
+    config: ModelConfig, tokens: int, size: CacheSize, dtype: torch.dtype, device: torch.device, *,
+    penalties: bool, lora: LoraConfig | None,
+) -> Decoding:  # fmt: skip
+    """The program that reads `tokens` tokens of at most size.sequences prompts."""
+    at = Declare(
+        replace(config, dropout=0.0), 1, tokens, dtype, device, documents=size.sequences, lora=lora, cache=size
+    )
+    return _declare(at, size, penalties=penalties)
+
+
+def declare_step(
+    config: ModelConfig, size: CacheSize, dtype: torch.dtype, device: torch.device, *,
+    penalties: bool, lora: LoraConfig | None,
+) -> Decoding:  # fmt: skip
+    """The program that reads and draws one token of each sequence."""
+    at = Declare(replace(config, dropout=0.0), size.sequences, 1, dtype, device, lora=lora, cache=size)
+    return _declare(at, size, penalties=penalties)
+
+
+def _declare(at: Declare, size: CacheSize, *, penalties: bool) -> Decoding:
+    model = declare_at(at)
+    sampler = Sampler.declare(at, model.head.w, size.sequences, penalties=penalties)
+    cache = model.blocks[0].attention.cache
+    return Decoding(model, sampler, cache.slots if cache else None, cache.positions if cache else None)
