@@ -1,4 +1,4 @@
-"""`tilegrad plan`: every byte of a training step before the first is allocated."""
+"""`tilegrad plan`: every byte of a training step, or of a decoder, before the first is allocated."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ from typing import TYPE_CHECKING
 from .arguments import Commands, add_command, add_keys, add_ranks, given_keys, sharding_of
 
 if TYPE_CHECKING:
+    import torch
+
     from ..engine.spec import StepSpec
+    from ..memory.planned.report import MemoryReport
+    from ..training.config import RunConfig
 
 
 def _plan(args: argparse.Namespace) -> int:
     import torch
 
-    from ..engine.machine import check_device, what_fits
+    from ..engine.machine import check_device
     from ..engine.planning import plan_model, step_report
     from ..engine.recompute import OverBudget, choose_recompute
     from ..engine.spec import StepSpec
@@ -32,6 +36,11 @@ def _plan(args: argparse.Namespace) -> int:
     where = Path(args.config).stem if args.config else None
     t = run.train
     check_device(t.device)
+    if args.generate:
+        return _plan_decoder(args, run, where or content.get("model", {}).get("preset", "tiny"), page)
+    for name in ("max_tokens", "prompt_tokens"):
+        if getattr(args, name) is not None:
+            raise ValueError(f"{name.replace('_', '-')}: got {getattr(args, name)} without --generate; give both")
     if args.world_size < 1:
         raise ValueError(f"world-size: got {args.world_size}; accepted: at least 1")
     device = torch.device(t.device)
@@ -50,21 +59,65 @@ def _plan(args: argparse.Namespace) -> int:
     title += f", one of {args.world_size} ranks, shard {args.shard}" if args.world_size > 1 else ""
     title += f", {args.context} ranks to a sequence" if args.context > 1 else ""
     report = step_report(plan_model(spec), spec, title)
+    chosen = {name: sum(name in block for block in spec.recompute) for name in ("norm", "activation", "block")}
+    recomputed = ", ".join(f"{name} in {n} blocks" for name, n in chosen.items() if n)
+    _print(args, report, device, page, [f"recomputed: {recomputed}"] if recomputed else [], largest, largest_sentence)
+    return 0
+
+
+def _print(
+    args: argparse.Namespace,
+    report: MemoryReport,
+    device: torch.device,
+    page: Path | None,
+    notes: list[str],
+    largest: dict[str, int | None],
+    largest_sentence: str,
+) -> None:
+    from ..engine.machine import what_fits
+
     if page is not None:
         page.write_text(report.html(), encoding="utf-8")
     fits, sentence = what_fits(report.peak_bytes + sum(dict(report.beside).values()), device)
     if args.json:
         print(json.dumps(report.json() | fits | largest, indent=1))
-        return 0
+        return
     print(report.table())
-    chosen = {name: sum(name in block for block in spec.recompute) for name in ("norm", "activation", "block")}
-    if any(chosen.values()):
-        print("\nrecomputed: " + ", ".join(f"{name} in {n} blocks" for name, n in chosen.items() if n))
+    for note in notes:
+        print(f"\n{note}")
     print(f"\n{sentence}")
     if args.fit:
         print(largest_sentence)
     if page is not None:
         print(f"\nThe timeline: {page}")
+
+
+def _plan_decoder(args: argparse.Namespace, run: RunConfig, name: str, page: Path | None) -> int:
+    """Every byte of the decoder that `generate` would use."""
+    import torch
+
+    from ..engine.decoder import decoder_spec, largest_batch, plan_decoder
+    from ..memory.managed import pressure
+    from ..memory.planned.report import memory_report
+
+    t, size = run.train, run.model.block_size
+    for flag, given, usual in (
+        ("world-size", args.world_size, 1),
+        ("context", args.context, 1),
+        ("memory-budget", t.memory_budget, None),
+    ):
+        if given != usual:
+            raise ValueError(f"{flag}: got {given} with --generate; accepted: {usual}")
+    for flag, given in (("max-tokens", args.max_tokens), ("prompt-tokens", args.prompt_tokens)):
+        if given is not None and given < 1:
+            raise ValueError(f"{flag}: got {given}; accepted: an int ≥ 1")
+    prompt = args.prompt_tokens or 1
+    capacity = size if args.max_tokens is None else min(size, prompt + args.max_tokens)
+    device, dtype = torch.device(t.device), getattr(torch, t.dtype)
+    spec = decoder_spec(run.model, t.batch_size, capacity, device=device, dtype=dtype)
+    title = f"{name}, generation of {t.batch_size} × {capacity} tokens, {t.dtype}"
+    largest, sentence = largest_batch(spec, pressure.memory_available(device)) if args.fit else ({}, "")
+    _print(args, memory_report(plan_decoder(spec), title), device, page, [], largest, sentence)
     return 0
 
 
@@ -96,6 +149,13 @@ def add_memory(commands: Commands) -> None:
     plan.add_argument("--html", metavar="FILE", help="write the timeline as a page")
     plan.add_argument("--json", action="store_true", help="JSON instead of the table")
     plan.add_argument("--fit", action="store_true", help="also find the largest batch size that fits into free memory")
+    plan.add_argument("--generate", action="store_true", help="plan generation instead: --batch-size sequences at once")
+    plan.add_argument(
+        "--max-tokens", type=int, metavar="N", help="with --generate: new tokens (default: up to block_size)"
+    )
+    plan.add_argument(
+        "--prompt-tokens", type=int, metavar="N", help="with --generate: of the longest prompt (default: 1)"
+    )
     plan.add_argument("--world-size", type=int, default=1, metavar="N", help="plan one of N ranks (default: 1)")
     add_ranks(plan)
     add_keys(plan)

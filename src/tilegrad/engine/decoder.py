@@ -21,15 +21,18 @@ import torch
 from torch import Tensor
 
 from ..kernels.op import observe
+from ..memory.managed.pressure import memory_limit
+from ..memory.page import human
 from ..memory.planned.arena import Arenas, MemoryPlan, plan_memory
 from ..memory.planned.trace import Handle, bind, trace
 from ..model.config import ModelConfig
-from ..model.decoding import Decoding, declare_prefill, declare_step
+from ..model.decoding import Decoding, declare_decoding
 from ..model.layer import CacheSize
 from ..model.lora import LoraConfig
-from .batch import check_sizes, write_documents
+from .batch import LIMITS, check_sizes, write_documents
 from .capture import CapturedProgram, on_stream
-from .machine import check_device, check_fits, check_threads
+from .machine import check_device, check_threads, too_large
+from .recompute import most
 from .sampling import Sampling
 
 _PREFILLS = 16  # bound prefills that are kept, by their number of tokens
@@ -57,8 +60,8 @@ class Drawn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
-    """What a decoder depends on: the model, its slots, the most tokens that one prefill reads, and how it computes. `penalties`:
-    whether sequences may have a repetition penalty, which takes batch_size · vocab_size bytes."""
+    """What a decoder depends on: the model, its slots, the most tokens that one prefill reads, and how it computes. With
+    `penalties` sequences may have a repetition penalty, which takes batch_size · vocab_size bytes."""
 
     config: ModelConfig
     batch_size: int
@@ -69,16 +72,12 @@ class DecoderSpec:
     penalties: bool = False
     lora: LoraConfig | None = None
 
-    def prefill(self, tokens: int) -> Decoding:
-        size = CacheSize(self.batch_size, self.capacity)
-        penalties, lora = self.penalties, self.lora
-        return declare_prefill(self.config, tokens, size, self.dtype, self.device, penalties=penalties, lora=lora)
-
-    def step(self) -> Decoding:
-        size = CacheSize(self.batch_size, self.capacity)
-        return declare_step(
-            self.config, size, self.dtype, self.device, penalties=self.penalties, lora=self.lora
-        )
+    def declare(self, prefill_tokens: int | None = None) -> Decoding:
+        """The step or, with prefill_tokens, the prefill of so many tokens, on handles."""
+        return declare_decoding(
+            self.config, CacheSize(self.batch_size, self.capacity), self.dtype, self.device,
+            prefill_tokens=prefill_tokens, penalties=self.penalties, lora=self.lora,
+        )  # fmt: skip
 
 
 def decoder_spec(
@@ -105,7 +104,7 @@ def decoder_spec(
 
 def plan_decoder(spec: DecoderSpec) -> MemoryPlan:
     """Every byte of a decoder: weights, cache, state, and the activations of both programs."""
-    prefill, step = spec.prefill(spec.prefill_tokens), spec.step()
+    prefill, step = spec.declare(spec.prefill_tokens), spec.declare()
 
     def program() -> None:
         prefill.run()
@@ -139,6 +138,30 @@ class Slots:
         self.seeds[slot] = seed - (1 << 64) if seed >= 1 << 63 else seed
         self.sequences[slot] = prompt.sequence
         self.settings[slot] = torch.tensor(prompt.sampling.row(), dtype=torch.float32)
+
+    def end(self, slot: int) -> None:
+        """The slot draws no more: until the next prompt, steps read some token at its position 0."""
+        self.positions[slot], self.draws[slot], self.active[slot] = 0, -1, 0
+
+
+def largest_batch(spec: DecoderSpec, limit: int | None = None) -> tuple[dict[str, int | None], str]:
+    """The most slots whose plan takes at most `limit` bytes, by default the device's memory: as data and as a sentence."""
+    limit = memory_limit(spec.device) if limit is None else limit
+
+    def nbytes(batch_size: int) -> int:
+        tokens = max(spec.prefill_tokens, batch_size)
+        return plan_decoder(replace(spec, batch_size=batch_size, prefill_tokens=tokens)).peak_bytes
+
+    if limit is None:
+        raise ValueError(f"fit: got {spec.device}, whose free memory is unknown here")
+    found = most(lambda batch_size: batch_size <= LIMITS["batch_size"] and nbytes(batch_size) <= limit)
+    if not found:
+        return {
+            "largest_batch_size": 0,
+            "largest_batch_bytes": None,
+        }, "no batch fits, not even one of a single sequence"
+    data: dict[str, int | None] = {"largest_batch_size": found, "largest_batch_bytes": nbytes(found)}
+    return data, f"the largest batch that fits is {found:,} × {spec.capacity} tokens, {human(nbytes(found))}"
 
 
 class Decoder:
@@ -182,14 +205,16 @@ class Decoder:
             dtype=dtype or first.dtype, penalties=penalties, lora=lora,
         )  # fmt: skip
         self.batch_size, self.capacity = batch_size, capacity
-        step = spec.step()
+        step = spec.declare()
         self._params = _given(params, step, spec)
         plan = plan_decoder(spec)
         if self._params:  # they have memory already
             arenas = {role: arena for role, arena in plan.arenas.items() if role != "frozen"}
             plan = replace(plan, arenas=MappingProxyType(arenas))
         self.plan = plan
-        check_fits(plan.peak_bytes, spec.device)
+        refusal = too_large(plan.peak_bytes, spec.device)
+        if refusal:
+            raise ValueError(f"{refusal}; {largest_batch(spec)[1]}")
         self.arenas = Arenas(plan)
         self._step = bind(step, self._view)
         self._state = self._step.sampler.state
@@ -229,7 +254,8 @@ class Decoder:
         full = ((slots.positions >= self.capacity) & (slots.active > 0)).nonzero().flatten().tolist()
         if full:
             raise ValueError(
-                f"slot {full[0]}: got {self.capacity} tokens, which fill its cache; prefill it with the last of them, or stop it"
+                f"slot {full[0]}: got {self.capacity} tokens, which fill its cache; prefill it with the last of them, or "
+                "stop it"
             )
         with on_stream(self._stream):
             if self._captured is None:
@@ -243,7 +269,7 @@ class Decoder:
     def stop(self, slots: Collection[int]) -> None:
         """Draw no more tokens in these slots, until the next prefill."""
         for slot in slots:
-            self._slots.active[slot], self._slots.draws[slot] = 0, -1
+            self._slots.end(slot)
         with on_stream(self._stream):
             self._load_slots()
 
@@ -287,11 +313,18 @@ class Decoder:
         total = int(lengths.sum())
         ends = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
         decoding = self._bound_prefill(total)
-        packed, last, draws, slots = decoding.model.packed, decoding.sampler.last, decoding.sampler.draws, decoding.slots
+        packed, last, draws, slots = (
+            decoding.model.packed,
+            decoding.sampler.last,
+            decoding.sampler.draws,
+            decoding.slots,
+        )
         assert packed is not None and last is not None and slots is not None
         in_cache = torch.tensor([slot * self.capacity for slot in prompts]) - ends[:-1]
         with on_stream(self._stream):
-            decoding.model.tokens.view(-1).copy_(torch.tensor([t for prompt in prompts.values() for t in prompt.tokens]))
+            decoding.model.tokens.view(-1).copy_(
+                torch.tensor([t for prompt in prompts.values() for t in prompt.tokens])
+            )
             write_documents(ends.to(torch.int32), ends=packed.cu_seqlens, positions=packed.positions)
             slots.copy_(torch.arange(total) + in_cache.repeat_interleave(lengths))
             at, drawn = torch.zeros(self.batch_size, 1, dtype=torch.int64), torch.full((self.batch_size,), -1)
@@ -314,7 +347,9 @@ class Decoder:
             self._results.append((slots, tokens.clone(), logprobs.clone(), None))
             return
         event = torch.cuda.Event()
-        on_host = [torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True) for x in (tokens, logprobs)]
+        on_host = [
+            torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True) for x in (tokens, logprobs)
+        ]
         event.record(self._stream)
         self._results.append((slots, on_host[0], on_host[1], event))
 
@@ -329,7 +364,7 @@ class Decoder:
         if tokens not in self._prefills:
             if len(self._prefills) >= _PREFILLS:
                 self._prefills.pop(next(iter(self._prefills)))
-            self._prefills[tokens] = bind(self.spec.prefill(tokens), self._view)
+            self._prefills[tokens] = bind(self.spec.declare(tokens), self._view)
         return self._prefills[tokens]
 
     def _check_prompt(self, slot: int, prompt: Prompt) -> None:

@@ -97,16 +97,16 @@ def largest_batch(spec: StepSpec, budget: int | None, limit: int) -> tuple[int, 
         return nbytes(batch_size, choice) <= limit, any(choice)
 
     if budget is not None and budget > limit:
-        found = _most(lambda b: nbytes(b, ()) <= limit)
+        found = most(lambda b: nbytes(b, ()) <= limit)
     elif budget is not None:
-        found = _most(lambda b: any(nbytes(b, _choice(n, n, n, blocks)) <= budget for blocks in (n, n - 1)))
+        found = most(lambda b: any(nbytes(b, _choice(n, n, n, blocks)) <= budget for blocks in (n, n - 1)))
     else:
-        found = _most(lambda b: usual(b)[0] or not usual(b)[1])
-        found = found if found and usual(found)[0] else _most(lambda b: usual(b)[0])
+        found = most(lambda b: usual(b)[0] or not usual(b)[1])
+        found = found if found and usual(found)[0] else most(lambda b: usual(b)[0])
     return (found, nbytes(found, chosen(found))) if found else None
 
 
-def _most(holds: Callable[[int], bool]) -> int:
+def most(holds: Callable[[int], bool]) -> int:
     """The largest n ≥ 1 for which `holds` is true, or 0: doubling and bisection, as if it were true for every smaller n."""
     high = 1
     while holds(high):

@@ -1,6 +1,6 @@
 """The two programs of a decoder, on the tree of the model: `prefill` reads prompts, `step` continues every sequence by a token.
 
-    prefill   tokens (1, N), the prompts packed → hidden states; k and v of every token go to the cache; n = each prompt's last row
+    prefill   tokens (1, N), packed prompts → hidden states; k and v of every token → the cache; n = the last row of each prompt
     step      tokens (B, 1), the last of each sequence → hidden states by attention over the cache; n = all rows
     both      logits = n W'        token ~ the logits of its sequence, as `settings` say            n (B, C)   logits (B, V)
 
@@ -76,7 +76,7 @@ class Sampler:
     last: Buffer | None
     draws: Buffer
     n: Buffer | None
-    computed: Buffer  # the logits as the product writes them
+    rounded: Buffer | None  # the logits in the compute dtype, where a product writes no other
     logits: Buffer  # in the accumulation dtype
     gather_scratch: Scratch
     product_scratch: Scratch
@@ -87,7 +87,7 @@ class Sampler:
         c, acc = at.config, at.accumulation_dtype
         rows = Form((batch_size, c.n_embd), at.dtype, at.device)
         logits = at.buffer("logits", (batch_size, c.vocab_size), acc)
-        on_cpu = at.device.type == "cpu" and at.dtype != acc and c.loss == "cross_entropy"  # products write x's dtype there
+        rounds = at.device.type == "cpu" and at.dtype != acc and c.loss == "cross_entropy"
         if c.loss == "cross_entropy":
             product = linear_workspace(rows, w.value, backward=False, bias=False)
         else:
@@ -100,7 +100,7 @@ class Sampler:
             last=at.buffer("inputs.last", (batch_size, 1), torch.int64, role="inputs") if gathers else None,
             draws=at.buffer("inputs.draws", (batch_size,), torch.int64, role="inputs"),
             n=at.buffer("last_rows", (batch_size, c.n_embd)) if gathers else None,
-            computed=at.buffer("computed_logits", (batch_size, c.vocab_size)) if on_cpu else logits,
+            rounded=at.buffer("rounded_logits", (batch_size, c.vocab_size)) if rounds else None,
             logits=logits,
             gather_scratch=at.scratch("gather", embedding_workspace(rows) if gathers else {}),
             product_scratch=at.scratch("logits", product),
@@ -112,11 +112,12 @@ class Sampler:
             embedding_fwd(self.last, n, None, x=self.n, scratch=self.gather_scratch)  # n[last]
             n = self.n
         if self.loss == "cross_entropy":
-            linear_fwd(n, self.w.value, None, y=self.computed, scratch=self.product_scratch)
+            y = self.logits if self.rounded is None else self.rounded
+            linear_fwd(n, self.w.value, None, y=y, scratch=self.product_scratch)
         else:
-            embedding_mse_scores_fwd(n, self.w.value, scores=self.computed, scratch=self.product_scratch)
-        if self.computed is not self.logits:
-            copy_fwd(self.computed, y=self.logits)
+            embedding_mse_scores_fwd(n, self.w.value, scores=self.logits, scratch=self.product_scratch)
+        if self.rounded is not None:
+            copy_fwd(self.rounded, y=self.logits)
         s = self.state
         sample_fwd(
             self.logits, s.settings, s.seeds, s.sequences, self.draws,
@@ -141,27 +142,22 @@ class Decoding:
         self.sampler.forward(self.model.hidden_states())
 
 
-def declare_prefill(
-    config: ModelConfig, tokens: int, size: CacheSize, dtype: torch.dtype, device: torch.device, *,
-    penalties: bool, lora: LoraConfig | None,
-) -> Decoding:  # fmt: skip
-    """The program that reads `tokens` tokens of at most size.sequences prompts."""
-    at = Declare(
-        replace(config, dropout=0.0), 1, tokens, dtype, device, documents=size.sequences, lora=lora, cache=size
-    )
-    return _declare(at, size, penalties=penalties)
-
-
-def declare_step(
+def declare_decoding(
     config: ModelConfig, size: CacheSize, dtype: torch.dtype, device: torch.device, *,
-    penalties: bool, lora: LoraConfig | None,
+    prefill_tokens: int | None, penalties: bool, lora: LoraConfig | None,
 ) -> Decoding:  # fmt: skip
-    """The program that reads and draws one token of each sequence."""
-    at = Declare(replace(config, dropout=0.0), size.sequences, 1, dtype, device, lora=lora, cache=size)
-    return _declare(at, size, penalties=penalties)
-
-
-def _declare(at: Declare, size: CacheSize, *, penalties: bool) -> Decoding:
+    """The step on handles or, with prefill_tokens, the program that reads so many tokens of at most size.sequences prompts."""
+    prefill = prefill_tokens is not None
+    at = Declare(
+        replace(config, dropout=0.0),
+        1 if prefill else size.sequences,
+        prefill_tokens or 1,
+        dtype,
+        device,
+        documents=size.sequences if prefill else 0,
+        lora=None if lora is None else replace(lora, dropout=0.0),
+        cache=size,
+    )
     model = declare_at(at)
     sampler = Sampler.declare(at, model.head.w, size.sequences, penalties=penalties)
     cache = model.blocks[0].attention.cache

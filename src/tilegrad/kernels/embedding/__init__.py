@@ -45,7 +45,8 @@ def embedding_fwd(
     t, c = tokens.shape[1], x.shape[1]
     check_param("wte", wte, (wte.shape[0], c), x)
     if wpe is not None:
-        check_tensor("wpe", wpe, (max(t, wpe.shape[0]), c), wte.dtype, x.device)
+        least = 0 if positions is not None else t
+        check_tensor("wpe", wpe, (max(least, wpe.shape[0]), c), wte.dtype, x.device)
         check_columns("wpe", wpe)
     check_columns("wte", wte)
     if positions is not None:

@@ -73,7 +73,8 @@ def _rotate(
         raise ValueError(f"x: got shape {tuple(x.shape)}; accepted: an even head dimension")
     check_tensor("y", y, tuple(x.shape), x.dtype, x.device)
     for name, table in (("cos", cos), ("sin", sin)):
-        check_tensor(name, table, (max(t, table.shape[0]), d // 2), acc, x.device)
+        least = 0 if positions is not None else t
+        check_tensor(name, table, (max(least, table.shape[0]), d // 2), acc, x.device)
     if positions is not None:
         check_positions(positions, (b, t), x)
     options = {"packed": positions is not None}

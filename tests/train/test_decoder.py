@@ -1,0 +1,178 @@
+"""The decoder in planned memory, against the model in torch ops over the whole text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.models import CONFIG, LLAMA, QWEN3
+from tilegrad import Engine, LoraConfig, ModelConfig
+from tilegrad.engine import decoder as decoder_module
+from tilegrad.engine.decoder import Decoder, Prompt, decoder_spec, largest_batch, plan_decoder
+from tilegrad.engine.sampling import Sampling
+from tilegrad.kernels.op import observe
+from tilegrad.memory.planned.arena import poison_dead
+from tilegrad.model import reference
+from tilegrad.model.generate import logits_of
+
+FAMILIES = {
+    "gpt2": CONFIG,
+    "llama": LLAMA,
+    "mistral": replace(LLAMA, window=5),
+    "qwen3": QWEN3,
+    "per_head, mse": replace(CONFIG, projection="per_head", loss="embedding_mse"),
+    "dropout": replace(CONFIG, dropout=0.3),
+}
+GREEDY = Sampling(temperature=0.0)
+
+
+def params_of(config: ModelConfig, lora: LoraConfig | None = None) -> dict[str, Tensor]:
+    params = Engine(config, batch_size=1, seq_len=4, dtype=torch.float64, lora=lora).params
+    generator = torch.Generator().manual_seed(3)
+    return {name: x + 0.3 * torch.randn(x.shape, generator=generator, dtype=x.dtype) for name, x in params.items()}
+
+
+def expected(
+    config: ModelConfig, params: dict[str, Tensor], text: list[int], lora: LoraConfig | None = None
+) -> tuple[int, float]:
+    """The likeliest token after a text, and its log-probability."""
+    n = reference.hidden_states(params, torch.tensor([text]), config, lora)
+    logits = logits_of(params, n[0], config)[-1]
+    token = int(logits.argmax())
+    return token, float(torch.log_softmax(logits, -1)[token])
+
+
+@pytest.mark.parametrize("prefill_tokens", [None, 16], ids=["prompts together", "prompts in groups"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_draw_is_that_of_the_whole_text(family: str, prefill_tokens: int | None) -> None:
+    """Slots begin with prompts of different lengths, end, and begin again with others."""
+    config = FAMILIES[family]
+    params = params_of(config)
+    decoder = Decoder(config, params, batch_size=3, capacity=16, prefill_tokens=prefill_tokens)
+    texts = {0: [1, 2, 3], 2: [5] * 10, 1: [7, 8, 9, 10]}
+    decoder.prefill({slot: Prompt(text, sequence=slot, sampling=GREEDY) for slot, text in texts.items()})
+    draws = 0
+    for step in range(9):
+        if step == 2:
+            decoder.stop([1])
+        if step == 4:
+            texts[1] = [11, 12]
+            decoder.prefill({1: Prompt(texts[1], sampling=GREEDY)})
+        if step == 6:
+            decoder.stop([2])
+        decoder.submit()
+        for slots, tokens, logprobs in decoder.finished(wait=True):
+            for slot, token, logprob in zip(slots, tokens, logprobs, strict=True):
+                want = expected(replace(config, dropout=0.0), params, texts[slot])
+                assert (token, logprob) == (want[0], pytest.approx(want[1], abs=1e-12)), (slot, step)
+                texts[slot].append(token)
+                draws += 1
+    assert draws == (1 + 9) + (1 + 2) + (1 + 5) + (1 + 6)
+
+
+def test_adapters_are_read_without_merging_them() -> None:
+    lora = LoraConfig(rank=2, alpha=4, dropout=0.5)
+    params = params_of(LLAMA, lora)
+    decoder = Decoder(LLAMA, params, batch_size=1, capacity=8, lora=lora)
+    text = [3, 1, 4]
+    decoder.prefill({0: Prompt(text, sampling=GREEDY)})
+    decoder.submit()
+    for drawn in decoder.finished(wait=True):
+        token, logprob = expected(LLAMA, params, text, lora)
+        assert drawn == ((0,), [token], [pytest.approx(logprob, abs=1e-12)])
+        text.append(token)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
+def test_a_plan_has_every_byte_and_no_buffer_outlives_its_plan(family: str) -> None:
+    """Every dead buffer is filled with NaN after the op that reads it last: nothing that is drawn changes."""
+    config = FAMILIES[family]
+    params = params_of(config)
+    prompts = {0: Prompt([1, 2, 3], sampling=GREEDY), 1: Prompt([4] * 13, sequence=1, sampling=GREEDY)}
+
+    def draw(*, poisoned: bool) -> list[object]:
+        decoder = Decoder(config, params, batch_size=2, capacity=16, prefill_tokens=16)
+        assert decoder.arenas.nbytes == decoder.plan.peak_bytes
+        decoder.arenas.poison()
+        if poisoned:
+            with poison_dead(decoder.arenas, observe):
+                decoder.prefill(prompts)
+                decoder.submit()
+        else:
+            decoder.prefill(prompts)
+            decoder.submit()
+        return [*decoder.finished(wait=True)]
+
+    assert draw(poisoned=True) == draw(poisoned=False)
+
+
+def test_weights_of_this_dtype_are_not_copied_and_others_are_planned() -> None:
+    params = params_of(CONFIG)
+    own, copied = (Decoder(CONFIG, params, 1, 8, dtype=dtype) for dtype in (None, torch.float32))
+    assert "frozen" not in own.plan.arenas and own._step.model.params["wte.weight"].value is params["wte.weight"]
+    nbytes = sum(x.numel() for x in params.values()) * 4
+    assert nbytes <= copied.plan.arenas["frozen"].arena_bytes < nbytes + 64 * len(params)
+    assert copied._step.model.params["wte.weight"].value.dtype == torch.float32
+
+
+def test_a_decoder_refuses_what_it_cannot_do() -> None:
+    params = params_of(CONFIG)
+    decoder = Decoder(CONFIG, params, batch_size=2, capacity=8)
+    for slot, prompt, error in (
+        (2, Prompt([1]), "slot: got 2; accepted: 0 … 1"),
+        (0, Prompt([]), "tokens: got 0 in a prompt; accepted: 1 … capacity, 8"),
+        (0, Prompt([1] * 9), "tokens: got 9 in a prompt; accepted: 1 … capacity, 8"),
+        (0, Prompt([1, 31]), "tokens: got 31; accepted: 0 … 30"),
+        (0, Prompt([-1]), "tokens: got -1; accepted: 0 … 30"),
+        (0, Prompt([1], sampling=Sampling(repetition_penalty=1.5)), r"Decoder\(penalties=True\)"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            decoder.prefill({slot: prompt})
+    decoder.prefill({0: Prompt([1] * 7), 1: Prompt([1])})
+    decoder.submit()
+    with pytest.raises(ValueError, match="slot 0: got 8 tokens, which fill its cache"):
+        decoder.submit()
+    decoder.stop([0])
+    decoder.submit()
+    assert [drawn.slots for drawn in decoder.finished(wait=True)] == [(0, 1), (0, 1), (1,)]
+    for arguments, error in (
+        ({"batch_size": 0}, "batch_size: got 0"),
+        ({"capacity": 17}, "capacity: got 17; accepted: at most block_size, 16"),
+        ({"prefill_tokens": 7}, "prefill_tokens: got 7; accepted: at least capacity, 8"),
+        ({"dtype": torch.float16}, "dtype: got torch.float16"),
+        ({"device": "xpu"}, "device: got 'xpu'"),
+        ({"params": {**params, "wpe.weight": params["wpe.weight"][:3]}}, r"params: got \(3, 16\) for wpe.weight"),
+        ({"params": {"wte.weight": params["wte.weight"]}}, "params: got none for wpe.weight"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            Decoder(**({"config": CONFIG, "params": params, "batch_size": 2, "capacity": 8} | arguments))  # type: ignore
+
+
+def test_a_batch_that_does_not_fit_is_refused_with_the_largest_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = decoder_spec(CONFIG, 8, 16, device="cpu", dtype=torch.float32)
+    limit = plan_decoder(replace(spec, batch_size=5, prefill_tokens=spec.prefill_tokens)).peak_bytes
+    assert largest_batch(spec, limit)[0]["largest_batch_size"] == 5
+    params = {name: x.float() for name, x in params_of(CONFIG).items()}
+    monkeypatch.setattr("tilegrad.engine.machine.memory_limit", lambda _device: limit // 4)
+    monkeypatch.setattr(decoder_module, "memory_limit", lambda _device: limit // 4)
+    with pytest.raises(ValueError, match=r"memory: got a plan of .* (the largest batch that fits is|no batch fits)"):
+        Decoder(CONFIG, params, batch_size=64, capacity=16)
+
+
+@pytest.fixture
+def threads_restored() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads_restored")
+def test_another_number_of_threads_is_refused() -> None:
+    decoder = Decoder(CONFIG, params_of(CONFIG), batch_size=1, capacity=8)
+    torch.set_num_threads(torch.get_num_threads() + 1)
+    with pytest.raises(RuntimeError, match="threads: got"):
+        decoder.prefill({0: Prompt([1])})
