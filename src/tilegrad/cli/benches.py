@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from .arguments import Commands, add_command, add_dtype
+from .arguments import DTYPES, Commands, add_command, add_dtype
 
 PLOTS = (".png", ".svg", ".pdf", ".jpg", ".webp")  # matplotlib writes these
 
@@ -44,6 +44,22 @@ def _bench_host(args: argparse.Namespace) -> int:
     from ..bench.host import bench_host
 
     return bench_host(device=args.device, dtype=args.dtype, repeats=args.repeats, json=args.json, out=args.out)
+
+
+def _bench_generate(args: argparse.Namespace) -> int:
+    from ..bench.generate import bench_generate
+
+    return bench_generate(
+        preset=args.preset,
+        device=args.device,
+        dtype=args.dtype,
+        batch_sizes=args.batch_size,
+        max_tokens=args.max_tokens,
+        repeats=args.repeats,
+        peers=not args.no_peers,
+        json=args.json,
+        out=args.out,
+    )
 
 
 def add_benches(commands: Commands) -> None:
@@ -89,6 +105,24 @@ def add_benches(commands: Commands) -> None:
     host.add_argument("--repeats", type=int, default=200, metavar="N", help="interleaved rounds (default: %(default)s)")
     host.add_argument("--json", action="store_true", help="JSON lines instead of the table")
     host.add_argument("--out", metavar="FILE", help="append the JSON lines to a file")
+    generate = add_command(
+        bench, "generate", "tokens a second of generation, and transformers' generate", _bench_generate
+    )
+    generate.add_argument(
+        "--preset", default="gpt2", help="a preset, qwen2.5-0.5b or qwen2.5-1.5b (default: %(default)s)"
+    )
+    generate.add_argument("--device", help="default: cuda where there is one, else cpu")
+    add_dtype(generate, "default: %(default)s", default="bfloat16", choices=DTYPES)
+    generate.add_argument(
+        "--batch-size", type=int, nargs="+", default=[1], metavar="N", help="sequences at once (default: 1)"
+    )
+    generate.add_argument("--max-tokens", type=int, default=64, metavar="N", help="new tokens (default: %(default)s)")
+    generate.add_argument(
+        "--repeats", type=int, default=5, metavar="N", help="interleaved rounds (default: %(default)s)"
+    )
+    generate.add_argument("--no-peers", action="store_true", help="do not run transformers")
+    generate.add_argument("--json", action="store_true", help="JSON lines instead of the table")
+    generate.add_argument("--out", metavar="FILE", help="append the JSON lines to a file")
     memory = add_command(
         bench, "memory", "time to get a buffer from the manager, compared with torch.empty", _bench_memory
     )

@@ -1,0 +1,174 @@
+"""Tokens a second of generation: ours, and transformers' `generate` with a static cache, interleaved in one process.
+
+A round writes `max_tokens` tokens after `batch_size` prompts of PROMPT tokens with each contender, in an order that changes;
+the time includes reading the prompts. Weights are random, so no end-of-text token is drawn, and both sample by top-k 50. For a
+batch of one the bound is the time to read the weights once for each token, at the bandwidth that a large read reaches in the
+same run.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json as json_format
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from statistics import median, quantiles
+
+import torch
+from torch import Tensor
+
+from ..engine.decoder import Decoder, Prompt
+from ..engine.machine import check_device
+from ..engine.sampling import Sampling
+from ..model.config import PRESETS, ModelConfig
+from ..pretrained.families import config_json
+from ..text.environment import environment
+from ..text.table import table
+from .timing import interleaved
+
+PROMPT = 32
+READ_BYTES = {"cpu": 1 << 30, "cuda": 8 << 30}
+QWEN = ModelConfig(
+    vocab_size=151936, block_size=4096, n_layer=24, n_head=14, n_kv_head=2, n_embd=896, ffn_dim=4864, activation="swiglu",
+    norm="rmsnorm", position="rope", bias=False, qkv_bias=True, rope_theta=1e6, norm_eps=1e-6,
+)  # fmt: skip
+SHAPES = {
+    **PRESETS,
+    "qwen2.5-0.5b": QWEN,
+    "qwen2.5-1.5b": replace(QWEN, n_layer=28, n_head=12, n_embd=1536, ffn_dim=8960),
+}
+Write = Callable[[], object]
+
+
+def random_params(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    from ..engine.spec import StepSpec
+
+    generator = torch.Generator().manual_seed(0)
+    params = {}
+    for name, p in StepSpec(config, 1, 1, dtype, torch.device("cpu")).declare().params.items():
+        value = torch.empty(p.value.shape)
+        p.init.fill(value, generator)
+        params[name] = value.to(device, dtype)
+    return params
+
+
+def ours(decoder: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int) -> int:
+    """Tokens drawn."""
+    sampling, drawn = Sampling(top_k=50), 0
+    decoder.prefill({i: Prompt(prompt, sequence=i, sampling=sampling) for i, prompt in enumerate(prompts)})
+    for _ in range(max_tokens - 1):
+        decoder.submit()
+        drawn += sum(len(each.tokens) for each in decoder.finished())
+    return drawn + sum(len(each.tokens) for each in decoder.finished(wait=True))
+
+
+def transformers_contender(
+    config: ModelConfig, device: torch.device, dtype: torch.dtype
+) -> Callable[[Tensor, int], object]:
+    import transformers
+
+    settings = config_json(config, dtype)
+    theirs = transformers.AutoConfig.for_model(**settings)
+    model = transformers.AutoModelForCausalLM.from_config(theirs, dtype=dtype).to(device).eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+
+    @torch.inference_mode()
+    def write(prompts: Tensor, max_tokens: int) -> object:
+        return model.generate(
+            prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=max_tokens, min_new_tokens=max_tokens,
+            do_sample=True, top_k=50, cache_implementation="static",
+        )  # fmt: skip
+
+    return write
+
+
+def bandwidth(device: torch.device, repeats: int) -> float:
+    """Bytes a second of a large read."""
+    x = torch.ones(READ_BYTES[device.type] // 4, dtype=torch.float32, device=device)
+    out = torch.zeros((), device=device)
+    ms = interleaved({"read": partial(torch.sum, x, 0, out=out)}, repeats, device)["read"]
+    return 1e3 * x.nbytes / min(ms)
+
+
+def measure(
+    config: ModelConfig, params: Mapping[str, Tensor], batch_size: int, max_tokens: int, repeats: int, *,
+    device: torch.device, dtype: torch.dtype, peers: bool,
+) -> dict[str, list[float]]:  # fmt: skip
+    """Milliseconds of each contender in each round."""
+    generator = torch.Generator().manual_seed(1)
+    prompts = torch.randint(0, config.vocab_size, (batch_size, PROMPT), generator=generator)
+    decoder = Decoder(config, params, batch_size, PROMPT + max_tokens, device=device, dtype=dtype)
+    contenders: dict[str, Write] = {"tilegrad": partial(ours, decoder, prompts.tolist(), max_tokens)}
+    if peers and importlib.util.find_spec("transformers") is not None:
+        theirs = transformers_contender(config, device, dtype)
+        contenders["transformers, static cache"] = partial(theirs, prompts.to(device), max_tokens)
+    return interleaved(contenders, repeats, device)
+
+
+def bench_generate(
+    *,
+    preset: str = "gpt2",
+    device: str | None = None,
+    dtype: str = "bfloat16",
+    batch_sizes: Sequence[int] = (1,),
+    max_tokens: int = 64,
+    repeats: int = 5,
+    peers: bool = True,
+    json: bool = False,
+    out: str | None = None,
+) -> int:
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    check_device(str(where))
+    kind: torch.dtype = getattr(torch, dtype)
+    if repeats < 2:
+        raise ValueError(f"repeats: got {repeats}; accepted: at least 2")
+    if preset not in SHAPES:
+        raise ValueError(f"preset: got {preset!r}; accepted: {', '.join(SHAPES)}")
+    config = SHAPES[preset]
+    if PROMPT + max_tokens > config.block_size:
+        most = config.block_size - PROMPT
+        raise ValueError(
+            f"max_tokens: got {max_tokens}; accepted: at most {most}, because block_size is {config.block_size}"
+        )
+    params = random_params(config, where, kind)
+    about = environment(where, kind)
+    speed = bandwidth(where, repeats)
+    looked_up = (
+        {"wpe.weight"} if config.tie_embeddings else {"wpe.weight", "wte.weight"}
+    )  # a step reads single rows of them
+    read = sum(x.nbytes for name, x in params.items() if name not in looked_up)
+    lines, rows = [], []
+    for batch_size in batch_sizes:
+        times = measure(config, params, batch_size, max_tokens, repeats, device=where, dtype=kind, peers=peers)
+        for name, ms in times.items():
+            rates = [1e3 * batch_size * max_tokens / t for t in ms]
+            deciles = quantiles(rates, n=10, method="inclusive")
+            ratio = median([b / a for a, b in zip(times["tilegrad"], ms, strict=True)])
+            bound = speed / read if batch_size == 1 else None
+            found = {"preset": preset, "batch_size": batch_size, "max_tokens": max_tokens, "contender": name}
+            found |= {
+                "tokens_per_second": round(deciles[4], 1),
+                "p20": round(deciles[1], 1),
+                "p80": round(deciles[7], 1),
+            }
+            found |= {"times_as_fast_as_it": round(ratio, 3), "bytes_bound": None if bound is None else round(bound, 1)}
+            lines.append(json_format.dumps(found | about))
+            share = "" if bound is None else f"{deciles[4] / bound:.2f}"
+            rows.append(
+                (
+                    f"{batch_size}", name, f"{deciles[4]:,.1f}", f"{deciles[1]:,.1f} – {deciles[7]:,.1f}",
+                    "" if name == "tilegrad" else f"{ratio:.2f}×", share,
+                )
+            )  # fmt: skip
+    if out:
+        with open(out, "a", encoding="utf-8") as file:
+            file.write("\n".join(lines) + "\n")
+    if json:
+        print("\n".join(lines))
+        return 0
+    print(", ".join(f"{name} {value}" for name, value in about.items() if value is not None))
+    print(f"\n{preset}, {PROMPT} + {max_tokens} tokens, {repeats} rounds; a large read: {speed / 1e9:.1f} GB/s\n")
+    print(table(("batch", "", "tokens/s", "20 – 80 %", "ours is", "of the bound"), rows))
+    return 0
