@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -23,14 +22,15 @@ from torch import Tensor
 from ..kernels.op import observe
 from ..memory.managed.pressure import memory_limit
 from ..memory.page import human
-from ..memory.planned.arena import Arenas, MemoryPlan, plan_memory
-from ..memory.planned.trace import Handle, bind, trace
+from ..memory.planned.arena import MemoryPlan, plan_memory
+from ..memory.planned.trace import bind, trace
 from ..model.config import ModelConfig
 from ..model.decoding import Decoding, declare_decoding
 from ..model.layer import CacheSize
 from ..model.lora import LoraConfig
 from .batch import LIMITS, check_sizes, write_documents
 from .capture import CapturedProgram, on_stream
+from .inference import InferenceMemory, without_given
 from .machine import check_device, check_threads, too_large
 from .recompute import most
 from .sampling import Sampling
@@ -206,21 +206,14 @@ class Decoder:
         )  # fmt: skip
         self.batch_size, self.capacity = batch_size, capacity
         step = spec.declare()
-        self._params = _given(params, step, spec)
-        plan = plan_decoder(spec)
-        if self._params:  # they have memory already
-            arenas = {role: arena for role, arena in plan.arenas.items() if role != "frozen"}
-            plan = replace(plan, arenas=MappingProxyType(arenas))
-        self.plan = plan
-        refusal = too_large(plan.peak_bytes, spec.device)
+        self.plan = without_given(plan_decoder(spec), step.model.params, params)
+        refusal = too_large(self.plan.peak_bytes, spec.device)
         if refusal:
             raise ValueError(f"{refusal}; {largest_batch(spec)[1]}")
-        self.arenas = Arenas(plan)
-        self._step = bind(step, self._view)
+        self._memory = InferenceMemory(self.plan, params)
+        self.arenas = self._memory.arenas
+        self._step = bind(step, self._memory.view)
         self._state = self._step.sampler.state
-        if not self._params:
-            for name, p in self._step.model.params.items():
-                p.value.copy_(params[name])
         self._step.model.fill_tables(config)
         self._threads = torch.get_num_threads()
         self._prefills: dict[int, Decoding] = {}
@@ -355,16 +348,11 @@ class Decoder:
 
     # ── inside ──
 
-    def _view(self, handle: Handle) -> Tensor | Handle:
-        if handle.role == "frozen" and self._params:
-            return self._params[handle.name]
-        return self.arenas.view(handle)
-
     def _bound_prefill(self, tokens: int) -> Decoding:
         if tokens not in self._prefills:
             if len(self._prefills) >= _PREFILLS:
                 self._prefills.pop(next(iter(self._prefills)))
-            self._prefills[tokens] = bind(self.spec.declare(tokens), self._view)
+            self._prefills[tokens] = bind(self.spec.declare(tokens), self._memory.view)
         return self._prefills[tokens]
 
     def _check_prompt(self, slot: int, prompt: Prompt) -> None:
@@ -382,20 +370,6 @@ class Decoder:
 
     def _check_threads(self) -> None:
         check_threads(self._threads, self.spec.device)
-
-
-def _given(params: Mapping[str, Tensor], step: Decoding, spec: DecoderSpec) -> dict[str, Tensor]:
-    """The parameters, if a decoder can use them where they are; otherwise nothing. Refuses parameters of another model."""
-    declared = step.model.params
-    for name, p in declared.items():
-        if name not in params or params[name].shape != p.value.shape:
-            got = "none" if name not in params else str(tuple(params[name].shape))
-            raise ValueError(f"params: got {got} for {name}; accepted: {tuple(p.value.shape)}, as the config says")
-    same = all(
-        (x.dtype, x.device) == (spec.dtype, spec.device) and x.is_contiguous()
-        for x in (params[name] for name in declared)
-    )
-    return {name: params[name] for name in declared} if same else {}
 
 
 def _is_done(event: torch.cuda.Event | None) -> bool:

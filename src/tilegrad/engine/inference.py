@@ -1,0 +1,45 @@
+"""The memory of a program without gradients: parameters that the caller has are used where they are, if the program can read
+them there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+from torch import Tensor
+
+from ..memory.planned.arena import Arenas, MemoryPlan
+from ..memory.planned.trace import Handle
+from ..model.layer import Param
+
+
+def without_given(plan: MemoryPlan, declared: Mapping[str, Param], params: Mapping[str, Tensor]) -> MemoryPlan:
+    """The plan without its parameters, if `params` have their dtype and device already. Refuses parameters of another model."""
+    for name, p in declared.items():
+        if name not in params or params[name].shape != p.value.shape:
+            got = "none" if name not in params else str(tuple(params[name].shape))
+            raise ValueError(f"params: got {got} for {name}; accepted: {tuple(p.value.shape)}, as the config says")
+    usable = all(
+        (params[name].dtype, params[name].device) == (p.value.dtype, p.value.device) and params[name].is_contiguous()
+        for name, p in declared.items()
+    )
+    arenas = {role: arena for role, arena in plan.arenas.items() if not usable or role != "frozen"}
+    return replace(plan, arenas=MappingProxyType(arenas))
+
+
+class InferenceMemory:
+    """The arenas of a plan that `without_given` made, and the parameters: the caller's, or planned copies of them."""
+
+    def __init__(self, plan: MemoryPlan, params: Mapping[str, Tensor]) -> None:
+        self.plan, self.arenas = plan, Arenas(plan)
+        self._given = params if "frozen" not in plan.arenas else {}
+        for handle in plan.trace.handles.values():
+            if handle.role == "frozen" and not self._given:
+                self.view(handle).copy_(params[handle.name])
+
+    def view(self, handle: Handle) -> Tensor:
+        """The tensor of a buffer: what `bind` puts in place of a handle. A handle that no program uses stays as it is."""
+        if handle.role == "frozen" and self._given:
+            return self._given[handle.name]
+        return self.arenas.view(handle)  # type: ignore[return-value]

@@ -1,0 +1,129 @@
+"""`Scorer`: the forward of training on given tokens, in planned memory without gradients.
+
+    loss       the mean loss of a batch, with the bits of Engine.evaluate
+    logprobs   log p(target | the tokens before it) of each position
+
+It is the training side of generation: what a decoder drew, scored by the forward that training runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..kernels.cross_entropy.logprobs import token_logprobs_fwd, token_logprobs_workspace
+from ..kernels.op import observe
+from ..kernels.scratch import Scratch
+from ..memory.planned.arena import MemoryPlan, plan_memory
+from ..memory.planned.trace import bind, trace
+from ..model.layer import Buffer, Declare
+from ..model.transformer import Transformer, declare_at
+from .batch import Batch, check_batch, check_spec, count_targets, write_documents
+from .inference import InferenceMemory, without_given
+from .machine import check_fits, check_threads
+from .spec import StepSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """The model, and the log-probabilities of its targets.       logprobs (N,)"""
+
+    model: Transformer
+    logprobs: Buffer
+    scratch: Scratch
+
+    @classmethod
+    def declare(cls, spec: StepSpec, batch_size: int, seq_len: int) -> Scoring:
+        config, lora = replace(spec.config, dropout=0.0), spec.lora
+        at = Declare(
+            config, batch_size, seq_len, spec.dtype, spec.device, documents=spec.documents, freeze=("*",),
+            lora=None if lora is None else replace(lora, dropout=0.0),
+        )  # fmt: skip
+        model = declare_at(at)
+        shapes = token_logprobs_workspace(at.form(config.n_embd), model.head.w.value)
+        return cls(
+            model=model,
+            logprobs=at.buffer("logprobs", (at.n,), at.accumulation_dtype, role="inputs"),
+            scratch=at.scratch("logprobs", shapes),
+        )
+
+    def loss(self) -> None:
+        self.model.head.forward(self.model.hidden_states())
+
+    def score(self) -> None:
+        n, head = self.model.hidden_states(), self.model.head
+        token_logprobs_fwd(n, head.w.value, head.targets, logprobs=self.logprobs, scratch=self.scratch)
+
+
+def plan_scorer(spec: StepSpec) -> MemoryPlan:
+    """Every byte of a scorer: weights, inputs and the activations of one forward."""
+    scoring = Scoring.declare(spec, spec.batch_size, spec.seq_len)
+
+    def program() -> None:
+        scoring.loss()
+        if spec.config.loss == "cross_entropy":
+            scoring.score()
+
+    return plan_memory(trace(program, observe, [p.value for p in scoring.model.params.values()]))
+
+
+class Scorer:
+    """Batches of up to spec.batch_size × spec.seq_len tokens.
+
+    >>> import torch
+    >>> from tilegrad import Engine, ModelConfig
+    >>> config = ModelConfig(vocab_size=5, block_size=8, n_layer=1, n_head=2, n_embd=16)
+    >>> engine = Engine(config, batch_size=2, seq_len=4)
+    >>> tokens, targets = torch.tensor([[1, 2, 3]]), torch.tensor([[2, 3, -1]])
+    >>> scorer = Scorer(engine.spec, engine.params)
+    >>> scorer.loss(tokens, targets) == engine.evaluate(tokens, targets)
+    True
+    >>> logprobs = scorer.logprobs(tokens, targets)
+    >>> logprobs.shape, float(logprobs[0, 2])
+    (torch.Size([1, 3]), 0.0)
+    """
+
+    def __init__(self, spec: StepSpec, params: Mapping[str, Tensor]) -> None:
+        """params: by name; used where they are if they have the program's dtype and device, otherwise copied."""
+        check_spec(spec)
+        self.spec = spec
+        declared = Scoring.declare(spec, spec.batch_size, spec.seq_len).model
+        self.plan = without_given(plan_scorer(spec), declared.params, params)
+        check_fits(self.plan.peak_bytes, spec.device)
+        self._memory = InferenceMemory(self.plan, params)
+        self._threads = torch.get_num_threads()
+        self._bound: dict[tuple[int, int], Scoring] = {}
+        bind(declared, self._memory.view).fill_tables(spec.config)
+
+    def loss(self, tokens: Tensor, targets: Tensor, *, cu_seqlens: Tensor | None = None) -> float:
+        """The mean loss over the targets; 0 without any."""
+        scoring, count = self._load(Batch(tokens, targets, cu_seqlens))
+        scoring.loss()
+        return float(scoring.model.head.loss) if count else 0.0
+
+    def logprobs(self, tokens: Tensor, targets: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+        """log p(target) at each position, 0 where the target is −1.       tokens, targets, result (b, t)"""
+        if self.spec.config.loss != "cross_entropy":
+            raise ValueError(f"loss: got a model with {self.spec.config.loss!r}; accepted: 'cross_entropy'")
+        scoring, _ = self._load(Batch(tokens, targets, cu_seqlens))
+        scoring.score()
+        return scoring.logprobs.view(tokens.shape).clone()
+
+    def _load(self, batch: Batch) -> tuple[Scoring, int]:
+        """The program of this shape with its inputs loaded, and the number of targets."""
+        check_batch(batch, self.spec)
+        check_threads(self._threads, self.spec.device)
+        b, t = batch.tokens.shape
+        if (b, t) not in self._bound:
+            self._bound[b, t] = bind(Scoring.declare(self.spec, b, t), self._memory.view)
+        scoring, count = self._bound[b, t], count_targets(batch.targets)
+        model = scoring.model
+        model.tokens.copy_(batch.tokens)
+        model.head.targets.view(b, t).copy_(batch.targets)
+        model.head.inv_total.fill_(1.0 / count if count else 0.0)
+        if model.packed is not None:
+            write_documents(batch.cu_seqlens, ends=model.packed.cu_seqlens, positions=model.packed.positions)
+        return scoring, count
