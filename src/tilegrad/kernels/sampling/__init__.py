@@ -73,13 +73,14 @@ def logprobs_workspace(logits: TensorLike, *, kernel: str | None = None) -> Shap
     return SAMPLING.workspace(Problem(logits), kernel=kernel, **_LOGPROBS)
 
 
-@op(adds=("seen",))
+@op(adds=("tokens", "logprobs", "seen"))
 def sample_fwd(
     logits: Tensor, settings: Tensor, seeds: Tensor, sequences: Tensor, drawn: Tensor, *,
     tokens: Tensor, logprobs: Tensor, seen: Tensor | None = None, **where: Unpack[Where],
 ) -> None:  # fmt: skip
     """tokens (B,) int64 and their logprobs (B,); sets seen[b, token] to 1. seeds, sequences, drawn (B,) int64; drawn: how many
-    tokens this sequence has drawn before. Without `seen` there is no penalty."""
+    tokens this sequence has drawn before; −1: it draws none, and its token and logprob stay as they are. Without `seen` there is
+    no penalty."""
     _check_logits(logits, logprobs)
     (b, v), device = logits.shape, logits.device
     check_given(
@@ -154,5 +155,5 @@ def _check_values(settings: Tensor, drawn: Tensor, *, penalties: bool) -> None:
             continue
         raise ValueError(f"settings: got {wrong[0]} in row {row}; accepted: {wrong[1]}")
     low, high = (int(end) for end in drawn.aminmax())
-    if low < 0 or high >= 1 << 32:
-        raise ValueError(f"drawn: got {low if low < 0 else high}; accepted: 0 … 2³² − 1")
+    if low < -1 or high >= 1 << 32:
+        raise ValueError(f"drawn: got {low if low < -1 else high}; accepted: 0 … 2³² − 1, or −1 for no draw")

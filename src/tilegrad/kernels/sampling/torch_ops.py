@@ -31,6 +31,7 @@ def workspace(logits: TensorLike, *, draw: bool) -> Shapes:
     if draw:
         shapes |= {"philox": ((WORK_BUFFERS, rows, v), torch.int64), "index": ((v,), torch.int64)}
         shapes |= {"noise": ((3, rows, v), torch.float32), "noise_bits": ((rows, v), torch.int32)}
+        shapes |= {"row_old": ((2, rows), torch.int64), "row_old_logprob": ((rows,), dtype), "row_idle": ((rows,), torch.bool)}
     return shapes
 
 
@@ -45,16 +46,23 @@ def fwd(
 ) -> None:  # fmt: skip
     for i in blocks(logits.shape[0], rows_per_block(logits, BLOCK)):
         part, l = _part(scratch, i), rows_of(logits, i)
-        noise = _noise(seeds[i], sequences[i], drawn[i], part)
+        (old_token, count), old_logprob, idle = part["row_old"], part["row_old_logprob"], part["row_idle"]
+        old_token.copy_(tokens[i])
+        old_logprob.copy_(logprobs[i])
+        torch.lt(drawn[i], 0, out=idle)
+        noise = _noise(seeds[i], sequences[i], torch.clamp(drawn[i], min=0, out=count), part)
         _draw(l, settings[i], None if seen is None else seen[i], noise, part, token=tokens[i])
         bad = _logprobs(l, tokens[i], part, out=logprobs[i])
         tokens[i].masked_fill_(bad, -1)
         logprobs[i].masked_fill_(bad, 0.0)
+        bad.logical_or_(idle)
         if seen is not None:  # a row without a token stays as it is
             one, at = part["bits"].view(torch.uint8)[:, :1], torch.clamp(tokens[i], min=0, out=part["row_integers"][0])
             torch.gather(seen[i], 1, at[:, None], out=one)
             one.bitwise_or_(torch.logical_not(bad, out=bad)[:, None])
             seen[i].scatter_(1, at[:, None], one)
+        torch.where(idle, old_token, tokens[i], out=tokens[i])
+        torch.where(idle, old_logprob, logprobs[i], out=logprobs[i])
 
 
 def _part(scratch: Scratch, i: slice) -> Scratch:

@@ -187,6 +187,9 @@ def _sample_kernel(
     SEEN: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
+    seed, sequence, before = tl.load(seeds + b), tl.load(sequences + b), tl.load(drawn + b)
+    if before < 0:
+        return
     cols, row, row_seen, row_scratch = tl.arange(0, TILE), logits + b * logits_n, seen + b * seen_n, scratch + b * V
     temperature, top_k = tl.load(settings + b * 5), tl.load(settings + b * 5 + 1)
     top_p, min_p, penalty = tl.load(settings + b * 5 + 2), tl.load(settings + b * 5 + 3), tl.load(settings + b * 5 + 4)
@@ -230,7 +233,6 @@ def _sample_kernel(
 
         best = tl.full([TILE], -INFINITY, tl.float32)
         index = tl.zeros([TILE], tl.int32)
-        seed, sequence, before = tl.load(seeds + b), tl.load(sequences + b), tl.load(drawn + b)
         for k in range(0, V, TILE):
             i = k + cols
             l = tl.load(row + i, mask=i < V, other=-INFINITY)

@@ -244,6 +244,7 @@ struct Row {
     void run() {
         int64_t& token = call.tokens[r];
         float& logprob = call.logprobs[r];
+        if (settings && call.drawn[r] < 0) return;
         if (!settings && token < 0) {
             logprob = 0.0f;
             return;
