@@ -491,7 +491,7 @@ def test_bad_input() -> None:
         ({"settings": row(4, 2), "seen": None}, "repetition_penalty 2 without seen in row 1; accepted: 1, or seen"),
         ({"seeds": x.seeds.int()}, r"seeds: got torch.int32 \(2,\)"),
         ({"sequences": x.sequences[:1]}, r"sequences: got torch.int64 \(1,\)"),
-        ({"drawn": x.drawn.new_tensor([0, -1])}, "drawn: got -1; accepted: 0 … 2³² − 1"),
+        ({"drawn": x.drawn.new_tensor([0, -2])}, "drawn: got -2; accepted: 0 … 2³² − 1, or −1 for no draw"),
         ({"drawn": x.drawn.new_tensor([0, 1 << 32])}, "drawn: got 4294967296"),
         ({"drawn": torch.zeros(4, dtype=torch.int64)[::2]}, r"drawn: got strides \(2,\); accepted: contiguous"),
         ({"tokens": logprobs}, r"tokens: got torch.float32 \(2,\)"),
