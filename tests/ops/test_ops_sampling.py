@@ -108,6 +108,20 @@ def inputs(b: int, v: int, dtype: torch.dtype = torch.float32, seed: int = 0) ->
     return Inputs(3 * randn(b, v, dtype=dtype, seed=seed), settings, seeds, sequences, drawn, seen)
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_sequence_that_draws_none_stays_as_it_is(kernel: str | None) -> None:
+    x = inputs(6, 37)
+    drawn = x.drawn.clone()
+    drawn[[1, 4]] = -1
+    some, every = (draw(*x[:4], each, x.seen, kernel=kernel) for each in (drawn, x.drawn))
+    idle = drawn < 0
+    assert some.seen is not None and every.seen is not None
+    assert some.tokens[idle].eq(-7).all() and some.logprobs[idle].isnan().all()
+    assert torch.equal(some.seen[idle], x.seen[idle])
+    for got, wanted in zip(some, every, strict=True):
+        assert got is not None and wanted is not None and torch.equal(got[~idle], wanted[~idle])
+
+
 def philox_words(seed: int, sequence: int, drawn: int, v: int) -> NDArray[np.uint64]:
     low = np.uint64(0xFFFFFFFF)
     c = [

@@ -79,8 +79,8 @@ def sample_fwd(
     tokens: Tensor, logprobs: Tensor, seen: Tensor | None = None, **where: Unpack[Where],
 ) -> None:  # fmt: skip
     """tokens (B,) int64 and their logprobs (B,); sets seen[b, token] to 1. seeds, sequences, drawn (B,) int64; drawn: how many
-    tokens this sequence has drawn before; −1: it draws none, and its token and logprob stay as they are. Without `seen` there is
-    no penalty."""
+    tokens this sequence has drawn before; −1: it draws none, and its token and logprob stay as they are. Without `seen` there
+    is no penalty."""
     _check_logits(logits, logprobs)
     (b, v), device = logits.shape, logits.device
     check_given(
