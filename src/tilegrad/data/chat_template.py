@@ -171,7 +171,7 @@ def _line_limit() -> Iterator[None]:
         nonlocal lines
         lines += 1
         if lines > MAX_LINES:
-            raise ValueError(f"it has executed {MAX_LINES:,} lines without coming to an end")
+            raise ValueError(f"it has not ended after {MAX_LINES:,} lines")
         return count
 
     outer = sys.gettrace()

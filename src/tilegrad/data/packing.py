@@ -13,7 +13,7 @@ A document with more than seq_len positions is treated by `too_long`:
     drop      left out
     refuse    an error
 
-The result is one piece, or several with split. A piece without a trained target is left out too. All losses are counted.
+The result is one piece, or several with split. Pieces without a trained target are left out too. Every omission is counted.
 
 Rows are filled first-fit: each piece, in an order drawn from the seed for each epoch, goes into the first open row that has
 room. A row is closed when it is full, when it has documents − 1 pieces (padding may be one more), or when it is the oldest
