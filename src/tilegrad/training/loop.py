@@ -130,7 +130,7 @@ class Metrics:
 
 class Run:
     def __init__(self, start: Start, dataset: Dataset, show: Show, ranks: Ranks, base: Base | None = None) -> None:
-        self.base = base  # the weights under adapters
+        self.base = base  # the frozen weights of a run with adapters
         self.frozen_sha256: str | None = None  # of the run's own copy of other frozen parameters
         self.start, self.config, self.folder, self.show = start, start.config, start.folder, show
         self.dataset, self.ranks, self.mesh = dataset, ranks, ranks.mesh

@@ -157,7 +157,7 @@ def _prepare(start: Start, show: Show, mesh: Mesh, summary: Numbers) -> tuple[To
 
 
 def _open_base(start: Start) -> Base | None:
-    """The frozen weights under adapters. A resumed run refuses weights other than those that it began with."""
+    """The base weights of a run with adapters. A resumed run refuses weights other than those that it began with."""
     config, init = start.config, start.config.train.init
     if config.lora is None or init is None:
         return None

@@ -137,7 +137,7 @@ def run_from(content: Sections, where: str, world: int = 1) -> RunConfig:
 
 
 def _adapters(given: Values, init: object) -> AdapterConfig | None:
-    """The adapters of a run. A folder of PEFT gives rank, alpha, layers and dropout, unless a saved run gives all four."""
+    """The adapters of a run. Keys that are not given come from PEFT's folder `adapter`; a saved run gives all of them."""
     given = {name: value for name, value in given.items() if value is not None}
     if not given:
         return None

@@ -84,7 +84,7 @@ def _canonical(value: object) -> object:
 
 
 def byte_characters() -> list[str]:
-    """The character of each byte in byte-level BPE: a printable byte is itself, the others begin at U+0100."""
+    """The character of each byte in byte-level BPE: a printable byte maps to itself, the others to U+0100 and above."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = [byte for byte in range(256) if byte not in printable]
     return [chr(byte if byte in printable else 256 + others.index(byte)) for byte in range(256)]
