@@ -12,7 +12,7 @@ and the key advances by the Weyl constants. 32-bit words are in int64 tensors: a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -46,8 +46,20 @@ def round_keys(seed: int | Tensor) -> Keys:
     return keys
 
 
-def philox(counter: Sequence[Tensor], keys: Keys, work: Sequence[Tensor]) -> None:
-    """Ten rounds in place. `counter` is four int64 tensors of one shape, `work` two more."""
+def round_keys_of_rows(seeds: Tensor, *, keys: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """The ten round keys of each row's seed, one after the other in `keys`.       seeds (N,), keys (2, N) int64"""
+    k0, k1 = keys[:, :, None]
+    k0.copy_(seeds[:, None]).bitwise_and_(_LOW)
+    k1.copy_(seeds[:, None]).bitwise_right_shift_(32).bitwise_and_(_LOW)
+    for _ in range(_ROUNDS):
+        yield k0, k1
+        k0.add_(_W0).bitwise_and_(_LOW)
+        k1.add_(_W1).bitwise_and_(_LOW)
+
+
+def philox(counter: Sequence[Tensor], keys: Iterable[tuple[Key, Key]], work: Sequence[Tensor]) -> None:
+    """Ten rounds in place. `counter` is four int64 tensors of one shape, `work` two more. A key is an int or has a shape that
+    broadcasts to that of the counter."""
     c0, c1, c2, c3 = counter
     low, high = work
     for k0, k1 in keys:

@@ -1,0 +1,73 @@
+"""How the tokens of a sequence are drawn. The equations are in kernels/sampling.
+
+>>> Sampling(temperature=0.8, top_k=50).row()
+(0.800000011920929, 50.0, 1.0, 0.0, 1.0)
+>>> Sampling(top_p=0)
+Traceback (most recent call last):
+ValueError: top_p: got 0; accepted: a number in (0, 1], 1 = all
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..kernels.sampling import MOST_TOKENS
+
+_LARGEST, _TINY = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """temperature 0 takes the largest logit. top_k None, top_p 1, min_p 0 and repetition_penalty 1 change nothing."""
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        temperature, top_k, seed, largest = self.temperature, self.top_k, self.seed, sys.float_info.max
+        if not _number(temperature) or not 0.0 <= temperature <= largest:
+            raise ValueError(f"temperature: got {temperature!r}; accepted: a number ≥ 0, 0 = always the likeliest")
+        if top_k is not None and (not _int(top_k) or top_k < 1):
+            raise ValueError(f"top_k: got {top_k!r}; accepted: None or an int ≥ 1")
+        if not _number(self.top_p) or not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p: got {self.top_p!r}; accepted: a number in (0, 1], 1 = all")
+        if not _number(self.min_p) or not 0.0 <= self.min_p <= 1.0:
+            raise ValueError(f"min_p: got {self.min_p!r}; accepted: a number in [0, 1], 0 = all")
+        if not _number(self.repetition_penalty) or not 0.0 < self.repetition_penalty <= largest:
+            raise ValueError(
+                f"repetition_penalty: got {self.repetition_penalty!r}; accepted: a finite number > 0, 1 = none"
+            )
+        if not _int(seed) or not -(1 << 63) <= seed < 1 << 64:
+            raise ValueError(f"seed: got {seed!r}; accepted: an int, −2⁶³ … 2⁶⁴ − 1, as torch.Generator takes it")
+
+    def row(self) -> tuple[float, float, float, float, float]:
+        """The settings of `sample_fwd`, as float32 holds them. A number beyond the range of float32 becomes the nearest one in
+        it that means the same: a positive one stays positive, but a temperature below the range is 0."""
+        temperature = _float32(self.temperature) if self.temperature >= _TINY else 0.0
+        top_k = 0.0 if self.top_k is None else float(min(self.top_k, MOST_TOKENS))
+        top_p, penalty = _float32(self.top_p), _float32(self.repetition_penalty)
+        return temperature, top_k, top_p, float(np.float32(self.min_p)), penalty
+
+    @property
+    def seed_word(self) -> int:
+        """The seed as an int64: those from 2⁶³ on are negative, with the same bits."""
+        return self.seed - (1 << 64) if self.seed >= 1 << 63 else self.seed
+
+
+def _float32(x: float) -> float:
+    return float(np.float32(min(max(x, _TINY), _LARGEST)))
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,150 @@
+"""Draws the next token of each sequence.       logits (B, V) float32 or float64   settings (B, 5) float32   seen (B, V) uint8
+
+    settings = temperature T, top_k (0 = all), top_p (1 = all), min_p (0 = all), repetition_penalty (1 = none)
+
+    y   = l · penalty if l < 0, else l / penalty        where seen, else l; a finite l stays finite
+    z   = (y − max y) / T        e = exp(z)             after the temperature
+    kept by top_k     fewer than top_k tokens have a larger y
+    kept by top_p     the tokens with a larger e have less than top_p of Σ e, over what top_k kept
+    kept by min_p     e ≥ min_p                         max e = 1
+    token   = argmax over the kept of z + g,   g = −log(−log(1 − v)),   v = min((word + ½) / 2³², 1 − 2⁻²⁴)
+    word    = first word of Philox4×32-10(counter = (index in V, drawn, sequence mod 2³², sequence div 2³²), key = seed)
+    T = 0:    token = argmax y, the first of equal ones
+    logprob = l[token] − max l − log Σ exp(l − max l)   of the logits as they are
+
+The order is that of transformers: penalty, temperature, top_k, top_p, min_p. Tokens of equal y (top_k) or of equal e (top_p)
+are kept or removed together, and the largest is always kept. transformers does the same for top_k; for top_p it removes some
+of several equal ones, in the order of its sort. A row that has NaN or +inf, or −inf only, gets the token −1 and logprob 0.
+
+A row's result depends on that row alone, and all kernels give the same bits. exp and log are computed from correctly rounded
+additions, products and quotients (elementary.py), without fused multiply-adds. Sums of e are sums of integers, so their order
+does not matter: e counts as floor(e · 2ˢ + ½), s = 62 − ⌈log2 V⌉. `SAMPLING` is the table of kernels: each module offers
+`workspace`, `fwd` and `logprobs`. No kernel sorts: the smallest kept y or e is found digit by digit of its bits.
+"""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+import torch
+from torch import Tensor
+
+from .. import gpu
+from ..checks import check_columns, check_given, check_tensor
+from ..op import op
+from ..scratch import Shapes, TensorLike
+from ..table import Kernel, Problem, Table, Where, takes_all
+
+SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+MOST_TOKENS = 1 << 24  # of a vocabulary: top_k is a float32
+_DRAW, _LOGPROBS = {"draw": True}, {"draw": False}  # options of a `workspace`
+
+SAMPLING = Table(
+    "sample",
+    (
+        Kernel("triton", "sampling.triton_ops", lambda problem: _triton_refuses(problem)),
+        Kernel("torch", "sampling.torch_ops", takes_all),
+    ),
+)
+
+
+def _triton_refuses(problem: Problem) -> str | None:
+    if problem.x.dtype != torch.float32:
+        return f"takes float32, not {str(problem.x.dtype).removeprefix('torch.')}"
+    return gpu.refusal(problem.x)
+
+
+def sample_workspace(logits: TensorLike, *, kernel: str | None = None) -> Shapes:
+    """Name → (shape, dtype) of the scratch of `sample_fwd`."""
+    return SAMPLING.workspace(Problem(logits), kernel=kernel, **_DRAW)
+
+
+def logprobs_workspace(logits: TensorLike, *, kernel: str | None = None) -> Shapes:
+    """Name → (shape, dtype) of the scratch of `logprobs_fwd`."""
+    return SAMPLING.workspace(Problem(logits), kernel=kernel, **_LOGPROBS)
+
+
+@op(adds=("seen",))
+def sample_fwd(
+    logits: Tensor, settings: Tensor, seeds: Tensor, sequences: Tensor, drawn: Tensor, *,
+    tokens: Tensor, logprobs: Tensor, seen: Tensor | None = None, **where: Unpack[Where],
+) -> None:  # fmt: skip
+    """tokens (B,) int64 and their logprobs (B,); sets seen[b, token] to 1. seeds, sequences, drawn (B,) int64; drawn: how many
+    tokens this sequence has drawn before. Without `seen` there is no penalty."""
+    _check_logits(logits, logprobs)
+    (b, v), device = logits.shape, logits.device
+    check_given(
+        device,
+        ("settings", settings, (b, len(SETTINGS)), torch.float32),
+        ("seeds", seeds, (b,), torch.int64),
+        ("sequences", sequences, (b,), torch.int64),
+        ("drawn", drawn, (b,), torch.int64),
+        ("tokens", tokens, (b,), torch.int64),
+        ("seen", seen, (b, v), torch.uint8),
+    )
+    given = (settings, seeds, sequences, drawn, tokens, logprobs)
+    for name, x in zip(("settings", "seeds", "sequences", "drawn", "tokens", "logprobs"), given, strict=True):
+        _check_contiguous(name, x)
+    if seen is not None:
+        check_columns("seen", seen)
+    if device.type == "cpu" and b:
+        _check_values(settings, drawn, penalties=seen is not None)
+    problem = Problem(logits)
+    reads = (logits, settings, seeds, sequences, drawn)
+    SAMPLING.run("fwd", problem, *reads, options=_DRAW, tokens=tokens, logprobs=logprobs, seen=seen, **where)
+
+
+@op()
+def logprobs_fwd(logits: Tensor, targets: Tensor, *, logprobs: Tensor, **where: Unpack[Where]) -> None:
+    """logprobs (N,) = log softmax(logits)[target], 0 where the target is −1, NaN in a row that has NaN, +inf, or −inf only. The
+    bits are those of `sample_fwd`.       logits (N, V)   targets (N,) int64"""
+    _check_logits(logits, logprobs)
+    n, v = logits.shape
+    check_tensor("targets", targets, (n,), torch.int64, logits.device)
+    for name, x in (("targets", targets), ("logprobs", logprobs)):
+        _check_contiguous(name, x)
+    if logits.device.type == "cpu" and n:
+        low, high = (int(end) for end in targets.aminmax())
+        if low < -1 or high >= v:
+            raise ValueError(f"targets: got {low if low < -1 else high}; accepted: 0 … {v - 1}, or −1 for 0")
+    SAMPLING.run("logprobs", Problem(logits), logits, targets, options=_LOGPROBS, logprobs=logprobs, **where)
+
+
+def _check_logits(logits: Tensor, logprobs: Tensor) -> None:
+    if logits.dtype not in (torch.float32, torch.float64) or logits.ndim != 2:
+        got = f"{logits.dtype} {tuple(logits.shape)}"
+        raise ValueError(f"logits: got {got}; accepted: (B, V), torch.float32 or torch.float64 (call .float())")
+    if not 1 <= logits.shape[1] <= MOST_TOKENS:
+        raise ValueError(f"logits: got {logits.shape[1]} columns; accepted: 1 … {MOST_TOKENS}")
+    check_columns("logits", logits)
+    check_tensor("logprobs", logprobs, (logits.shape[0],), logits.dtype, logits.device)
+
+
+def _check_contiguous(name: str, x: Tensor) -> None:
+    if not x.is_contiguous():
+        raise ValueError(f"{name}: got strides {x.stride()}; accepted: contiguous ones (call .contiguous())")
+
+
+def _check_values(settings: Tensor, drawn: Tensor, *, penalties: bool) -> None:
+    """On a CPU; on a device reading them would synchronize."""
+    temperature, top_k, top_p, min_p, penalty = settings.unbind(1)
+    for column, (wrong, accepted) in enumerate(
+        (
+            (~((temperature >= 0) & temperature.isfinite()), "a finite number ≥ 0"),
+            (~((top_k >= 0) & (top_k == top_k.floor()) & top_k.isfinite()), "a whole number ≥ 0, 0 = all"),
+            (~((top_p > 0) & (top_p <= 1)), "a number in (0, 1]"),
+            (~((min_p >= 0) & (min_p <= 1)), "a number in [0, 1]"),
+            (~((penalty > 0) & penalty.isfinite()), "a finite number > 0"),
+        )
+    ):
+        if bool(wrong.any()):
+            row = int(wrong.nonzero()[0])
+            got = float(settings[row, column])
+            raise ValueError(f"settings: got {SETTINGS[column]} {got:g} in row {row}; accepted: {accepted}")
+    if not penalties and bool((penalty != 1).any()):
+        row = int((penalty != 1).nonzero()[0])
+        got = f"repetition_penalty {float(penalty[row]):g} in row {row} without seen"
+        raise ValueError(f"settings: got {got}; accepted: 1, or pass seen (B, V)")
+    low, high = (int(end) for end in drawn.aminmax())
+    if low < 0 or high >= 1 << 32:
+        raise ValueError(f"drawn: got {low if low < 0 else high}; accepted: 0 … 2³² − 1")
