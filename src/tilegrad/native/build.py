@@ -44,6 +44,7 @@ FLAGS = (
     "-fno-math-errno",
     "-fno-strict-aliasing",
 )
+OWN_FLAGS: dict[str, Sequence[str]] = {"rows/sampling": ("-ffp-contract=off",)}  # source → flags after FLAGS
 HOW = "with a C++ compiler (Debian: apt install g++) run: tilegrad doctor --build"
 
 CPU_FEATURES = {  # instruction set → features that native.cpp checks with __builtin_cpu_supports
@@ -75,7 +76,7 @@ def compiler() -> str | None:
 @functools.cache
 def digest() -> str:
     """Hash of all sources and flags."""
-    parts = [repr((FLAGS, TARGETS)).encode()]
+    parts = [repr((FLAGS, TARGETS, OWN_FLAGS)).encode()]
     parts += [path.read_bytes() for path in sorted(SOURCES.rglob("*")) if path.suffix in (".h", ".cpp")]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
@@ -89,10 +90,11 @@ def _commands(cxx: str, flags: Sequence[str], folder: Path) -> Iterator[list[str
         yield [cxx, *flags, f"-I{SOURCES}", *defines, f'-DDIGEST="{digest()}"', "-c", source, "-o", target]
     for isa, own in isas.items():
         double = ["-DWITH_DOUBLE"] if isa == "portable" else []
-        names = ["attention/kernels"] if isa == "amx" else ["attention/kernels", "rows/norm_gelu"]  # AMX: products only
-        for name in names:
+        rows = [] if isa == "amx" else ["rows/norm_gelu", "rows/sampling"]  # AMX: products only
+        for name in ("attention/kernels", *rows):
             source, target = str(SOURCES / f"{name}.cpp"), str(folder / f"{Path(name).name}_{isa}.o")
-            yield [cxx, *flags, f"-I{SOURCES}", *own, *double, f"-DISA={isa}", "-c", source, "-o", target]
+            special = OWN_FLAGS.get(name, ())
+            yield [cxx, *flags, *special, f"-I{SOURCES}", *own, *double, f"-DISA={isa}", "-c", source, "-o", target]
 
 
 def objects(cxx: str, folder: Path, flags: Sequence[str] = FLAGS) -> list[str]:

@@ -1,7 +1,7 @@
 """The structures of the native library's C ABI: each of its functions takes a pointer to one.
 
-They repeat C++ definitions field by field: Call of csrc/attention/call.h, Norm and Gelu of csrc/rows/norm_gelu.h, Gemm of
-csrc/gemm/gemm.h. The library reports the offset of each field (csrc/layout.h), and loading compares them (`mismatch`). Packing
+They repeat C++ definitions field by field: Call of csrc/attention/call.h, Norm and Gelu of csrc/rows/norm_gelu.h, Sample
+of csrc/rows/sampling.h, Gemm of csrc/gemm/gemm.h. The library reports the offset of each field (csrc/layout.h), and loading compares them (`mismatch`). Packing
 is derived from the same definitions: struct.Struct fills a structure in half the time of ctypes.
 """
 
@@ -61,6 +61,14 @@ class Gelu(ctypes.Structure):
     _fields_ = [*_fields("n threads isa dtype", _INT), *_fields("h a da dh", _POINTER)]
 
 
+class Sample(ctypes.Structure):
+    _fields_ = [
+        *_fields("n v threads isa mass_bits", _INT),
+        *_fields("logits seen numbers places", Rows),
+        *_fields("settings seeds sequences drawn tokens logprobs", _POINTER),
+    ]
+
+
 class Gemm(ctypes.Structure):
     _fields_ = [
         *_fields("transpose_a transpose_b m n k lda ldb ldc accumulate threads", _INT32),  # as BLAS takes them
@@ -68,7 +76,7 @@ class Gemm(ctypes.Structure):
     ]
 
 
-STRUCTURES: tuple[type[ctypes.Structure], ...] = (View, Rows, Call, Norm, Gelu, Gemm)
+STRUCTURES: tuple[type[ctypes.Structure], ...] = (View, Rows, Call, Norm, Gelu, Sample, Gemm)
 
 
 def _format(structure: type[ctypes.Structure]) -> str:
@@ -91,6 +99,7 @@ def packer(structure: type[ctypes.Structure]) -> Callable[..., bytes]:
 
 
 pack_call, pack_norm, pack_gelu, pack_gemm = packer(Call), packer(Norm), packer(Gelu), packer(Gemm)
+pack_sample = packer(Sample)
 
 
 class _Place(ctypes.Structure):

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from .. import gpu
 from ..checks import check_columns, check_given, check_tensor
+from ..cpu import rows
 from ..op import op
 from ..scratch import Shapes, TensorLike
 from ..table import Kernel, Problem, Table, Where, takes_all
@@ -43,15 +44,22 @@ SAMPLING = Table(
     "sample",
     (
         Kernel("triton", "sampling.triton_ops", lambda problem: _triton_refuses(problem)),
+        Kernel("native", "sampling.cpu", lambda problem: _native_refuses(problem)),
         Kernel("torch", "sampling.torch_ops", takes_all),
     ),
 )
 
 
 def _triton_refuses(problem: Problem) -> str | None:
-    if problem.x.dtype != torch.float32:
-        return f"takes float32, not {str(problem.x.dtype).removeprefix('torch.')}"
-    return gpu.refusal(problem.x)
+    return _takes_float32(problem.x) or gpu.refusal(problem.x)
+
+
+def _native_refuses(problem: Problem) -> str | None:
+    return _takes_float32(problem.x) or rows.refusal(problem.x)
+
+
+def _takes_float32(x: TensorLike) -> str | None:
+    return None if x.dtype == torch.float32 else f"takes float32, not {str(x.dtype).removeprefix('torch.')}"
 
 
 def sample_workspace(logits: TensorLike, *, kernel: str | None = None) -> Shapes:

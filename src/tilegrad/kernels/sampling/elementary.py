@@ -48,6 +48,11 @@ CONSTANTS = {
 }  # fmt: skip
 
 
+def mass_bits(v: int) -> int:
+    """s of floor(e · 2ˢ + ½): a sum over v tokens is below 2⁶³."""
+    return 62 - (v - 1).bit_length()
+
+
 def exp_(x: Tensor, work: Tensor, bits: Tensor, small: Tensor) -> Tensor:
     """x ← exp(x), x ≤ 0.       work (2, …) of x's dtype   bits (…) of its integer dtype   small (…) bool"""
     c, (n, r) = CONSTANTS[x.dtype], work

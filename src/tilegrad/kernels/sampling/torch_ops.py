@@ -11,14 +11,9 @@ from torch import Tensor
 
 from ..philox import WORK_BUFFERS, philox, round_keys_of_rows
 from ..scratch import Scratch, Shapes, TensorLike, blocks, rows_of, rows_per_block
-from .elementary import CONSTANTS, exp_, log_
+from .elementary import CONSTANTS, exp_, log_, mass_bits
 
 BLOCK = {"cpu": 1 << 16, "cuda": 1 << 22}  # elements processed at once
-
-
-def mass_bits(v: int) -> int:
-    """s of floor(e · 2ˢ + ½): a sum over v tokens is below 2⁶³."""
-    return 62 - (v - 1).bit_length()
 
 
 def workspace(logits: TensorLike, *, draw: bool) -> Shapes:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..gpu import launch, padded
 from ..scratch import Scratch, Shapes, TensorLike
-from .torch_ops import mass_bits
+from .elementary import mass_bits
 
 TILE = 1 << 12  # most logits that a program loads at once
 WARPS = 16

@@ -7,6 +7,7 @@
 #include "attention/call.h"
 #include "gemm/gemm.h"
 #include "rows/norm_gelu.h"
+#include "rows/sampling.h"
 
 namespace tilegrad {
 
@@ -34,6 +35,9 @@ constexpr Place LAYOUT[] = {
     AT(Norm, dw), AT(Norm, db), AT(Norm, eps), END(Norm),
     AT(Gelu, n), AT(Gelu, threads), AT(Gelu, isa), AT(Gelu, dtype),
     AT(Gelu, h), AT(Gelu, a), AT(Gelu, da), AT(Gelu, dh), END(Gelu),
+    AT(Sample, n), AT(Sample, v), AT(Sample, threads), AT(Sample, isa), AT(Sample, mass_bits),
+    AT(Sample, logits), AT(Sample, seen), AT(Sample, numbers), AT(Sample, places), AT(Sample, settings), AT(Sample, seeds),
+    AT(Sample, sequences), AT(Sample, drawn), AT(Sample, tokens), AT(Sample, logprobs), END(Sample),
     AT(Gemm, transpose_a), AT(Gemm, transpose_b), AT(Gemm, m), AT(Gemm, n), AT(Gemm, k), AT(Gemm, lda), AT(Gemm, ldb), AT(Gemm, ldc),
     AT(Gemm, accumulate), AT(Gemm, threads), AT(Gemm, a), AT(Gemm, b), AT(Gemm, c), END(Gemm),
     {nullptr, nullptr, 0},

@@ -4,6 +4,7 @@
 #include "gemm/gemm.h"
 #include "layout.h"
 #include "rows/norm_gelu.h"
+#include "rows/sampling.h"
 #include "threads/thread_pool.h"
 
 #if defined(WITH_amx)
@@ -17,14 +18,17 @@ namespace portable {
 Kernels float_kernels();
 Kernels double_kernels();
 NormGeluKernels norm_gelu_kernels();
+SamplingKernels sampling_kernels();
 }  // namespace portable
 namespace avx2 {
 Kernels float_kernels();
 NormGeluKernels norm_gelu_kernels();
+SamplingKernels sampling_kernels();
 }  // namespace avx2
 namespace avx512 {
 Kernels float_kernels();
 NormGeluKernels norm_gelu_kernels();
+SamplingKernels sampling_kernels();
 }  // namespace avx512
 namespace amx {
 Kernels bfloat16_kernels();
@@ -94,6 +98,16 @@ NormGeluKernels norm_gelu_kernels([[maybe_unused]] int64_t isa) {
     if (isa == AVX2) return avx2::norm_gelu_kernels();
 #endif
     return portable::norm_gelu_kernels();
+}
+
+SamplingKernels sampling_kernels([[maybe_unused]] int64_t isa) {
+#if defined(WITH_avx512)
+    if (isa >= AVX512) return avx512::sampling_kernels();
+#endif
+#if defined(WITH_avx2)
+    if (isa == AVX2) return avx2::sampling_kernels();
+#endif
+    return portable::sampling_kernels();
 }
 
 // fn(call, begin, end) over 0 … n, in ranges of whole `unit`s, one per thread.
@@ -185,6 +199,10 @@ EXPORT void tilegrad_native_norm_bwd(const Norm* call) {
 EXPORT void tilegrad_native_gelu(const Gelu* call) {
     const tilegrad::NormGeluKernels rows = tilegrad::norm_gelu_kernels(call->isa);
     tilegrad::parallel_for(*call, call->n, rows.lanes, rows.gelu);
+}
+
+EXPORT void tilegrad_native_sample(const tilegrad::Sample* call) {
+    tilegrad::parallel_for(*call, call->n, 1, tilegrad::sampling_kernels(call->isa).rows);
 }
 
 EXPORT void tilegrad_native_gemm(const tilegrad::Gemm* call) { tilegrad::gemm(*call); }

@@ -1,0 +1,37 @@
+"""Sampling in C++: one thread for each row, cpu/csrc/rows/sampling.cpp. The smallest kept key is found by histograms of 11 bits
+of the keys, with the masses of the tokens; noise is drawn for the kept tokens only."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..cpu.abi import pack_sample
+from ..cpu.library import isa, native
+from ..cpu.rows import address, rows
+from ..scratch import Scratch, Shapes, TensorLike
+from .elementary import mass_bits
+
+
+def workspace(logits: TensorLike, *, draw: bool) -> Shapes:
+    n, v = logits.shape
+    return {"numbers": ((n, v), torch.float32), "places": ((n, 2 * v), torch.int32)} if draw else {}
+
+
+def fwd(
+    logits: Tensor, settings: Tensor, seeds: Tensor, sequences: Tensor, drawn: Tensor, *,
+    tokens: Tensor, logprobs: Tensor, seen: Tensor | None, scratch: Scratch,
+) -> None:  # fmt: skip
+    matrices = rows(logits), rows(seen), rows(scratch["numbers"]), rows(scratch["places"])
+    vectors = map(address, (settings, seeds, sequences, drawn, tokens, logprobs))
+    native().tilegrad_native_sample(pack_sample(*_shared(logits), *matrices, *vectors))
+
+
+def logprobs(logits: Tensor, targets: Tensor, *, logprobs: Tensor, scratch: Scratch) -> None:
+    call = pack_sample(*_shared(logits), rows(logits), tokens=targets.data_ptr(), logprobs=logprobs.data_ptr())
+    native().tilegrad_native_sample(call)
+
+
+def _shared(logits: Tensor) -> tuple[int, ...]:
+    n, v = logits.shape
+    return n, v, torch.get_num_threads(), isa(), mass_bits(v)
