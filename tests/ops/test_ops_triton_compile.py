@@ -208,6 +208,24 @@ def test_rope_and_dropout(architecture: int, dtype: torch.dtype, tmp_path: Path)
     check(found, architecture, {"_rotate_kernel", "_dropout_kernel"})
 
 
+@pytest.mark.parametrize("architecture", [SLOWLY_80, 90, SLOWLY_100])
+@pytest.mark.parametrize("v", [1, 50257, 151936])
+def test_sampling(architecture: int, v: int, tmp_path: Path) -> None:
+    from tilegrad.kernels.sampling import triton_ops
+
+    logits, settings, numbers = torch.empty(4, v), torch.empty(4, 5), torch.zeros(4, dtype=torch.int64)
+    seen, scratch = torch.zeros(4, v, dtype=torch.uint8), poisoned(triton_ops.workspace(logits, draw=True))
+    with compiling(architecture, tmp_path) as found:
+        for given in (None, seen):
+            triton_ops.fwd(
+                logits, settings, numbers, numbers, numbers,
+                tokens=numbers, logprobs=torch.empty(4), seen=given, scratch=scratch,
+            )  # fmt: skip
+        triton_ops.logprobs(logits, numbers, logprobs=torch.empty(4), scratch={})
+    check(found, architecture, {"_sample_kernel", "_sample_kernel again", "_logprobs_kernel"})
+    assert all("FFMA" not in kernel.sass or "FMUL" in kernel.sass for kernel in found.values())
+
+
 def test_positions_of_packed_rows(tmp_path: Path) -> None:
     from tilegrad.kernels.embedding import triton_ops as embedding
     from tilegrad.kernels.rope import triton_ops as rope

@@ -21,7 +21,7 @@ from support.ops import DTYPES, acc, allocated_bytes
 
 import tilegrad
 from tilegrad import functional, nn
-from tilegrad.engine import spec
+from tilegrad.engine import sampling, spec
 from tilegrad.integrations import flash_attn as flash
 from tilegrad.kernels.scratch import new_scratch
 from tilegrad.model import config
@@ -66,7 +66,9 @@ def test_modules_are_reached_by_the_package_and_loaded_when_they_are_used() -> N
             module.nothing  # noqa: B018
 
 
-@pytest.mark.parametrize("module", [flash, functional, nn.attention, nn.dilated, shared_attention, config, spec, api])
+@pytest.mark.parametrize(
+    "module", [flash, functional, nn.attention, nn.dilated, shared_attention, config, spec, sampling, api]
+)
 def test_examples_in_docstrings(module: ModuleType) -> None:
     done = doctest.testmod(module)
     assert done.failed == 0

@@ -20,6 +20,7 @@ from tilegrad.kernels.low_rank import Part, low_rank_add_fwd, low_rank_workspace
 from tilegrad.kernels.mix import mix_fwd, mix_workspace
 from tilegrad.kernels.residual import add_fwd, copy_fwd
 from tilegrad.kernels.rope import rope_bwd, rope_fwd, rope_table, rope_workspace
+from tilegrad.kernels.sampling import logprobs_fwd, logprobs_workspace, sample_fwd, sample_workspace
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 RAGGED = (1, 63, 113)
@@ -153,3 +154,11 @@ def calls_outside_models(dtype: torch.dtype) -> None:
     gather_attention_fwd(q, k, v, mask, Alone(), o=o, lse=lse, scratch=scratch)
     scratch = poisoned(gather_attention_workspace(q, k, v, mask, 1, backward=True))
     gather_attention_bwd(q, k, v, o, lse, do, None, mask, Alone(), dq=dq, dk=dk, dv=dv, scratch=scratch)
+    logits, settings = randn(n, 64, dtype=acc(dtype)), torch.tensor([[1.0, 9.0, 0.9, 0.01, 1.2]]).repeat(n, 1)
+    tokens, logprobs, seen = torch.arange(n), torch.empty(n, dtype=acc(dtype)), torch.ones(n, 64, dtype=torch.uint8)
+    numbers, drawn = (
+        (settings, tokens.clone(), tokens.clone(), tokens.clone()),
+        {"tokens": tokens, "logprobs": logprobs},
+    )
+    sample_fwd(logits, *numbers, **drawn, seen=seen, scratch=poisoned(sample_workspace(logits)))
+    logprobs_fwd(logits, tokens, logprobs=logprobs, scratch=poisoned(logprobs_workspace(logits)))

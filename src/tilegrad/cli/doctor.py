@@ -30,6 +30,7 @@ from ..kernels import (
     mix,
     norm,
     rope,
+    sampling,
 )
 from ..kernels.attention import problem as attention
 from ..kernels.attention.mask import Mask
@@ -114,6 +115,7 @@ def plain_calls(device: str, dtype: torch.dtype) -> tuple[tuple[Table, object], 
         (rope.ROPE, Problem(q)),
         (mix.MIX, Problem(q)),
         (dropout.DROPOUT, Problem(x)),
+        (sampling.SAMPLING, Problem(x.float())),
         (cross_entropy.CROSS_ENTROPY, cross_entropy.Problem(x, x)),
         (global_norm.GLOBAL_NORM, global_norm.Problem(x.view(-1))),
         (adamw.ADAMW, Problem(x.view(-1))),

@@ -18,8 +18,9 @@ of several equal ones, in the order of its sort. A row that has NaN or +inf, or 
 
 A row's result depends on that row alone, and all kernels give the same bits. exp and log are computed from correctly rounded
 additions, products and quotients (elementary.py), without fused multiply-adds. Sums of e are sums of integers, so their order
-does not matter: e counts as floor(e · 2ˢ + ½), s = 62 − ⌈log2 V⌉. `SAMPLING` is the table of kernels: each module offers
-`workspace`, `fwd` and `logprobs`. No kernel sorts: the smallest kept y or e is found digit by digit of its bits.
+does not matter: e counts as floor(e · 2ˢ + ½), s = 62 − ⌈log2 V⌉, which limits logprobs in float64 to about 10⁻¹². `SAMPLING`
+is the table of kernels: each module offers `workspace`, `fwd` and `logprobs`. torch's sorts the vocabulary; the others find the
+smallest kept y and e digit by digit of their bits.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from ..op import op
 from ..scratch import Shapes, TensorLike
 from ..table import Kernel, Problem, Table, Where, takes_all
 
-SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+SETTINGS = 5  # temperature, top_k, top_p, min_p, repetition_penalty
 MOST_TOKENS = 1 << 24  # of a vocabulary: top_k is a float32
 _DRAW, _LOGPROBS = {"draw": True}, {"draw": False}  # options of a `workspace`
 
@@ -83,7 +84,7 @@ def sample_fwd(
     (b, v), device = logits.shape, logits.device
     check_given(
         device,
-        ("settings", settings, (b, len(SETTINGS)), torch.float32),
+        ("settings", settings, (b, SETTINGS), torch.float32),
         ("seeds", seeds, (b,), torch.int64),
         ("sequences", sequences, (b,), torch.int64),
         ("drawn", drawn, (b,), torch.int64),
@@ -135,24 +136,23 @@ def _check_contiguous(name: str, x: Tensor) -> None:
 
 def _check_values(settings: Tensor, drawn: Tensor, *, penalties: bool) -> None:
     """On a CPU; on a device reading them would synchronize."""
-    temperature, top_k, top_p, min_p, penalty = settings.unbind(1)
-    for column, (wrong, accepted) in enumerate(
-        (
-            (~((temperature >= 0) & temperature.isfinite()), "a finite number ≥ 0"),
-            (~((top_k >= 0) & (top_k == top_k.floor()) & top_k.isfinite()), "a whole number ≥ 0, 0 = all"),
-            (~((top_p > 0) & (top_p <= 1)), "a number in (0, 1]"),
-            (~((min_p >= 0) & (min_p <= 1)), "a number in [0, 1]"),
-            (~((penalty > 0) & penalty.isfinite()), "a finite number > 0"),
-        )
-    ):
-        if bool(wrong.any()):
-            row = int(wrong.nonzero()[0])
-            got = float(settings[row, column])
-            raise ValueError(f"settings: got {SETTINGS[column]} {got:g} in row {row}; accepted: {accepted}")
-    if not penalties and bool((penalty != 1).any()):
-        row = int((penalty != 1).nonzero()[0])
-        got = f"repetition_penalty {float(penalty[row]):g} in row {row} without seen"
-        raise ValueError(f"settings: got {got}; accepted: 1, or pass seen (B, V)")
+    largest = torch.finfo(torch.float32).max
+    for row, (temperature, top_k, top_p, min_p, penalty) in enumerate(settings.tolist()):
+        if not 0 <= temperature <= largest:
+            wrong = f"temperature {temperature:g}", "a finite number ≥ 0"
+        elif not 0 <= top_k <= largest or top_k % 1:
+            wrong = f"top_k {top_k:g}", "a whole number ≥ 0, 0 = all"
+        elif not 0 < top_p <= 1:
+            wrong = f"top_p {top_p:g}", "a number in (0, 1]"
+        elif not 0 <= min_p <= 1:
+            wrong = f"min_p {min_p:g}", "a number in [0, 1]"
+        elif not 0 < penalty <= largest:
+            wrong = f"repetition_penalty {penalty:g}", "a finite number > 0"
+        elif penalty != 1 and not penalties:
+            wrong = f"repetition_penalty {penalty:g} without seen", "1, or seen (B, V)"
+        else:
+            continue
+        raise ValueError(f"settings: got {wrong[0]} in row {row}; accepted: {wrong[1]}")
     low, high = (int(end) for end in drawn.aminmax())
     if low < 0 or high >= 1 << 32:
         raise ValueError(f"drawn: got {low if low < 0 else high}; accepted: 0 … 2³² − 1")

@@ -1,7 +1,7 @@
 """Sampling by torch ops, some rows at a time: any device. On CUDA nothing is read back, so a step can be captured.
 
-The smallest kept key is found bit by bit, from the highest: one pass over the row for each bit. On a CPU a search that no row
-needs is left out. Every operation is rounded once or is one of integers, so a row's bits depend on that row alone.
+Unlike the other kernels this one sorts: y for top_k, e for top_p. torch.sort allocates, on a CPU 8 · V bytes. On a CPU a sort
+that no row needs is left out. Every operation is rounded once or is one of integers, so a row's bits depend on that row alone.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ def workspace(logits: TensorLike, *, draw: bool) -> Shapes:
         "numbers": ((5 if draw else 3, rows, v), dtype),
         "bits": ((rows, v), CONSTANTS[dtype].integer),
         "masses": ((rows, v), torch.int64),
-        "flags": ((3 if draw else 1, rows, v), torch.bool),
+        "flags": ((1, rows, v), torch.bool),
         "row_numbers": ((4, rows), torch.float64),
         "row_tops": ((3, rows), dtype),
-        "row_integers": ((5, rows), torch.int64),
+        "row_integers": ((3, rows), torch.int64),
         "row_flags": ((rows,), torch.bool),
     }
     if draw:
         shapes |= {"philox": ((WORK_BUFFERS, rows, v), torch.int64), "index": ((v,), torch.int64)}
-        shapes |= {"row_bits": ((2, rows), CONSTANTS[dtype].integer), "noise": ((3, rows, v), torch.float32)}
-        shapes |= {"noise_bits": ((rows, v), torch.int32)}
+        shapes |= {"noise": ((3, rows, v), torch.float32), "noise_bits": ((rows, v), torch.int32)}
     return shapes
 
 
@@ -73,13 +72,13 @@ def _part(scratch: Scratch, i: slice) -> Scratch:
 
 def _logprobs(l: Tensor, targets: Tensor, part: Scratch, *, out: Tensor) -> Tensor:
     """out (m,); returns a mask of the rows whose logits are not all finite or −inf, or are all −inf."""
-    x, work, bad = part["numbers"][0], part["numbers"][1:3], part["row_flags"]
-    top, at, (a, b, *rest) = part["row_tops"][0], part["row_tops"][1], part["row_numbers"]
+    x, work, bad, masses = part["numbers"][0], part["numbers"][1:3], part["row_flags"], part["masses"]
+    (top, at, _), (a, b, *rest) = part["row_tops"], part["row_numbers"]
+    total, index, integers = part["row_integers"]
     torch.amax(l, 1, out=top)
-    _mass(torch.sub(l, top[:, None], out=x), work, part)
-    total, index, integers = part["row_integers"][:3]
-    torch.sum(part["masses"], 1, out=total)
-    a.copy_(total).mul_(2.0 ** -mass_bits(l.shape[1]))
+    exp_(torch.sub(l, top[:, None], out=x), work, part["bits"], part["flags"][0])
+    masses.copy_(x.mul_(2.0 ** mass_bits(l.shape[1])).add_(0.5))
+    a.copy_(torch.sum(masses, 1, out=total)).mul_(2.0 ** -mass_bits(l.shape[1]))
     log_(a, part["row_numbers"][2:], integers)
     torch.clamp(targets, min=0, out=index)
     torch.gather(l, 1, index[:, None], out=at[:, None])
@@ -92,61 +91,59 @@ def _logprobs(l: Tensor, targets: Tensor, part: Scratch, *, out: Tensor) -> Tens
     return bad
 
 
-def _mass(x: Tensor, work: Tensor, part: Scratch) -> None:
-    """x ← exp(x), x ≤ 0; masses ← floor(x · 2ˢ + ½)."""
-    exp_(x, work, part["bits"], part["flags"][0])
-    part["masses"].copy_(torch.mul(x, 2.0 ** mass_bits(x.shape[1]), out=work[0]).add_(0.5))
-
-
 def _draw(
     l: Tensor, settings: Tensor, seen: Tensor | None, noise: Tensor, part: Scratch, *, token: Tensor
 ) -> None:  # fmt: skip
     """token (m,) = argmax of z + noise over the kept."""
     y, z, e = part["numbers"][:3]
-    work, (flags, _, kept), bits, masses = part["numbers"][3:], part["flags"], part["bits"], part["masses"]
+    work, flags, greedy = part["numbers"][3:], part["flags"][0], part["row_flags"]
     temperature, top_k, top_p, min_p, penalty = settings.unbind(1)
-    top, divisor, setting = part["row_tops"]
+    top, divisor, smallest = part["row_tops"]
     if seen is None:
         y.copy_(l)
     else:
-        _penalise(l, seen, setting.copy_(penalty), y, work, flags)
+        _penalise(l, seen, divisor.copy_(penalty), y, work, flags)
     torch.amax(y, 1, out=top)
-    greedy = torch.eq(temperature, 0.0, out=part["row_flags"])
-    divisor.copy_(temperature).masked_fill_(greedy, 1.0)
+    divisor.copy_(temperature).masked_fill_(torch.eq(temperature, 0.0, out=greedy), 1.0)
     torch.sub(y, top[:, None], out=z).div_(divisor[:, None])
+    noise.masked_fill_(greedy[:, None], 0.0)
 
-    bound, v = part["row_numbers"][0], l.shape[1]
-    searched, smallest = _needed(top_k > 0, top_p < 1), part["row_bits"]
-    kept.fill_(True)
-    if searched[0]:
-        bits.copy_(_ordered(y, work, bits))
-        bound.copy_(top_k).masked_fill_(torch.eq(top_k, 0.0, out=flags[:, 0]), v + 1.0)
-        width = 8 * bits.dtype.itemsize
-        _smallest(bits, masses.fill_(1), bound, width, part, smallest=smallest[0].fill_(-1 << width - 1))
-        torch.ge(bits, smallest[0][:, None], out=kept)
-    _mass(e.copy_(z), work, part)
-    torch.logical_not(kept, out=flags)
-    e.masked_fill_(flags, 0.0)
-    masses.masked_fill_(flags, 0)
-    z.masked_fill_(flags, -torch.inf)
-    if searched[1]:
-        total = torch.sum(masses, 1, out=part["row_integers"][0])
-        bound.copy_(total).mul_(part["row_numbers"][1].copy_(top_p))
-        bound.masked_fill_(torch.ge(top_p, 1.0, out=flags[:, 0]), torch.inf)
-        bits.copy_(e.view(bits.dtype))
-        _smallest(bits, masses, bound, 8 * bits.dtype.itemsize - 2, part, smallest=smallest[0].fill_(0))
-        setting.view(bits.dtype).copy_(smallest[0])
-        setting.clamp_(max=1.0)
-        z.masked_fill_(torch.lt(e, setting[:, None], out=flags), -torch.inf)
-    z.masked_fill_(torch.lt(e, setting.copy_(min_p)[:, None], out=flags), -torch.inf)
-
-    noise.masked_fill_(torch.eq(temperature, 0.0, out=part["row_flags"])[:, None], 0.0)
+    if _needed(top_k, 0.0):
+        _smallest_of_top_k(y, top_k, part, out=smallest)
+        z.masked_fill_(torch.lt(y, smallest[:, None], out=flags), -torch.inf)
+    exp_(e.copy_(z), work, part["bits"], flags)
+    if _needed(top_p, 1.0):
+        _smallest_of_top_p(e, top_p, part, out=smallest)
+        z.masked_fill_(torch.lt(e, smallest[:, None], out=flags), -torch.inf)
+    z.masked_fill_(torch.lt(e, smallest.copy_(min_p)[:, None], out=flags), -torch.inf)
     torch.argmax(z.add_(noise), 1, out=token)
 
 
-def _needed(*uses: Tensor) -> tuple[bool, ...]:
-    """Which searches to run: on a device all, because reading would synchronize."""
-    return tuple(use.device.type != "cpu" or bool(use.any()) for use in uses)
+def _needed(setting: Tensor, none: float) -> bool:
+    """Whether to sort: on a CPU only if a row has this setting; on a device always, because reading would synchronize."""
+    return setting.device.type != "cpu" or bool((setting != none).any())
+
+
+def _smallest_of_top_k(y: Tensor, top_k: Tensor, part: Scratch, *, out: Tensor) -> None:
+    """out (m,) = the top_k-th largest of y; −inf if top_k is 0."""
+    ordered, index = part["numbers"][3], part["row_integers"][0]
+    torch.sort(y, 1, descending=True, out=(ordered, part["masses"]))
+    index.copy_(top_k).sub_(1).clamp_(0, y.shape[1] - 1)
+    torch.gather(ordered, 1, index[:, None], out=out[:, None])
+    out.masked_fill_(torch.eq(top_k, 0.0, out=part["flags"][0, :, 0]), -torch.inf)
+
+
+def _smallest_of_top_p(e: Tensor, top_p: Tensor, part: Scratch, *, out: Tensor) -> None:
+    """out (m,) = the smallest e of which those above have less than top_p of the mass; at most 1, and 0 if top_p is 1."""
+    (ordered, scaled), masses, before = part["numbers"][3:], part["masses"], part["philox"][0]
+    (bound, factor, *_), above, flags = part["row_numbers"], part["philox"][1].view(torch.float64), part["flags"][0]
+    torch.sort(e, 1, descending=True, out=(ordered, masses))
+    masses.copy_(torch.mul(ordered, 2.0 ** mass_bits(e.shape[1]), out=scaled).add_(0.5))
+    above.copy_(torch.cumsum(masses, 1, out=before).sub_(masses))
+    bound.copy_(torch.sum(masses, 1, out=part["row_integers"][0])).mul_(factor.copy_(top_p))
+    ordered.masked_fill_(torch.ge(above, bound[:, None], out=flags), 1.0)
+    torch.amin(ordered, 1, out=out)
+    out.masked_fill_(torch.ge(top_p, 1.0, out=flags[:, 0]), 0.0)
 
 
 def _penalise(l: Tensor, seen: Tensor, penalty: Tensor, y: Tensor, work: Tensor, flags: Tensor) -> None:
@@ -159,31 +156,6 @@ def _penalise(l: Tensor, seen: Tensor, penalty: Tensor, y: Tensor, work: Tensor,
     y.clamp_(-largest, largest)
     torch.eq(seen, 0, out=flags).logical_or_(torch.eq(l, -torch.inf, out=times.view(torch.bool)[:, : l.shape[1]]))
     torch.where(flags, l, y, out=y)
-
-
-def _ordered(y: Tensor, work: Tensor, bits: Tensor) -> Tensor:
-    """Integers in the order of the numbers y; −0 and 0 are equal."""
-    x = torch.add(y, 0.0, out=work[0]).view(bits.dtype)  # −0 + 0 = 0
-    width = 8 * bits.dtype.itemsize
-    flipped = torch.bitwise_right_shift(x, width - 1, out=bits).bitwise_and_((1 << width - 1) - 1)
-    return x.bitwise_xor_(flipped)
-
-
-def _smallest(
-    keys: Tensor, masses: Tensor, bound: Tensor, width: int, part: Scratch, *, smallest: Tensor
-) -> None:  # fmt: skip
-    """smallest (m,) ← the smallest t of which the keys above t have a mass below `bound`. Its lower `width` bits are found.
-    They are 0 at the beginning, except a sign, which is −."""
-    (above, bit, *_), masked = part["row_integers"], part["philox"][0]
-    trial, fails, sums = part["row_bits"][1], part["row_flags"], part["row_numbers"][1]
-    for n in reversed(range(width)):
-        torch.bitwise_or(smallest, (1 << n) - 1, out=trial)
-        others = torch.le(keys, trial[:, None], out=part["flags"][1])
-        torch.sum(masked.copy_(masses).masked_fill_(others, 0), 1, out=above)
-        torch.ge(sums.copy_(above), bound, out=fails)
-        one = -1 << n if n == 8 * keys.dtype.itemsize - 1 else 1 << n
-        trial.copy_(bit.copy_(fails).mul_(one))
-        smallest.bitwise_xor_(trial)
 
 
 def _noise(seeds: Tensor, sequences: Tensor, drawn: Tensor, part: Scratch) -> Tensor:

@@ -213,7 +213,7 @@ def _sample_kernel(
         smallest_e = min_p
         if random & (top_k > 0.0) & (top_k < V):
             tl.debug_barrier()
-            smallest_y = _smallest(row_scratch, V, top_k.to(tl.float64), scale, False, TILE)
+            smallest_y = _smallest(row_scratch, V, top_k.to(tl.float64), scale, MASSES=False, TILE=TILE)
         if random & (top_p < 1.0):
             masses = tl.zeros([TILE], tl.int64)
             for k in range(0, V, TILE):
@@ -225,7 +225,7 @@ def _sample_kernel(
                 tl.store(row_scratch + i, e, mask=i < V)
             bound = tl.sum(masses, 0).to(tl.float64) * top_p.to(tl.float64)
             tl.debug_barrier()
-            least = _smallest(row_scratch, V, bound, scale, True, TILE).to(tl.float32, bitcast=True)
+            least = _smallest(row_scratch, V, bound, scale, MASSES=True, TILE=TILE).to(tl.float32, bitcast=True)
             smallest_e = tl.maximum(smallest_e, tl.minimum(least, 1.0))
 
         best = tl.full([TILE], -INFINITY, tl.float32)

@@ -3,17 +3,17 @@
 
 #include "rows/sampling.h"
 
-#include <cmath>
-#include <cstring>
-#include <limits>
+#include "attention/dropout.h"
+#include "simd/vector.h"
 
 namespace tilegrad {
 namespace ISA {
 namespace {
 
-constexpr int BLOCK = 64;    // numbers computed together: their loops become vector instructions
-constexpr int DIGIT = 11;    // bits of a key that one histogram counts
-constexpr float INFINITE = std::numeric_limits<float>::infinity(), LARGEST = std::numeric_limits<float>::max();
+constexpr int N = Lanes<float>::N, BLOCK = 64;  // numbers computed together
+constexpr int DIGIT = 11;                       // bits of a key that one histogram counts
+constexpr float MOST_NOISE = 23.0f;             // g is at most log(2³³) = 22.9
+constexpr float INFINITE = __builtin_inff(), LARGEST = __FLT_MAX__;
 
 template <class To, class From>
 inline To bits_of(From x) {
@@ -24,11 +24,13 @@ inline To bits_of(From x) {
 }
 
 // exp(x), x ≤ 0
-inline float exponential(float x) {
-    const float inside = x < -87.0f ? -87.0f : x;
-    const float n = std::floor(inside * float(1.4426950408889634) + 0.5f);
-    const float r = (inside - n * 0.693359375f) - n * -2.12194440e-4f;
-    float p = float(1.0 / 5040);
+inline V32 exp_of(V32 x) {
+    const V32 inside = x < -87.0f ? all(-87.0f) : x;
+    const V32 t = inside * float(1.4426950408889634) + 0.5f;
+    const I32 cut = __builtin_convertvector(t, I32), power = cut + (__builtin_convertvector(cut, V32) > t);  // floor(t)
+    const V32 n = __builtin_convertvector(power, V32);
+    const V32 r = (inside - n * 0.693359375f) - n * -2.12194440e-4f;
+    V32 p = all(float(1.0 / 5040));
     p = p * r + float(1.0 / 720);
     p = p * r + float(1.0 / 120);
     p = p * r + float(1.0 / 24);
@@ -36,22 +38,22 @@ inline float exponential(float x) {
     p = p * r + 0.5f;
     p = p * r + 1.0f;
     p = p * r + 1.0f;
-    const float e = p * bits_of<float>((int32_t(n) + 127) * (1 << 23));
-    return x < -87.0f ? 0.0f : e;
+    return x < -87.0f ? V32{} : p * (V32)((power + 127) << 23);
 }
 
 // log(x), x > 0 and normal
-inline float logarithm(float x) {
-    const int32_t bits = bits_of<int32_t>(x), exponent = (bits - 0x3F3504F3) >> 23;
-    const float m = bits_of<float>(bits - exponent * (1 << 23)), s = (m - 1.0f) / (m + 1.0f), q = s * s, k = float(exponent);
-    float p = float(1.0 / 9);
+inline V32 log_of(V32 x) {
+    const I32 bits = (I32)x, exponent = (bits - 0x3F3504F3) >> 23;
+    const V32 m = (V32)(bits - (exponent << 23)), s = (m - 1.0f) / (m + 1.0f), q = s * s;
+    const V32 k = __builtin_convertvector(exponent, V32);
+    V32 p = all(float(1.0 / 9));
     p = p * q + float(1.0 / 7);
     p = p * q + float(1.0 / 5);
     p = p * q + float(1.0 / 3);
     return ((p * q * (2.0f * s) + k * -2.12194440e-4f) + 2.0f * s) + k * 0.693359375f;
 }
 
-inline double logarithm(double x) {
+inline double log_of(double x) {
     const int64_t bits = bits_of<int64_t>(x), exponent = (bits - 0x3FE6A09E667F3BCD) >> 52;
     const double m = bits_of<double>(bits - exponent * (int64_t(1) << 52)), s = (m - 1) / (m + 1), q = s * s, k = double(exponent);
     double p = 1.0 / 23;
@@ -77,42 +79,45 @@ struct Range {
 };
 
 Range range_of(const float* x, int64_t v) {
-    float tops[16];
-    int32_t wrong[16] = {};
-    for (float& top : tops) top = -INFINITE;
+    V32 tops[4];
+    I32 right[4];
+    for (int u = 0; u < 4; ++u) tops[u] = all(-INFINITE), right[u] = ~I32{};
+    float top = -INFINITE;
+    bool finite = true;
     int64_t i = 0;
-    const auto look = [&](int64_t at, int j) {
-        tops[j] = x[at] > tops[j] ? x[at] : tops[j];
-        wrong[j] |= !(x[at] < INFINITE);
-    };
-    for (; i + 16 <= v; i += 16)
-        for (int j = 0; j < 16; ++j) look(i + j, j);
-    for (; i < v; ++i) look(i, 0);
-    Range out{-INFINITE, true};
-    for (int j = 0; j < 16; ++j) {
-        out.top = tops[j] > out.top ? tops[j] : out.top;
-        out.finite = out.finite && !wrong[j];
-    }
-    out.finite = out.finite && out.top > -INFINITE;
-    return out;
+    for (; i + 4 * N <= v; i += 4 * N)
+        for (int u = 0; u < 4; ++u) {
+            const V32 y = load(x + i + u * N);
+            tops[u] = y > tops[u] ? y : tops[u];
+            right[u] &= y < INFINITE;
+        }
+    for (; i < v; ++i) top = x[i] > top ? x[i] : top, finite = finite && x[i] < INFINITE;
+    for (int u = 0; u < 4; ++u)
+        for (int n = 0; n < N; ++n) top = tops[u][n] > top ? tops[u][n] : top, finite = finite && right[u][n];
+    return {top, finite && top > -INFINITE};
 }
 
-// f(i, j) for all i < v, in blocks: j = i % BLOCK
+// f(i, block, m): block has the m numbers from x + i on, and −inf up to BLOCK.
 template <class F>
-inline void in_blocks(int64_t v, F f) {
-    int64_t i = 0;
-    for (; i + BLOCK <= v; i += BLOCK)
-        for (int j = 0; j < BLOCK; ++j) f(i + j, j);
-    for (int j = 0; i < v; ++i, ++j) f(i, j);
+inline void in_blocks(const float* x, int64_t v, F f) {
+    for (int64_t i = 0; i < v; i += BLOCK) {
+        float block[BLOCK];
+        const int m = int(v - i < BLOCK ? v - i : BLOCK);
+        for (int j = m; j < BLOCK; ++j) block[j] = -INFINITE;
+        std::memcpy(block, x + i, m * sizeof(float));
+        f(i, block, m);
+    }
 }
 
 inline int64_t mass(float e, float scale) { return int64_t(e * scale + 0.5f); }
 
 // Σ of the masses of exp(x − top)
 int64_t total_mass(const float* x, int64_t v, float top, float scale) {
-    int64_t sums[BLOCK] = {}, total = 0;
-    in_blocks(v, [&](int64_t i, int j) { sums[j] += mass(exponential(x[i] - top), scale); });
-    for (int64_t sum : sums) total += sum;
+    int64_t total = 0;
+    in_blocks(x, v, [&](int64_t, float* e, int) {
+        for (int j = 0; j < BLOCK; j += N) store(e + j, exp_of(load(e + j) - top) * scale + 0.5f);
+        for (int j = 0; j < BLOCK; ++j) total += int64_t(e[j]);
+    });
     return total;
 }
 
@@ -139,23 +144,18 @@ uint32_t smallest_key(uint32_t* keys, int64_t v, double bound, Mass mass_of) {
     return found;
 }
 
-// g of BLOCK tokens: indices → noise
+// g of BLOCK tokens: index → noise
 void gumbel(const uint32_t* index, float* noise, uint64_t seed, uint32_t drawn, uint64_t sequence) {
-    uint32_t c0[BLOCK], c1[BLOCK], c2[BLOCK], c3[BLOCK];
-    for (int j = 0; j < BLOCK; ++j) c0[j] = index[j], c1[j] = drawn, c2[j] = uint32_t(sequence), c3[j] = uint32_t(sequence >> 32);
-    uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
-    for (int round = 0; round < 10; ++round, k0 += 0x9E3779B9, k1 += 0xBB67AE85)
-        for (int j = 0; j < BLOCK; ++j) {
-            const uint64_t x = uint64_t(c0[j]) * 0xD2511F53u, y = uint64_t(c2[j]) * 0xCD9E8D57u;
-            c0[j] = uint32_t(y >> 32) ^ c1[j] ^ k0;
-            c1[j] = uint32_t(y);
-            c2[j] = uint32_t(x >> 32) ^ c3[j] ^ k1;
-            c3[j] = uint32_t(x);
+    const U32 c1 = U32{} + drawn, c2 = U32{} + uint32_t(sequence), c3 = U32{} + uint32_t(sequence >> 32);
+    for (int j = 0; j < BLOCK; j += DRAWS * N) {
+        U32 words[DRAWS];
+        std::memcpy(words, index + j, sizeof words);
+        philox(words, c1, c2, c3, seed);
+        for (int n = 0; n < DRAWS; ++n) {
+            const V32 drawn_v = (__builtin_convertvector(words[n], V32) + 0.5f) * 2.3283064365386963e-10f;
+            const V32 v = drawn_v < 0.99999994f ? drawn_v : all(0.99999994f), u = 1.0f - v;
+            store(noise + j + n * N, -log_of((v - (1.0f - u)) / u - log_of(u)));
         }
-    for (int j = 0; j < BLOCK; ++j) {
-        const float drawn_v = (float(c0[j]) + 0.5f) * 2.3283064365386963e-10f, most = 0.99999994f;
-        const float v = drawn_v < most ? drawn_v : most, u = 1.0f - v;
-        noise[j] = -logarithm((v - (1.0f - u)) / u - logarithm(u));
     }
 }
 
@@ -175,7 +175,7 @@ struct Row {
           numbers(reinterpret_cast<float*>(call.numbers.data) + r * call.numbers.stride),
           places(reinterpret_cast<uint32_t*>(call.places.data) + r * call.places.stride) {}
 
-    float scale() const { return float(std::ldexp(1.0, int(call.mass_bits))); }
+    float scale() const { return float(int64_t(1) << call.mass_bits); }
 
     int64_t draw(float raw_top) {
         const float temperature = settings[0], top_k = settings[1], top_p = settings[2], min_p = settings[3], penalty = settings[4];
@@ -198,36 +198,44 @@ struct Row {
             smallest_y = smallest_key(places, v, top_k, [](uint32_t) { return int64_t(1); });
         }
         int64_t kept = 0;  // tokens and their z, in order
-        for (int64_t i = 0; i < v; ++i)
-            if (ordered(y[i]) >= smallest_y) {
-                numbers[kept] = y[i];
-                places[kept++] = uint32_t(i);
-            }
+        for (int64_t i = 0; i < v; ++i) {
+            const float number = y[i];
+            numbers[kept] = number;
+            places[kept] = uint32_t(i);
+            kept += ordered(number) >= smallest_y;
+        }
         const float divisor = temperature, times = scale();
-        float z[BLOCK], e[BLOCK];
         if (top_p < 1) {
             int64_t total = 0;
             uint32_t* keys = exponentials();
-            in_blocks(kept, [&](int64_t i, int) { keys[i] = bits_of<uint32_t>(exponential((numbers[i] - top) / divisor)); });
-            for (int64_t i = 0; i < kept; ++i) total += mass(bits_of<float>(keys[i]), times);
+            in_blocks(numbers, kept, [&](int64_t i, float* e, int m) {
+                for (int j = 0; j < BLOCK; j += N) store(e + j, exp_of((load(e + j) - top) / divisor));
+                for (int j = 0; j < BLOCK; ++j) total += mass(e[j], times);
+                std::memcpy(keys + i, e, m * sizeof(float));
+            });
             const double bound = double(total) * double(top_p);
             const uint32_t key = smallest_key(keys, kept, bound, [&](uint32_t x) { return mass(bits_of<float>(x), times); });
             const float least = bits_of<float>(key);
             if (!(least < smallest_e)) smallest_e = least < 1.0f ? least : 1.0f;
         }
-        float best = -INFINITE, noise[BLOCK];
+        float best = -INFINITE;
         int64_t token = places[0];
-        uint32_t index[BLOCK] = {};
-        for (int64_t i = 0; i < kept; i += BLOCK) {
-            const int m = int(kept - i < BLOCK ? kept - i : BLOCK);
-            for (int j = 0; j < m; ++j) z[j] = (numbers[i + j] - top) / divisor, e[j] = exponential(z[j]);
-            int some = 0;
-            for (int j = 0; j < m; ++j) some += e[j] >= smallest_e, index[j] = places[i + j];
-            if (!some) continue;
+        in_blocks(numbers, kept, [&](int64_t i, float* z, int m) {
+            float e[BLOCK], noise[BLOCK];
+            uint32_t index[BLOCK] = {};
+            I32 some{};
+            for (int j = 0; j < BLOCK; j += N) {
+                const V32 x = (load(z + j) - top) / divisor, y = exp_of(x);
+                store(z + j, x);
+                store(e + j, y);
+                some |= (y >= smallest_e) & (x + MOST_NOISE > best);
+            }
+            if (!any<float>(some)) return;
+            std::memcpy(index, places + i, m * sizeof(uint32_t));
             gumbel(index, noise, uint64_t(call.seeds[r]), uint32_t(call.drawn[r]), uint64_t(call.sequences[r]));
             for (int j = 0; j < m; ++j)
                 if (e[j] >= smallest_e && z[j] + noise[j] > best) best = z[j] + noise[j], token = index[j];
-        }
+        });
         return token;
     }
 
@@ -242,7 +250,7 @@ struct Row {
         }
         const Range range = range_of(l, v);
         if (!range.finite) {
-            logprob = settings ? 0.0f : std::numeric_limits<float>::quiet_NaN();
+            logprob = settings ? 0.0f : __builtin_nanf("");
             if (settings) token = -1;
             return;
         }
@@ -250,7 +258,7 @@ struct Row {
             token = draw(range.top);
             if (seen) const_cast<uint8_t*>(seen)[token] = 1;
         }
-        const double total = logarithm(std::ldexp(double(total_mass(l, v, range.top, scale())), -int(call.mass_bits)));
+        const double total = log_of(double(total_mass(l, v, range.top, scale())) / double(int64_t(1) << call.mass_bits));
         logprob = float((double(l[token]) - double(range.top)) - total);
     }
 };
