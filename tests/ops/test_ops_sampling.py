@@ -110,7 +110,7 @@ def inputs(b: int, v: int, dtype: torch.dtype = torch.float32, seed: int = 0) ->
 
 def philox_words(seed: int, sequence: int, drawn: int, v: int) -> NDArray[np.uint64]:
     low = np.uint64(0xFFFFFFFF)
-    c = [
+    c: list[NDArray[Any]] = [
         np.arange(v, dtype=np.uint64),
         *(np.full(v, n & 0xFFFFFFFF, np.uint64) for n in (drawn, sequence, sequence >> 32)),
     ]
@@ -213,15 +213,16 @@ def kept_by_draws(logits: Tensor, settings: tuple[float, ...], seen: Tensor, ker
     numbers = torch.tensor([settings]).expand(n, 5).contiguous(), whole(3).expand(n).contiguous(), torch.arange(n)
     got = draw(logits.expand(n, -1).contiguous(), *numbers, torch.zeros(n, dtype=torch.int64),
                seen.expand(n, -1).contiguous(), kernel=kernel)  # fmt: skip
-    return got.tokens.unique().tolist()
+    return [int(token) for token in got.tokens.unique()]
 
 
 def cases_of_filters() -> list[tuple[Tensor, tuple[float, ...], Tensor]]:
     """Logits, settings and seen, of which no decision is close."""
-    generator, cases = torch.Generator().manual_seed(5), []
+    generator = torch.Generator().manual_seed(5)
+    cases: list[tuple[Tensor, tuple[float, ...], Tensor]] = []
     while len(cases) < 16:
         top_k, top_p, min_p, penalty = torch.rand(4, generator=generator).tolist()
-        settings = (
+        settings: tuple[float, ...] = (
             1.0 + float(torch.rand(1, generator=generator)),
             float(round(12 * top_k)) if len(cases) % 2 else 0.0,
             top_p if len(cases) % 3 else 1.0,
@@ -405,7 +406,7 @@ def test_strided_rows(kernel: str) -> None:
         want, tokens, logprobs = draw(*x, kernel=kernel), torch.empty(8, dtype=torch.int64), torch.empty(8)
         scratch = poisoned(sample_workspace(apart.logits, kernel=kernel))
         given = {"tokens": tokens, "logprobs": logprobs, "seen": wide_seen[:, 3:133]}
-        sample_fwd(*apart[:5], **given, scratch=scratch, kernel=kernel)  # type: ignore[arg-type]
+        sample_fwd(*apart[:5], **given, scratch=scratch, kernel=kernel)
         assert torch.equal(tokens, want.tokens) and torch.equal(logprobs, want.logprobs)
         assert want.seen is not None and torch.equal(wide_seen[:, 3:133], want.seen)
         assert bool((wide_seen[:, :3] == 1).all())
@@ -432,7 +433,12 @@ def test_extreme_settings(kernel: str) -> None:
     with running(kernel):
         largest, tiny = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
         logits, seen = torch.tensor([[10.0, 30.0, -20.0, 20.0]]).repeat(6, 1), torch.ones(6, 4, dtype=torch.uint8)
-        rows = [(tiny, 0, 1, 0, 1), (largest, 0, 1, 0, 1), (0, 0, 1, 0, tiny), (1, 0, 1, 0, largest)]
+        rows: list[tuple[float, ...]] = [
+            (tiny, 0, 1, 0, 1),
+            (largest, 0, 1, 0, 1),
+            (0, 0, 1, 0, tiny),
+            (1, 0, 1, 0, largest),
+        ]
         rows += [(1, 0, tiny, 0, 1), (1, 4, 1, 0, 1)]
         zero = torch.zeros(6, dtype=torch.int64)
         got = draw(logits, torch.tensor(rows).float(), zero, zero, zero, seen, kernel=kernel).tokens

@@ -167,10 +167,11 @@ def _noise(seeds: Tensor, sequences: Tensor, drawn: Tensor, part: Scratch) -> Te
     torch.bitwise_right_shift(sequences, 32, out=keys[0])
     c3.copy_(keys[0].bitwise_and_(0xFFFFFFFF)[:, None])
     philox((c0, c1, c2, c3), round_keys_of_rows(seeds, keys=keys[:2]), (low, high))
-    (v, u, rounded), bits, work = part["noise"], part["noise_bits"], c1.view(torch.float32).view(2, *c1.shape)
+    (v, u, rounded), bits, work = part["noise"].unbind(), part["noise_bits"], c1.view(torch.float32).view(2, *c1.shape)
     v.copy_(c0).add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
     torch.sub(1.0, v, out=u)
     v.sub_(torch.sub(1.0, u, out=rounded)).div_(u)  # what 1 − v lost by rounding
     log_(u, work, bits)
     log_(v.sub_(u), work, bits)
-    return v.neg_()
+    v.neg_()
+    return v
