@@ -207,6 +207,36 @@ def test_every_kernel_has_the_same_bits(kernel: str, v: int, scale: float) -> No
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True) if a is not None and b is not None)
 
 
+def test_one_token_too_many_would_be_drawn() -> None:
+    """At a high temperature the few kept tokens are equally likely, so one that is kept by mistake is drawn soon."""
+    with running("native"):
+        x = inputs(512, 48, seed=4)
+        x.settings.copy_(torch.tensor(NO_FILTER))
+        x.settings[:, 0] = 200.0
+        x.settings[:256, 1] = torch.arange(256) % 4 + 1.0
+        x.settings[256:, 2] = (torch.arange(256) % 4 + 0.9) / 48
+        x = x._replace(logits=x.logits * torch.logspace(-6, 1, 512)[:, None])
+        assert torch.equal(draw(*x, kernel="native").tokens, draw(*x, kernel="torch").tokens)
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("masses", [False, True])
+def test_the_smallest_kept_key_in_triton(masses: bool) -> None:
+    pytest.importorskip("triton", reason="needs Triton")
+    from support.sampling import smallest_key
+
+    for n in range(12):
+        x = 10.0 ** (n % 3) * randn(20, dtype=torch.float32, seed=n).repeat(2)  # every number twice
+        x = x.abs() / x.abs().max() if masses else x
+        bits = x.view(torch.int32).numpy()
+        keys = bits ^ (bits >> 31 & 0x7FFFFFFF)
+        scale = 2.0**56
+        mass = (x * scale + 0.5).long().numpy() if masses else np.ones(40, np.int64)
+        bound = 0.08 * n * float(mass.sum()) + 0.5 if masses else float(3 * n + 1)
+        want = min(key for key in keys if mass[keys > key].sum() < bound)
+        assert smallest_key(x, bound, scale, masses=masses) == want, n
+
+
 def kept_by_draws(logits: Tensor, settings: tuple[float, ...], seen: Tensor, kernel: str | None) -> list[int]:
     """The tokens among so many draws that none that is kept is missing."""
     n = 1500
