@@ -1,19 +1,19 @@
 """Fine-tuning with adapters against transformers + Liger + PEFT: `python -m benchmarks.finetune`, on a GPU.
 
-Adapters of rank 16 on all linear layers of Qwen2.5's shapes, with random weights, in bfloat16. Each contender has a process of
-its own, so that its memory is its own, and they are interleaved: in a round each runs back-to-back steps for `seconds`, in an
-order that is reversed every other round.
+Adapters of rank 16 on all linear layers of Qwen2.5's shapes, with random weights, in bfloat16. Each contender has its
+own process, so that its memory is measured alone. In a round each contender runs back-to-back steps for `seconds`; every other
+round reverses their order.
 
     ours              the engine's step with `lora`, captured
     ours, all saved   the same with no activation recomputed
-    ours, budget      the same within --budget GiB (by default what the peer takes with checkpointing)
-    peer              the peer's step: Liger's kernels, SDPA, fused AdamW, as users run it
+    ours, budget      the same within --budget GiB (default: `checkpointed_gib` of the shape)
+    peer              a step of PEFT with Liger's kernels, SDPA and fused AdamW, as users run it
     peer, checkpoint  the same with gradient checkpointing
 
-    tokens/s          the median over rounds          ratio       the median over rounds of ours / the peer's
+    tokens/s          the median over rounds          ratio       the median over rounds of our tokens/s / the peer's
     peak GiB          torch.cuda.max_memory_allocated of the contender's own process
 
-The peer needs transformers, liger_kernel and peft; without them, or on a CPU, ours runs alone. --tiny is for a look on a CPU.
+The peer needs transformers, liger_kernel and peft; without them, or on a CPU, it does not run. --tiny is a quick look on a CPU.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def serve(pipe: Connection, name: str, shape: Shape, device: str, budget: float)
         ImportError,
         TypeError,
         AttributeError,
-    ):  # a contender that fails leaves the others
+    ):  # the other contenders continue
         pipe.send(traceback.format_exc(limit=3))
 
 
@@ -161,7 +161,7 @@ def _wait(device: str) -> None:
 def measure(
     shape: Shape, device: str, names: list[str], rounds: int, seconds: float, budget: float
 ) -> tuple[dict[str, list[tuple[float, int]]], dict[str, str]]:
-    """(tokens/s, peak bytes) of each contender in each round, and what went wrong with others."""
+    """(tokens/s, peak bytes) of each contender in each round, and the error of each contender that failed."""
     spawn, workers, failed = multiprocessing.get_context("spawn"), {}, {}
     for name in names:
         mine, theirs = spawn.Pipe()
@@ -205,9 +205,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=3.0)
-    parser.add_argument("--budget", type=float, help="GiB of `ours, budget`; default: the peer's with checkpointing")
+    parser.add_argument("--budget", type=float, help="GiB of `ours, budget`; default: `checkpointed_gib` of the shape")
     parser.add_argument("--no-peer", action="store_true")
-    parser.add_argument("--tiny", action="store_true", help="a small shape, a moment each")
+    parser.add_argument("--tiny", action="store_true", help="a small shape, 0.2 s for each contender in a round")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(arguments)
     missing = [package for package in PEER_PACKAGES if find_spec(package) is None]

@@ -4,13 +4,13 @@ Lengths of conversations are drawn from an exponential distribution with mean T/
 
     padded   each conversation is a row of T tokens, the rest of the row has no targets
     packed   conversations fill rows first-fit, at most `documents` in a row, with their ends in cu_seqlens
-    whole    rows of T tokens without documents: what a row costs where attention reads all of it
+    whole    each row is one sequence of T tokens: the cost if attention spans the whole row
 
     tokens/s   tokens of conversations / seconds: the median over rounds, which are interleaved
-    speed      the median over rounds of tokens/s over padded's
+    speed      the median over rounds of tokens/s / tokens/s of padded
     fill       tokens of conversations / tokens of rows
 
-Before it is timed, the packed loss of some conversations is compared with the padded one.
+Before anything is timed, the packed loss of some conversations is compared with their padded loss.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MODELS = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One contender. `speed` is over padded; `bytes` is the plan of its engine."""
+    """One contender. `speed` is relative to padded; `bytes` are those that its engine plans."""
 
     name: str
     fill: float
@@ -68,7 +68,7 @@ def conversations(config: ModelConfig, seq_len: int, tokens: int, generator: tor
 
 
 def first_fit(lengths: Sequence[int], seq_len: int, documents: int) -> list[list[int]]:
-    """Numbers of the conversations in each row. One of a row's documents is kept for its padding."""
+    """Numbers of the conversations in each row. One of a row's documents is left for padding."""
     rows: list[list[int]] = []
     free: list[int] = []
     for i, length in enumerate(lengths):
@@ -85,7 +85,7 @@ def first_fit(lengths: Sequence[int], seq_len: int, documents: int) -> list[list
 
 
 def batch_of(rows: Sequence[Sequence[Tensor]], seq_len: int) -> Batch:
-    """Each row's conversations one after the other, and the rest as a document without targets."""
+    """Each row has its conversations end to end, then padding as a document without targets."""
     tokens = torch.zeros(len(rows), seq_len, dtype=torch.int64)
     targets, ends = torch.full_like(tokens, -1), [0]
     for r, row in enumerate(rows):
@@ -104,7 +104,7 @@ def batch_of(rows: Sequence[Sequence[Tensor]], seq_len: int) -> Batch:
 class Contender:
     name: str
     engine: Engine
-    batches: list[tuple[Batch, int]]  # and the tokens of conversations in each
+    batches: list[tuple[Batch, int]]  # (batch, number of its tokens that are not padding)
     at: int = 0
 
     def run(self, seconds: float) -> tuple[float, float]:

@@ -30,7 +30,7 @@ from tilegrad.pretrained.gguf.files import write_gguf
 pytest.importorskip("gguf", reason="needs pip install 'tilegrad[gguf]'")
 pytest.importorskip("tokenizers", reason="needs pip install 'tilegrad[gguf]'")
 COUNTS = (0, 1, 2**31, 2**32 - 1, 2**62, 2**63, 2**64 - 1)
-MOST_BYTES = 8 << 20  # of memory for a refusal; the files have 80 kB
+MOST_BYTES = 8 << 20  # memory that a refusal may take; the files have 80 kB
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
 
 @pytest.fixture(autouse=True)
 def one_parser(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes longer than most refusals."""
+    """Builds the parser once, because building it takes longer than most refusals."""
     monkeypatch.setattr("tilegrad.cli.build_parser", functools.cache(build_parser))
 
 
@@ -103,7 +103,7 @@ def damage(whole: bytes, dice: random.Random) -> tuple[bytes, str]:
 
 
 def attack_all(originals: list[bytes], folder: Path, seeds: range) -> tuple[Counter[int], list[str]]:
-    """(how often a file was accepted and refused; what ended in another way)."""
+    """(exit code → number of files, the files that ended in another way)."""
     found, faults = Counter[int](), []
     file, out = folder / "victim.gguf", folder / "out"
     for seed in seeds:
@@ -184,7 +184,7 @@ HOSTILE = {
     "half a block": (header(1) + entry(b"x", (33,), 8) + bytes(999), "rows of whole blocks of 32"),
     "a tensor type": (header(1) + entry(b"x", (4,), 4) + bytes(99), "got 'x' of type 4; accepted: types that gguf"),
     "a tensor twice": (header(2) + entry(b"x", (4,)) + entry(b"x", (4,)) + bytes(99), "got the tensor 'x' twice"),
-    "shared bytes": (header(2) + entry(b"x", (9,)) + entry(b"y", (9,)) + bytes(99), "got 'y' in the bytes of 'x'"),
+    "shared bytes": (header(2) + entry(b"x", (9,)) + entry(b"y", (9,)) + bytes(99), "got 'y', which overlaps 'x'"),
     "no architecture": (header(1) + entry(b"../../x", (4,)) + bytes(99), "general.architecture: got None"),
 }  # fmt: skip
 
@@ -211,7 +211,7 @@ def test_a_header_that_never_ends_is_cut_at_its_limit(tmp_path: Path, monkeypatc
     monkeypatch.setattr("tilegrad.pretrained.gguf.container.MAX_HEADER_BYTES", 4096)
     file = tmp_path / "x.gguf"
     file.write_bytes(header(0, value(b"a", 9, struct.pack("<IQ", 8, 1000) + string(b"") * 1000)))
-    with pytest.raises(ValueError, match="got 1,000 strings in 'a'; accepted: what the file holds"):
+    with pytest.raises(ValueError, match="got 1,000 strings in 'a'; accepted: as many as the file has room for"):
         open_container(file)
     file.write_bytes(header(0, value(b"a", 9, struct.pack("<IQ", 4, 2000) + bytes(8000))))
     with pytest.raises(ValueError, match="got more than 4,096 bytes before the data, in 'a'; accepted: fewer"):

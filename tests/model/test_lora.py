@@ -66,7 +66,7 @@ def config_of(spec: dict[str, Any]) -> ModelConfig:
 
 
 def moved(engine: Engine, seed: int = 0) -> Engine:
-    """Away from the initial values: B = 0 would hide A's gradient."""
+    """Moves all parameters away from their initial values, because A's gradient is 0 where B = 0."""
     generator = torch.Generator().manual_seed(seed)
     for p in engine.params.values():
         p.add_(torch.randn(p.shape, dtype=torch.float64, generator=generator).to(p.dtype), alpha=0.2)
@@ -83,7 +83,7 @@ SPECS = covering(AXES, allowed)
 
 @pytest.mark.parametrize("spec", SPECS, ids=map(str, range(len(SPECS))))
 def test_gradients_equal_autograd(spec: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the masks of adapters' dropout drawn outside of the engine; then a step, which changes no frozen bit."""
+    """The masks of adapters' dropout are drawn outside of the engine. Then a step changes no frozen bit."""
     config, p = config_of(spec), spec["dropout"]
     lora = LoraConfig(spec["rank"], 2.5, spec["layers"], p)
     choice = (frozenset(spec["recompute"]),) * config.n_layer
@@ -171,7 +171,7 @@ def test_freezing_leaves_the_other_gradients_as_they_are(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_frozen_parameters_take_their_value_and_nothing_else(dtype: torch.dtype, device: str) -> None:
-    """The bytes of each role; the plan of a GPU needs none."""
+    """The bytes of each role. Planning for a GPU needs no GPU."""
     lora, config = LoraConfig(4, 8), replace(LLAMA, n_embd=64, vocab_size=128)
     spec = StepSpec(config, 2, 16, dtype, torch.device(device), lora=lora)
     model = spec.declare()
@@ -195,7 +195,7 @@ def test_frozen_parameters_take_their_value_and_nothing_else(dtype: torch.dtype,
 
 
 def test_saved_activations_that_only_a_frozen_weight_needs_are_not_kept() -> None:
-    """norm's outputs are read by the weight gradients of the layers behind them alone."""
+    """Only the weight gradients of the next layers read the output of a norm."""
     spec = StepSpec(replace(LLAMA, n_layer=6), 8, 16, torch.float32, CPU)
     arenas = [
         plan_model(replace(spec, freeze=freeze)).arenas["activations"].arena_bytes
@@ -361,7 +361,7 @@ def test_what_a_model_cannot_adapt_or_freeze_is_refused() -> None:
 
 @pytest.mark.usefixtures("on_hopper")
 def test_every_smaller_batch_finds_its_buffers_on_a_gpu() -> None:
-    """And runs the same ops, which several ranks rely on. Some products are of joined matrices, others are not."""
+    """A smaller batch also runs the same ops, as several ranks need. Some products are joined, others are not."""
     config, cuda = replace(LLAMA, n_embd=64, block_size=150), torch.device("cuda")
     spec = StepSpec(config, 3, 150, torch.bfloat16, cuda, lora=LoraConfig(8, 16, dropout=0.1))
     planned, seen = plan_model(spec).trace.handles, set[tuple[bool, tuple[str, ...]]]()

@@ -35,7 +35,7 @@ SCALE = 0.75
 
 
 def gradients(n: int, width: int, r: int, dtype: torch.dtype, device: str, kernel: str, *, accumulate: bool) -> None:
-    """One part in columns of larger buffers, whose others stay as they are."""
+    """One part in columns of larger buffers; the other columns do not change."""
     u, dy = randn(n, 3 * r, dtype=dtype).to(device), randn(n, width + 8, dtype=dtype, seed=1).to(device)
     b, x = randn(width, r, dtype=dtype, seed=2).to(device), randn(n, width, dtype=dtype, seed=3).to(device)
     a = randn(r, width, dtype=dtype, seed=4).to(device)
@@ -89,7 +89,7 @@ def test_interpreted_gradients(n: int, width: int, r: int, dtype: torch.dtype, a
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_gradients_on_the_device(dtype: torch.dtype) -> None:
-    """cuBLAS alone, which adds thousands of products in one tensor core's accumulator, errs by up to 1.9 × the bound there."""
+    """Large shapes only in Triton: cuBLAS errs by up to 1.9 × the bound, because a tensor core adds thousands of products."""
     for n, width, r in SHAPES:
         gradients(n, width, r, dtype, "cuda", "torch", accumulate=True)
     for n, width, r in (*SHAPES, (8192, 896, 48), (4096, 4864, 16)):

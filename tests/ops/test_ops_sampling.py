@@ -125,7 +125,7 @@ def test_a_sequence_that_draws_none_stays_as_it_is(kernel: str) -> None:
 
 def philox_words(seed: int, sequence: int, drawn: int, v: int) -> NDArray[np.uint64]:
     low = np.uint64(0xFFFFFFFF)
-    c = [
+    c: list[NDArray[Any]] = [
         np.arange(v, dtype=np.uint64),
         *(np.full(v, n & 0xFFFFFFFF, np.uint64) for n in (drawn, sequence, sequence >> 32)),
     ]
@@ -222,21 +222,52 @@ def test_every_kernel_has_the_same_bits(kernel: str, v: int, scale: float) -> No
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True) if a is not None and b is not None)
 
 
+def test_one_token_too_many_would_be_drawn() -> None:
+    """At a high temperature the few kept tokens are equally likely, so one that is kept by mistake is drawn soon."""
+    with running("native"):
+        x = inputs(512, 48, seed=4)
+        x.settings.copy_(torch.tensor(NO_FILTER))
+        x.settings[:, 0] = 200.0
+        x.settings[:256, 1] = torch.arange(256) % 4 + 1.0
+        x.settings[256:, 2] = (torch.arange(256) % 4 + 0.9) / 48
+        x = x._replace(logits=x.logits * torch.logspace(-6, 1, 512)[:, None])
+        assert torch.equal(draw(*x, kernel="native").tokens, draw(*x, kernel="torch").tokens)
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("masses", [False, True])
+def test_the_smallest_kept_key_in_triton(masses: bool) -> None:
+    pytest.importorskip("triton", reason="needs Triton")
+    from support.sampling import smallest_key
+
+    for n in range(12):
+        x = 10.0 ** (n % 3) * randn(20, dtype=torch.float32, seed=n).repeat(2)  # every number twice
+        x = x.abs() / x.abs().max() if masses else x
+        bits = x.view(torch.int32).numpy()
+        keys = bits ^ (bits >> 31 & 0x7FFFFFFF)
+        scale = 2.0**56
+        mass = (x * scale + 0.5).long().numpy() if masses else np.ones(40, np.int64)
+        bound = 0.08 * n * float(mass.sum()) + 0.5 if masses else float(3 * n + 1)
+        want = min(key for key in keys if mass[keys > key].sum() < bound)
+        assert smallest_key(x, bound, scale, masses=masses) == want, n
+
+
 def kept_by_draws(logits: Tensor, settings: tuple[float, ...], seen: Tensor, kernel: str | None) -> list[int]:
     """The tokens among so many draws that none that is kept is missing."""
     n = 1500
     numbers = torch.tensor([settings]).expand(n, 5).contiguous(), whole(3).expand(n).contiguous(), torch.arange(n)
     got = draw(logits.expand(n, -1).contiguous(), *numbers, torch.zeros(n, dtype=torch.int64),
                seen.expand(n, -1).contiguous(), kernel=kernel)  # fmt: skip
-    return got.tokens.unique().tolist()
+    return [int(token) for token in got.tokens.unique()]
 
 
 def cases_of_filters() -> list[tuple[Tensor, tuple[float, ...], Tensor]]:
     """Logits, settings and seen, of which no decision is close."""
-    generator, cases = torch.Generator().manual_seed(5), []
+    generator = torch.Generator().manual_seed(5)
+    cases: list[tuple[Tensor, tuple[float, ...], Tensor]] = []
     while len(cases) < 16:
         top_k, top_p, min_p, penalty = torch.rand(4, generator=generator).tolist()
-        settings = (
+        settings: tuple[float, ...] = (
             1.0 + float(torch.rand(1, generator=generator)),
             float(round(12 * top_k)) if len(cases) % 2 else 0.0,
             top_p if len(cases) % 3 else 1.0,
@@ -420,7 +451,7 @@ def test_strided_rows(kernel: str) -> None:
         want, tokens, logprobs = draw(*x, kernel=kernel), torch.empty(8, dtype=torch.int64), torch.empty(8)
         scratch = poisoned(sample_workspace(apart.logits, kernel=kernel))
         given = {"tokens": tokens, "logprobs": logprobs, "seen": wide_seen[:, 3:133]}
-        sample_fwd(*apart[:5], **given, scratch=scratch, kernel=kernel)  # type: ignore[arg-type]
+        sample_fwd(*apart[:5], **given, scratch=scratch, kernel=kernel)
         assert torch.equal(tokens, want.tokens) and torch.equal(logprobs, want.logprobs)
         assert want.seen is not None and torch.equal(wide_seen[:, 3:133], want.seen)
         assert bool((wide_seen[:, :3] == 1).all())
@@ -447,7 +478,12 @@ def test_extreme_settings(kernel: str) -> None:
     with running(kernel):
         largest, tiny = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
         logits, seen = torch.tensor([[10.0, 30.0, -20.0, 20.0]]).repeat(6, 1), torch.ones(6, 4, dtype=torch.uint8)
-        rows = [(tiny, 0, 1, 0, 1), (largest, 0, 1, 0, 1), (0, 0, 1, 0, tiny), (1, 0, 1, 0, largest)]
+        rows: list[tuple[float, ...]] = [
+            (tiny, 0, 1, 0, 1),
+            (largest, 0, 1, 0, 1),
+            (0, 0, 1, 0, tiny),
+            (1, 0, 1, 0, largest),
+        ]
         rows += [(1, 0, tiny, 0, 1), (1, 4, 1, 0, 1)]
         zero = torch.zeros(6, dtype=torch.int64)
         got = draw(logits, torch.tensor(rows).float(), zero, zero, zero, seen, kernel=kernel).tokens

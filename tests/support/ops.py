@@ -168,9 +168,6 @@ def calls_outside_models(dtype: torch.dtype) -> None:
     gather_attention_bwd(q, k, v, o, lse, do, None, mask, Alone(), dq=dq, dk=dk, dv=dv, scratch=scratch)
     logits, settings = randn(n, 64, dtype=acc(dtype)), torch.tensor([[1.0, 9.0, 0.9, 0.01, 1.2]]).repeat(n, 1)
     tokens, logprobs, seen = torch.arange(n), torch.empty(n, dtype=acc(dtype)), torch.ones(n, 64, dtype=torch.uint8)
-    numbers, drawn = (
-        (settings, tokens.clone(), tokens.clone(), tokens.clone()),
-        {"tokens": tokens, "logprobs": logprobs},
-    )
-    sample_fwd(logits, *numbers, **drawn, seen=seen, scratch=poisoned(sample_workspace(logits)))
+    numbers, scratch = (settings, *(tokens.clone() for _ in range(3))), poisoned(sample_workspace(logits))
+    sample_fwd(logits, *numbers, tokens=tokens, logprobs=logprobs, seen=seen, scratch=scratch)
     logprobs_fwd(logits, tokens, logprobs=logprobs, scratch=poisoned(logprobs_workspace(logits)))

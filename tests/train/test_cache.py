@@ -87,7 +87,7 @@ def test_what_is_not_in_the_cache_is_refused_with_how_to_download_it(
     assert main([*command, "other/model"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "other/model: no such folder" in error
-    if command[0] != "evaluate":  # there it could be a run
+    if command[0] != "evaluate":  # for evaluate the name could be a run
         assert f"which {cache.parent} does not have" in error
         assert error.endswith("download it first: hf download other/model --local-dir model, and give model\n")
     assert main([*command[:1], *command[1:], "deep/er/model"]) == 2

@@ -68,7 +68,7 @@ def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[int]]]:
-    """The model writes these tokens, whatever its logits; returned is what it read, a list for each call."""
+    """Makes the model write the given tokens. Returns the tokens that it read, a list for each call."""
 
     def play(*tokens: int) -> list[list[int]]:
         left = iter(tokens)

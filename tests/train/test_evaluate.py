@@ -188,14 +188,14 @@ def test_long_work_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 def test_the_loss_of_the_log_is_that_of_all_that_is_held_out() -> None:
-    """A run whose eval_batches are fewer evaluates a part."""
+    """With few eval_batches a run evaluates only a part of what it holds out."""
     trained(train_eval_batches=1)
     logged = [record["loss"] for record in read_log(Path("run/log.jsonl")) if record["kind"] == "validation"]
     assert tilegrad.evaluate("run").loss != logged[-1]
 
 
 def sentencepiece() -> Tokenizer:
-    """As Llama 2's: a space is ▁, and what has no token is bytes."""
+    """A tokenizer like Llama 2's: a space is ▁, and text without a token is encoded as bytes."""
     library = pytest.importorskip("tokenizers")
     pieces = [f"<0x{n:02X}>" for n in range(256)] + ["▁", *"abcdefghijklmnopqrstuvwxyz.,", "é", "▁t"]
     vocabulary = {piece: n for n, piece in enumerate(["<s>", "<unk>", *pieces])}

@@ -389,7 +389,7 @@ def test_damaged_documents_are_written_again_and_a_resumed_run_refuses_them(
     assert "documents.bin: " in capsys.readouterr().err
     (run / "data" / "documents.bin").unlink()
     assert main(["train", "--resume", str(run), "--steps", "3"]) == 2
-    assert "documents.bin: no such file; put the run's own back" in capsys.readouterr().err
+    assert "documents.bin: no such file; put the run's own file back" in capsys.readouterr().err
 
 
 def test_texts_are_packed_on_request_and_split_where_they_are_long(tmp_path: Path) -> None:

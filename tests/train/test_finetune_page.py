@@ -1,7 +1,7 @@
 """docs/finetune.md: every command runs, in order, in one folder, with a small model made on the spot.
 
-The commands are those of the page. A run gets a few flags more, because 30,000 random parameters need larger steps, and more
-of them, than a model that has learned to talk.
+The commands are those of the page. A run gets a few more flags, because 30,000 random parameters need larger steps,
+and more of them, than a pretrained model.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LARGER_STEPS = [
     *("--train.sample_tokens", "0", "--log", "none"),
 ]
 FLAGS = {"runs/chat": ["--train.epochs", "14"], "runs/mine": ["--train.epochs", "1", "--seq-len", "128"]}  # of one run
-ANSWER = r"Ahoy, \w+!\n"  # another processor rounds to another name; each answer ends by itself
+ANSWER = r"Ahoy, \w+!\n"  # processors round differently, so the name may differ; the answer ends by itself
 
 
 def blocks(kind: str) -> list[str]:
@@ -61,7 +61,7 @@ def write_model(folder: Path, text: str) -> None:
         position="rope", activation="swiglu", bias=False,
     )  # fmt: skip
     params = Engine(config, 1, 1, seed=3).params
-    params["wte.weight"].mul_(10)  # so that the frozen head tells tokens apart, as a trained one does
+    params["wte.weight"].mul_(10)  # so that the frozen head separates tokens, as a trained one does
     params["ln_f.weight"].mul_(3)
     write_weights(folder, params, config, tokenizer=file)
     settings = {"eos_token": "</s>", "chat_template": TEMPLATE}

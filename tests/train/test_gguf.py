@@ -88,7 +88,7 @@ def test_out_and_in_again_is_the_model_of_the_safetensors_export(kind: str, tmp_
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "gpt2"])
 def test_transformers_reads_the_same_tensors_and_config(kind: str, tmp_path: Path) -> None:
-    """Its own reader of GGUF, with its own names and permutation."""
+    """transformers has its own reader of GGUF, with its own names and permutation."""
     transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs pip install 'tilegrad[hf]'")
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
@@ -280,9 +280,9 @@ def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (replace(QWEN3, qkv_bias=False), "llama.cpp has no such qwen3: rope_scaling.kind: got llama3"),
-        (replace(QWEN3, rope_scaling=None, proj_bias=True), "llama.cpp has no such qwen3: qkv_bias: got True"),
-        (replace(LLAMA, qkv_bias=True, head_size=6), "llama.cpp has no such qwen2: head_size: got 6"),
+        (replace(QWEN3, qkv_bias=False), "llama.cpp does not run this qwen3: rope_scaling.kind: got llama3"),
+        (replace(QWEN3, rope_scaling=None, proj_bias=True), "llama.cpp does not run this qwen3: qkv_bias: got True"),
+        (replace(LLAMA, qkv_bias=True, head_size=6), "llama.cpp does not run this qwen2: head_size: got 6"),
         (
             replace(LLAMA, rope_scaling=RopeScaling("yarn", 4.0, beta_fast=16.0)),
             r"beta_fast, beta_slow: got \(16.0, 1.0\); accepted: 32 and 1",
@@ -297,7 +297,7 @@ def test_what_llama_cpp_does_not_compute_is_not_exported(config: ModelConfig, me
 
 
 def rewritten(file: Path, **changed: Any) -> Path:
-    """The file with other values; None drops one."""
+    """The file with other metadata; a value of None drops its key."""
     old, out = gguf.GGUFReader(file), file.with_name("changed.gguf")
     writer = gguf.GGUFWriter(out, changed.pop("architecture", "llama"))
     values = {name: (field.contents(), field.types) for name, field in old.fields.items()}
@@ -444,7 +444,7 @@ def test_run_to_gguf_and_back_by_the_command_line(
         (["export", "run", "x", "--dtype", "q8_0"], "dtype: got q8_0; accepted: q8_0 with --gguf"),
         (["export", "model", "x", "--best"], "best: got model, a folder of weights; accepted: --best with a run"),
         (["import", "book.gguf"], "there already"),
-        (["import", "model", "--out", "x", "--tokenizer", "y"], "tokenizer: got y; accepted: with a .gguf"),
+        (["import", "model", "--out", "x", "--tokenizer", "y"], "tokenizer: got y; accepted: none with a folder"),
         (["generate", "book.gguf"], "got a GGUF file; accepted: the folder that `tilegrad import book.gguf` writes"),
     ):
         assert main(words) == 2

@@ -37,7 +37,7 @@ def in_a_folder_with_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, list[str]]]:
-    """The stand-ins are what is imported; by package, the calls that fail."""
+    """Imports get the stand-ins. Yields package → names of calls that fail."""
     kept = {name: module for name, module in sys.modules.items() if name.split(".")[0] in ("wandb", "mlflow")}
     for name in kept:
         monkeypatch.delitem(sys.modules, name)
@@ -118,7 +118,7 @@ def test_an_id_that_is_none_is_a_sentence(fakes: dict[str, list[str]], capsys: p
     capsys.readouterr()
     assert main(["train", "--resume", "run", "--steps", "3", "--log", '["wandb", "mlflow"]']) == 0
     first, second = capsys.readouterr().err.splitlines()
-    assert "run/loggers.json: got '../../x' for wandb; accepted: an id; without this file, a new run begins" in first
+    assert "run/loggers.json: got '../../x' for wandb; accepted: an id; delete this file to log a new run" in first
     assert "mlflow: MlflowException: Run with id=0 not found" in second
 
 

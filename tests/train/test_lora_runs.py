@@ -71,7 +71,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def in_a_copy(originals: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test has its own copy of the originals as the current folder; the run's base weights are those next to it."""
+    """Each test has a copy of the originals as the current folder; the run's base weights are those in the copy."""
     shutil.copytree(originals, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(loop, "chosen_loggers", lambda _log: ())

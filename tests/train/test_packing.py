@@ -52,7 +52,7 @@ ENDS = {
 
 
 def engine_of(config: ModelConfig, b: int = 3, t: int = 13, **given: Any) -> Engine:
-    """Away from the initial values, where many gradients are nearly 0."""
+    """An engine away from its initial values, where many gradients are nearly 0."""
     defaults: dict[str, Any] = {"dtype": torch.float64, "documents": t}
     engine = Engine(config, b, t, **defaults | given)
     generator = torch.Generator().manual_seed(4)
@@ -117,7 +117,7 @@ def test_rows_without_cu_seqlens_are_one_document_each() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_engine_takes_batches_of_any_number_of_documents_and_of_any_size(dtype: torch.dtype) -> None:
-    """The same bits as an engine made for the batch alone."""
+    """The bits equal those of an engine made for that batch."""
     config = MODELS["window"]
     large = engine_of(config, dtype=dtype, memory_budget=1 << 30)
     for b, t, documents in ((3, 13, 13), (2, 7, 3), (1, 1, 1), (3, 13, 2), (3, 5, 4)):
@@ -216,7 +216,7 @@ def test_the_plan_has_the_inputs_and_nothing_changes_without_documents() -> None
 @pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize("documents", [3, 120])
 def test_every_smaller_batch_finds_its_scratch_on_hopper(documents: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table leaves few rows, and many short sequences, to triton, which works in other buffers."""
+    """The table selects triton, which needs other buffers, for few rows and for many short sequences."""
     pytest.importorskip("triton")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for seq_len in (150, 60):

@@ -280,7 +280,7 @@ SPOILT: dict[str, tuple[Any, dict[str, Any], str]] = {
     "device": (None, {"device": "cuda:99"}, "device: got 'cuda:99'[ ;]"),
     "tokenizer": (other_tokenizer, {}, "tokenizer.json: got a tokenizer of sha256 .*; accepted: the one that made tokens.bin"),
     "data": (other_data, {}, "tokens_sha256: got .*, as in the saved position"),
-    "no tokens": (lambda f: (f / "data" / "tokens.bin").unlink(), {}, "tokens.bin: no such file; put the run's own back"),
+    "no tokens": (lambda f: (f / "data" / "tokens.bin").unlink(), {}, "tokens.bin: no such file; put the run's own file back"),
     "tensors": (longer_checkpoint, {}, r"only in the checkpoint: \['more'\]"),
     "edited": (edited, {}, "run.json: seed: got 7; accepted: the run's own, 0"),
     "torn": (torn, {}, "run.json: .*; without this file, the checkpoint's own configuration is used"),

@@ -28,7 +28,7 @@ def _gradcheck(args: argparse.Namespace) -> int:
         title, results = "Gradients of attention against float64 central differences", check_attention(args.kernel)
     else:
         against = "torch autograd" if args.against == "autograd" else "float64 central differences"
-        title = f"Gradients of {args.preset}, in small, against {against}"
+        title = f"Gradients of a small {args.preset} against {against}"
         results = check_model(MODELS[args.preset], against=args.against)
     print(f"{title}\n\n{gradient_table(results)}")
     failed = [r.tensor for r in results if not r.passed]

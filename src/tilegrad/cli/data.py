@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ..training.preview import Preview
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a terminal would act on these
-_BAR = 40  # characters of the longest
+_BAR = 40  # characters of the longest bar of the histogram
 
 
 def _data(args: argparse.Namespace) -> int:

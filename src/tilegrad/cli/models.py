@@ -95,7 +95,7 @@ def _read_line(prompt: str) -> str | None:
         return input(prompt).strip()
     except (EOFError, KeyboardInterrupt) as end:
         if prompt:
-            print()  # the shell's prompt is on its own line
+            print()  # so that the shell's prompt begins a new line
         if isinstance(end, KeyboardInterrupt):
             raise
         return None
@@ -137,7 +137,7 @@ def _evaluate(args: argparse.Namespace) -> int:
 
 
 def add_models(commands: Commands) -> None:
-    text = add_command(commands, "generate", "let a trained model write", _generate)
+    text = add_command(commands, "generate", "generate text with a trained model", _generate)
     _add_model(text)
     text.add_argument("text", nargs="?", metavar="PROMPT", help="the same as --prompt")
     text.add_argument("--prompt", help=f"the text to continue (default: {PROMPT!r})")

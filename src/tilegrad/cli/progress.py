@@ -60,7 +60,7 @@ def _message(event: str, n: Numbers) -> str | None:
     if event == "data":
         return described(n)
     if event == "early":
-        return f"step {n['step']:>6,}  the end: {n['reason']}"
+        return f"step {n['step']:>6,}  ended early: {n['reason']}"
     if event == "validation":
         below = n["unigram_entropy"] - n["loss"]
         where = f"{abs(below):.2f} {'below' if below > 0 else 'above'} the unigram entropy"
@@ -73,7 +73,7 @@ def _message(event: str, n: Numbers) -> str | None:
 
 
 def described(n: Numbers) -> str:
-    """The data of a run: what was read, and what becomes of it."""
+    """The data of a run: what was read, how documents end, and how they fill rows."""
     left_out = f"; {n['left_out']:,} files of other kinds are left out" if n["left_out"] else ""
     kind = f"conversation{'s' * (n['documents'] != 1)} ({n['format']})" if n.get("format") else None
     kind = kind or f"document{'s' * (n['documents'] != 1)}"
@@ -83,7 +83,7 @@ def described(n: Numbers) -> str:
 
 
 def _ends(n: Numbers) -> Iterator[str]:
-    """How documents become text, and what ends them."""
+    """The chat template, and what ends a document."""
     if n.get("format"):
         yield f"Chat template: {n['template'] or 'none; the completion follows the prompt'}"
     if n.get("eos") and n.get("template"):
@@ -95,7 +95,7 @@ def _ends(n: Numbers) -> Iterator[str]:
 
 
 def _rows(n: Numbers) -> Iterator[str]:
-    """What becomes of the documents, where rows are made of them."""
+    """How many documents fill the rows, and how many are cut or left out."""
     if "rows" not in n:
         return
     yield (

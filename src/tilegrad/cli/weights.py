@@ -17,7 +17,7 @@ def _import(args: argparse.Namespace) -> int:
 
         if args.adapter:
             raise ValueError(
-                f"adapter: got {args.adapter} with a .gguf; accepted: --adapter with the folder of an import"
+                f"adapter: got {args.adapter} with a .gguf; accepted: a folder of weights, so import the .gguf first"
             )
         out = Path(args.out or f"models/{given.stem}")
         found = import_gguf(given, out, tokenizer=Path(args.tokenizer) if args.tokenizer else None)
@@ -29,7 +29,7 @@ def _import(args: argparse.Namespace) -> int:
 
     if args.tokenizer:
         raise ValueError(
-            f"tokenizer: got {args.tokenizer}; accepted: with a .gguf; a folder has its own tokenizer.json"
+            f"tokenizer: got {args.tokenizer}; accepted: none with a folder, which has its own tokenizer.json"
         )
     source = open_weights(given)
     adapter = None if args.adapter is None else open_adapter(Path(args.adapter), source)

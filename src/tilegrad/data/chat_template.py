@@ -1,4 +1,4 @@
-"""A tokenizer's chat template: messages → text, and the parts of it that the assistant says.
+"""A tokenizer's chat template: messages → text, and the spans of the text that the assistant says.
 
 The span of an assistant message i is found by rendering prefixes of the conversation. Let R(n) be the text of the first n
 messages, and G(n) the same with the generation prompt, which ends where the model begins to write. The span begins where
@@ -6,8 +6,8 @@ G(i) and the whole text first differ, or at the end of G(i), and it ends at the 
 prefixes of the whole text. A template that writes earlier messages differently once later ones follow is refused, unless it
 marks the assistant's text with {% generation %}.
 
-A template is a program from outside. It runs in Jinja2's sandbox with a limit on the lines that it runs and on the size of
-the values that it makes.
+A template is untrusted code. It runs in Jinja2's sandbox, with a limit on the lines that it executes and on the size of a
+value that it computes.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ if TYPE_CHECKING:
     from jinja2.parser import Parser
     from jinja2.runtime import Context
 
-Message: TypeAlias = dict[str, object]  # role, content, and what else the template reads
+Message: TypeAlias = dict[str, object]  # role, content, and other keys that the template reads
 Span: TypeAlias = tuple[int, int]  # characters [begin, end)
 
 MAX_LINES = 1_000_000  # lines of code that a template may run for one conversation
-MAX_LENGTH = 1 << 24  # characters or elements of a value that a template makes
+MAX_LENGTH = 1 << 24  # characters or elements of a value that a template computes
 CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """`spans`: what the assistant says, including the end of its turn, in the order of the text."""
+    """`spans`: the parts of `text` that the assistant says, each with the end of its turn, in order."""
 
     text: str
     spans: tuple[Span, ...]
@@ -54,7 +54,7 @@ class ChatTemplate:
     """A tokenizer's Jinja2 template, which reads the messages and writes text."""
 
     source: str
-    name: str  # its file
+    name: str  # the file that it was read from
     special_tokens: dict[str, str]  # "bos_token", "eos_token", …: text that the template may write
 
     @cached_property
@@ -68,7 +68,7 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], *, generation_prompt: bool = False) -> Conversation:
         """The text, with the spans that the template marks by {% generation %}."""
         jinja2, _ = _jinja()
-        begin, end = (f"<{secrets.token_hex(8)}>" for _ in range(2))  # no message holds them
+        begin, end = (f"<{secrets.token_hex(8)}>" for _ in range(2))  # random, so that no message contains them
         compiled = self._compiled
         try:
             with _line_limit():
@@ -81,7 +81,7 @@ class ChatTemplate:
         except (jinja2.TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
             raise ValueError(f"the chat template refuses this conversation: {error} ({self.name})") from error
         except MemoryError as error:
-            raise ValueError(f"the chat template makes a value that memory has no room for ({self.name})") from error
+            raise ValueError(f"the chat template makes a value that is too large for memory ({self.name})") from error
         except RecursionError as error:
             raise ValueError(f"the chat template calls itself endlessly ({self.name})") from error
         return _without_marks(text, begin, end)
@@ -140,7 +140,7 @@ def read_tokenizer_config(folder: Path) -> dict[str, object]:
 
 
 def token_text(settings: dict[str, object], name: str) -> str | None:
-    """The text of a special token, which tokenizer_config.json has as a string or as an object with its content."""
+    """The text of a special token: in tokenizer_config.json a string, or an object with the key content."""
     value = settings.get(name)
     value = value.get("content") if isinstance(value, dict) else value
     return value if isinstance(value, str) else None
@@ -171,7 +171,7 @@ def _line_limit() -> Iterator[None]:
         nonlocal lines
         lines += 1
         if lines > MAX_LINES:
-            raise ValueError(f"it has not ended after {MAX_LINES:,} lines of its code")
+            raise ValueError(f"it has not ended after {MAX_LINES:,} lines")
         return count
 
     outer = sys.gettrace()

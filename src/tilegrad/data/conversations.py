@@ -1,11 +1,11 @@
 """Lines of .jsonl → messages. `data.format` names the format, or "auto" finds it in the first lines:
 
     messages       {"messages": [{"role": "user", "content": …}, {"role": "assistant", "content": …}, …]}
-    prompt         {"prompt": …, "completion": …}, or "response" for "completion"; each is a text or a list of messages
+    prompt         {"prompt": …, "completion": …}, or "response" instead of "completion"; each is a text or a list of messages
     instruction    {"instruction": …, "input": …, "output": …}; "input" may be absent
 
-A chat template (chat_template.py) makes the text. Without one, the prompt is followed by its completion and EOS, and the
-format messages is refused.
+A chat template (chat_template.py) makes the text. Without a template, the text is the prompt, its completion and EOS, and
+the format "messages" is refused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .tokenizer import Encoded
 
 Format: TypeAlias = Literal["text", "messages", "prompt", "instruction"]
 
-_REQUIRED: dict[Format, tuple[tuple[str, ...], ...]] = {  # one name of each tuple
+_REQUIRED: dict[Format, tuple[tuple[str, ...], ...]] = {  # a record has one name of each tuple
     "messages": (("messages",),),
     "prompt": (("prompt",), ("completion", "response")),
     "instruction": (("instruction",), ("output",)),
@@ -30,13 +30,13 @@ _REQUIRED: dict[Format, tuple[tuple[str, ...], ...]] = {  # one name of each tup
 
 
 def detect_format(record: dict[str, object]) -> Format | None:
-    """The first format whose fields are all in `record`; None if there is none."""
+    """The first format whose fields are all in `record`; None if no format matches."""
     found = [name for name, fields in _REQUIRED.items() if all(_first(record, names) for names in fields)]
     return found[0] if found else None
 
 
 def read_messages(record: dict[str, object], format: Format) -> list[Message]:
-    """The messages of one line; at least one is the assistant's."""
+    """The messages of one line, at least one of them from the assistant."""
     for names in _REQUIRED[format]:
         if _first(record, names) is None:
             keys = ", ".join(map(shown, [*record][:20])) or "none"
@@ -53,12 +53,12 @@ def read_messages(record: dict[str, object], format: Format) -> list[Message]:
         asked = f"{asked}\n\n{given}" if given else asked
         messages = _turn(asked, "instruction", "user") + _turn(record["output"], "output", "assistant")
     if not any(message["role"] == "assistant" for message in messages):
-        raise ValueError("messages: got no message of the assistant; accepted: at least one, which the model learns")
+        raise ValueError("messages: got no message of the assistant; accepted: at least one to learn from")
     return messages
 
 
 def plain_conversation(messages: Sequence[Message], format: Format, end: str) -> Conversation:
-    """prompt + completion + end, where there is no chat template."""
+    """The text without a chat template: prompt + completion + end."""
     if format == "messages" or not all(isinstance(message.get("content"), str) for message in messages):
         raise ValueError(
             "messages: got no chat template; accepted: weights (--init) with chat_template.jinja, or with a chat_template in "
@@ -71,8 +71,8 @@ def plain_conversation(messages: Sequence[Message], format: Format, end: str) ->
 
 
 def trained_tokens(conversation: Conversation, encoded: Encoded) -> Mask:
-    """Which tokens are targets: those with a character in a span. Where the span has special tokens, such as the end of the
-    turn, tokens after the last of them are not."""
+    """Which tokens are targets: those with a character in a span. If only white space follows the last special token of a
+    span, such as the end of the turn, the white space is no target."""
     trained = np.zeros(len(encoded.tokens), np.bool_)
     for begin, end in conversation.spans:
         inside = np.flatnonzero((encoded.ends > begin) & (encoded.starts < end))
@@ -102,10 +102,10 @@ def _turn(value: object, name: str, role: str) -> list[Message]:
 
 def _messages(value: object, name: str) -> list[Message]:
     if not isinstance(value, list) or not value:
-        raise ValueError(f"{name}: got {shown(value)}; accepted: a list of messages, each with a role and a content")
+        raise ValueError(f"{name}: got {shown(value)}; accepted: a list of messages, each with role and content")
     for i, message in enumerate(value):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ValueError(f"{name}[{i}]: got {shown(message)}; accepted: an object with a role and a content")
+            raise ValueError(f"{name}[{i}]: got {shown(message)}; accepted: an object with role and content")
         if not isinstance(message.get("content"), str | list) and not message.get("tool_calls"):
-            raise ValueError(f"{name}[{i}].content: got {shown(message.get('content'))}; accepted: text")
+            raise ValueError(f"{name}[{i}].content: got {shown(message.get('content'))}; accepted: text or a list")
     return value

@@ -1,10 +1,10 @@
 """documents.bin, next to tokens.bin: where documents end, and which tokens are trained on.
 
-    header     128 bytes: format, version, counts, the digests that tokens.bin has, and a digest of what follows
+    header     128 bytes: magic, version, counts, the two digests of tokens.bin, and a digest of `ends` and `trained`
     ends       int64 for each document: its tokens are tokens[ends[i − 1] : ends[i]]
     trained    one bit for each token, the lowest bit first; absent if every token is trained on
 
-Runs from before this file have none: their text is one sequence.
+Older runs have no documents.bin: their text is one sequence.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def write_documents(
 
 
 def open_documents(path: Path, file: TokenFile) -> DocumentFile:
-    """Map the file. Header, size, digests and ends are checked; TokenFileError if they are not those of `file`."""
+    """Map the file and check header, size, digests and ends. Raises TokenFileError if it does not belong to `file`."""
     with path.open("rb") as opened:
         head = opened.read(_HEADER.size)
     if not head.startswith(_MAGIC) or len(head) < _HEADER.size:
@@ -75,7 +75,7 @@ def open_documents(path: Path, file: TokenFile) -> DocumentFile:
     with path.open("rb") as opened:
         mapped = mmap.mmap(opened.fileno(), expected, access=mmap.ACCESS_READ)
     if hashlib.sha256(memoryview(mapped)[_HEADER.size :]).digest() != digest:
-        raise TokenFileError(f"{path}: damaged: it does not have the digest that its header says")
+        raise TokenFileError(f"{path}: damaged: it does not have the digest that is in its header")
     ends = np.frombuffer(mapped, "<i8", documents, _HEADER.size)
     if int(ends[0]) < 1 or int(ends[-1]) != count or (np.diff(ends) < 1).any():
         raise TokenFileError(f"{path}: got ends of documents that do not rise from 1 to {count}")

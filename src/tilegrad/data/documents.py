@@ -1,15 +1,15 @@
-"""Files → documents. The suffix gives a file's kind. Other kinds are refused, so no model learns from raw bytes by mistake.
+"""Files → documents. A file's suffix gives its kind. Other kinds are refused, so that no model learns raw bytes by mistake.
 
 .txt .md …    one document, unchanged
 .jsonl        one document or one conversation per line; a document's text is in one field
-.gz           either of these, compressed
+.gz           one of these, compressed
 a folder      all such files in it and below it, in sorted order; other files there are counted as left out
 
-EOS ends each document. Where the tokenizer has none, a blank line follows the document of a line, and nothing follows a file.
+EOS ends each document. If the tokenizer has no EOS, a blank line ends each document of a .jsonl, and nothing is added to
+the text of a file.
 
 All of the text is in memory while it is encoded, so text larger than half of the machine's memory is refused before it is
-read. A .gz is decompressed piece by piece, and refused if the text exceeds both 16 MiB and 100 times the
-compressed size.
+read. A .gz is decompressed in chunks, and refused if the text exceeds both 16 MiB and 100 times the compressed size.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Show = Callable[[str, Numbers], None]  # called with each event ("prepare", "sta
 TEXT = (".txt", ".text", ".md", ".rst", ".tex")
 LINES = (".jsonl",)
 _GZIP_GROWTH, _GZIP_SMALL = 100, 1 << 24  # text of a .gz: at most 100 times its size, or 16 MiB if that is more
-_LOOKED_AT, _HEAD = 20, 1 << 22  # lines, and bytes, of a .jsonl in which its format is looked for
+_LOOKED_AT, _HEAD = 20, 1 << 22  # lines and bytes of a .jsonl that are read to find its format
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -49,8 +49,8 @@ Record: TypeAlias = dict[str, object]  # a line of .jsonl
 @dataclass(frozen=True, slots=True)
 class Documents:
     texts: list[str]
-    blank_lines: list[str]  # what follows each text where the tokenizer has no EOS
-    places: list[tuple[Path, int]]  # the file and the line (0: the whole file) of each
+    blank_lines: list[str]  # the end of each text if the tokenizer has no EOS: a blank line, or nothing
+    places: list[tuple[Path, int]]  # the file and the line of each text; line 0: the whole file
     files: int
     left_out: int  # files of other kinds in the folders
 
@@ -66,7 +66,7 @@ class Documents:
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """Lines that hold conversations."""
+    """Lines of .jsonl, a conversation in each."""
 
     records: list[Record]
     places: list[tuple[Path, int]]
@@ -135,7 +135,7 @@ def read_records(paths: Sequence[Path], show: Show = quiet) -> Records:
 
 
 def find_format(paths: Sequence[Path], text_field: str) -> str:
-    """ "text", or the format of the conversations in these files, by the first lines of each .jsonl."""
+    """The format of these files, found in the first lines of each .jsonl; "text" if they have no conversations."""
     kinds: dict[str, Path] = {}
     for file in find_files(paths)[0]:
         kinds.setdefault(_format_of(file, text_field), file)
@@ -158,7 +158,7 @@ def _format_of(file: Path, text_field: str) -> str:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
-            return found  # reading the file says what is wrong with this line
+            return found  # the error is raised when the whole file is read
         if not isinstance(record, dict) or text_field in record:
             return "text"
         format = detect_format(record)
@@ -177,7 +177,7 @@ def _format_of(file: Path, text_field: str) -> str:
 
 
 def _head(file: Path) -> list[str]:
-    """The first lines of a .jsonl; the last may be cut."""
+    """The first lines of a .jsonl; the last one may be incomplete."""
     try:
         with gzip.open(file) if file.suffix.lower() == ".gz" else file.open("rb") as opened:
             return opened.read(_HEAD).decode("utf-8", errors="replace").split("\n")

@@ -9,15 +9,15 @@ A document of L tokens has L − 1 positions: position j reads token j and predi
 A document with more than seq_len positions is treated by `too_long`:
 
     cut       its first seq_len positions
-    split     pieces of seq_len positions, each a document of its own; every target stays
+    split     pieces of seq_len positions, each treated as a document; no target is lost
     drop      left out
     refuse    an error
 
-A piece without a trained target is left out as well. Everything that is cut or left out is counted.
+The result is one piece, or several with split. Pieces without a trained target are left out too. Every omission is counted.
 
 Rows are filled first-fit: each piece, in an order drawn from the seed for each epoch, goes into the first open row that has
-room. A row is closed when it is full, when it has documents − 1 pieces (padding may be one more), or when it is the oldest of
-OPEN rows.
+room. A row is closed when it is full, when it has documents − 1 pieces (padding may be one more), or when it is the oldest
+of OPEN rows and a new one is needed.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from .tokens import Tokens
 
 # tokens, targets (b, T) int64; cu_seqlens (n + 1,) int32
 Batch: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-Row: TypeAlias = Tokens  # numbers of the pieces in a row; of a window, its own number
+Row: TypeAlias = Tokens  # indices of the pieces in a row, or of its one window
 Order: TypeAlias = "Tokens | list[Row]"  # (rows, 1), or rows of unequal length
 TooLong = Literal["cut", "split", "drop", "refuse"]
 
-OPEN = 1024  # rows that first-fit looks at
+OPEN = 1024  # the most open rows, which first-fit searches
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,8 @@ class Pieces:
 
     begin: Tokens  # (n,) int64
     length: Tokens  # (n,) int64
-    cut: int = 0  # documents that were cut,
-    cut_tokens: int = 0  # and the tokens that they lost
+    cut: int = 0  # documents that were cut
+    cut_tokens: int = 0  # tokens that they lost
     dropped: int = 0  # documents left out because they are too long
     untrained: int = 0  # pieces left out because they have no trained target
 
@@ -99,8 +99,8 @@ def _has_target(file: DocumentFile, begin: Tokens, length: Tokens) -> Mask:
 
 
 def split_pieces(tokens: Tokens, pieces: Pieces, fraction: float, *, seed: int | None) -> tuple[Tokens, Tokens]:
-    """(training, validation): numbers of pieces; about ⌊fraction · n⌋ are held out. They are drawn by the seed and stay in the
-    order drawn; None: the last ones. Equal pieces are always in the same part."""
+    """(training, validation) as indices of pieces; at most ⌊fraction · n⌋ are held out. The seed draws them and their order;
+    seed=None takes the last ones. Equal pieces are always in the same part."""
     n = len(pieces)
     room = math.floor(n * fraction)
     order = np.arange(n)[::-1] if seed is None else np.random.default_rng([seed, 0, 1]).permutation(n)
@@ -118,10 +118,10 @@ def split_pieces(tokens: Tokens, pieces: Pieces, fraction: float, *, seed: int |
 
 
 def first_fit(lengths: Tokens, seq_len: int, most: int) -> list[list[int]]:
-    """Rows of positions in `lengths`, each with at most `most` pieces and seq_len positions."""
+    """Rows of indices into `lengths`; a row has at most `most` pieces and seq_len positions."""
     rows: list[list[int]] = []
-    room = np.zeros(OPEN, np.int64)  # of the open rows, the oldest first
-    numbers: list[int] = []  # of the open rows
+    room = np.zeros(OPEN, np.int64)  # free positions of the open rows, the oldest first
+    numbers: list[int] = []  # indices of the open rows in `rows`
     for i, length in enumerate(lengths.tolist()):
         fits = room[: len(numbers)] >= length
         at = int(fits.argmax()) if len(numbers) else 0
@@ -146,8 +146,8 @@ def _close(room: Tokens, numbers: list[int], at: int) -> None:
 
 
 class PackedRows:
-    """Rows of several documents. documents=0: one document in each row, which needs no cu_seqlens, because attention is causal
-    and the padding comes after it."""
+    """Rows of several documents. With documents=0 each row has one document and needs no cu_seqlens, because attention is
+    causal and the padding follows the document."""
 
     def __init__(self, tokens: Tokens, file: DocumentFile, pieces: Pieces, seq_len: int, documents: int) -> None:
         if not len(pieces):
@@ -167,7 +167,7 @@ class PackedRows:
         return [order[row] for row in first_fit(self.pieces.length[order], self.seq_len, self.documents - 1)]
 
     def sha256(self) -> str:
-        """A digest of what the rows are made of."""
+        """A digest of the tokens, the pieces and the trained bits, from which rows are made."""
         bits = np.zeros(0, np.uint8) if self.file.bits is None else self.file.bits
         found = hashlib.sha256(f"{self.documents}".encode())
         for array in (self.tokens, self.pieces.begin, self.pieces.length, bits):
@@ -193,7 +193,7 @@ class PackedRows:
         return inputs, targets, torch.tensor(ends, dtype=torch.int32) if self.documents else None
 
     def trained_targets(self) -> int:
-        """Targets of all pieces."""
+        """The number of trained targets in all pieces."""
         if self.file.bits is None:
             return int(self.pieces.length.sum())
         spans = zip(self.pieces.begin.tolist(), self.pieces.length.tolist(), strict=True)

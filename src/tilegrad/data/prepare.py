@@ -8,8 +8,8 @@
     tokenizer.json           the tokenizer
     tokenizer_config.json    its EOS and its chat template, where it has them
 
-Documents are encoded one by one, and EOS is added to each, if the tokenizer has an EOS, or if rows are packed. Otherwise the
-texts are encoded as one text, and there is no documents.bin.
+Documents are encoded one by one if the tokenizer has an EOS, which is added to each, or if rows are packed. Otherwise all
+texts are joined and encoded as one, and there is no documents.bin.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .tokens import TokenFile, TokenFileError, Tokens, open_tokens, token_dtype,
 
 TrainOn = Literal["assistant", "all"]
 _LONG = 10_000_000  # texts with more characters get a progress message before each slow step
-_TOGETHER = 512  # documents that are encoded at once
+_TOGETHER = 512  # documents that one call encodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +70,9 @@ def prepare(
 
     tokenizer   "bytes" (vocab_size 256); "bpe", which learns vocab_size tokens from these texts; or a tokenizer.json
     text_field  the field of a .jsonl line that holds the text
-    format      "text", or that of the conversations in .jsonl
-    train_on    the tokens of a conversation that are targets
-    packing     documents are needed one by one, also where the tokenizer has no EOS
+    format      "text", or the format of the conversations in .jsonl (conversations.py)
+    train_on    the targets of a conversation: what the assistant says, or all tokens
+    packing     True: documents stay separate even if the tokenizer has no EOS
     show        is called with "prepare" before each slow step, and with "data" at the end: files, documents, bytes, tokens
     Files already in `folder` are reused if text and tokenizer are the same. All of the text is in memory while it is encoded.
     """
@@ -91,7 +91,7 @@ def prepare(
 def _source(tokenizer: str, vocab_size: int, *, documents: int) -> Source:
     if tokenizer == "bytes":
         return Source(ByteTokenizer(), 256, None, None)
-    if tokenizer == "bpe":  # room for an EOS is left if there is something to end, and a token to spare
+    if tokenizer == "bpe":  # the last token is EOS if there are several documents and room for it
         return Source(None, vocab_size, vocab_size - 1 if documents > 1 and vocab_size > 256 else None, None)
     path = Path(tokenizer)
     given = load_tokenizer(path)
@@ -120,7 +120,7 @@ def _prepare_texts(
             found = _write(folder, digest, made, source, [made.encode(text)], None, separate=False)
     counts: Numbers = {"files": read.files, "documents": read.documents, "left_out": read.left_out}
     counts |= {"bytes": len(text.encode("utf-8")), "tokens": len(found[0].tokens)}
-    named = kind not in ("bytes", "bpe")  # a file that may or may not say what EOS is
+    named = kind not in ("bytes", "bpe")  # a tokenizer.json: the event says if it names no EOS
     eos = found[1].decode([source.eos]) if source.eos is not None else None
     show("data", counts | ({"eos": eos} if eos or named else {}))
     return found
@@ -206,14 +206,14 @@ def _conversations(
 
 
 def _marked(text: Conversation, encoded: Encoded, source: Source) -> tuple[Tokens, Mask]:
-    """The tokens, with EOS unless they end with a special token and white space; and which of them are trained on, all if there
-    are no spans."""
+    """(tokens, whether each is trained on). EOS is added unless the text ends with a special token, apart from white space.
+    Without spans every token is trained on."""
     tokens, trained = encoded.tokens, trained_tokens(text, encoded)
     ends = np.flatnonzero(encoded.special)
     after = int(ends[-1]) + 1 if len(ends) else 0
     ended = len(ends) > 0 and (after == len(tokens) or not text.text[int(encoded.starts[after]) :].strip())
     if text.spans and text.spans[-1][1] == len(text.text) and len(tokens) and not encoded.ends[-1]:
-        trained[-1] |= tokens[-1] == source.eos  # the tokenizer adds EOS itself, outside the text
+        trained[-1] |= tokens[-1] == source.eos  # the tokenizer added EOS itself, outside the text
     if source.eos is not None and not ended:
         tokens = np.append(tokens, tokens.dtype.type(source.eos))
         trained = np.append(trained, bool(text.spans) and text.spans[-1][1] == len(text.text))
@@ -244,7 +244,7 @@ def _write(
     *,
     separate: bool = True,
 ) -> tuple[TokenFile, Tokenizer]:
-    """Write all files; tokens.bin is the last, so what is there when it is there belongs to it."""
+    """Write all files, tokens.bin last: where it exists, the other files belong to it."""
     folder.mkdir(parents=True, exist_ok=True)
     described = {"source_sha256": digest, "tokenizer_sha256": _sha256(tokenizer.json())}
     write_whole(folder / "tokenizer.json", [tokenizer.json().encode("utf-8")])
@@ -287,11 +287,11 @@ def _prepared(
 
 
 def load_prepared(folder: Path, *, documents: bool = False) -> tuple[TokenFile, Tokenizer]:
-    """The tokens and tokenizer that `prepare` wrote into `folder`; refused if the tokens were made by another tokenizer. With
-    `documents`, documents.bin must be there as well."""
+    """The tokens and tokenizer that `prepare` wrote into `folder`. Tokens that another tokenizer made are refused. With
+    `documents`, documents.bin must be there too."""
     for name in ("tokens.bin", "tokenizer.json", *(["documents.bin"] if documents else [])):
         if not (folder / name).is_file():
-            raise FileNotFoundError(f"{folder / name}: no such file; put the run's own back, or start a new run")
+            raise FileNotFoundError(f"{folder / name}: no such file; put the run's own file back, or start a new run")
     file = open_tokens(folder / "tokens.bin")
     if documents:
         file = replace(file, documents=open_documents(folder / "documents.bin", file))

@@ -1,13 +1,13 @@
 """Text ↔ tokens: bytes, or byte-pair encoding (BPE) by Hugging Face `tokenizers`.
 
-EOS, the token that ends a document, is what the files next to tokenizer.json say:
+EOS, the token that ends a document, comes from the first of these files that names it:
 
     tokenizer_config.json      eos_token, a text
-    generation_config.json     eos_token_id, an id or a list; its first counts
-    config.json                likewise
+    generation_config.json     eos_token_id, an id or a list, whose first id is EOS
+    config.json                the same key
     tokenizer.json             a special token of a well-known name, such as <|endoftext|>
 
-Bytes have none, and a BPE of our own has <|endoftext|> if it was learned from several documents.
+The byte tokenizer has no EOS. A BPE that `train_bpe` learned from several documents has <|endoftext|>.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
-_CONTEXT = 8  # tokens before the first that `stream_text` decodes with it, because some decoders strip a leading space
+_CONTEXT = 8  # earlier tokens that `stream_text` decodes with a new one: some decoders strip the space of a first token
 
 
-END_OF_TEXT = "<|endoftext|>"  # EOS of a BPE of our own
+END_OF_TEXT = "<|endoftext|>"  # EOS of a BPE that `train_bpe` learned
 _KNOWN_EOS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>")
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
     tokens: Tokens
-    starts: Tokens  # the character at which each token begins,
-    ends: Tokens  # and the one after its last; a token that is not in the text, such as BOS, has 0 and 0
-    special: npt.NDArray[np.bool_]  # which are special tokens, such as EOS
+    starts: Tokens  # index of each token's first character
+    ends: Tokens  # index after its last character; start and end are 0 for a token outside the text, such as BOS
+    special: npt.NDArray[np.bool_]  # whether each token is special, such as EOS
 
 
 class Tokenizer(Protocol):
@@ -62,7 +62,7 @@ class Tokenizer(Protocol):
     def json(self) -> str: ...
 
     def byte_lengths(self) -> Tokens | None:
-        """How many bytes of text each token has, 0 for a special token; None if the tokenizer does not say."""
+        """Bytes of text of each token, 0 for a special token; None if they do not follow from the tokenizer."""
 
     def encode_all(self, texts: Sequence[str]) -> list[Tokens]: ...
 
@@ -106,7 +106,7 @@ class ByteTokenizer:
 
 @dataclass(frozen=True)
 class BpeTokenizer:
-    """Byte-level BPE of Hugging Face `tokenizers`; `json` is that library's own format."""
+    """A tokenizer of Hugging Face `tokenizers`, such as byte-level BPE; `json` is that library's own format."""
 
     inner: HuggingFaceTokenizer
     name: str = "tokenizer"  # the file it was loaded from
@@ -128,7 +128,7 @@ class BpeTokenizer:
         return str(self.inner.to_str())
 
     def byte_lengths(self) -> Tokens | None:
-        """Byte-level tokens have a character for each byte. SentencePiece's have ▁ for a space, and <0x0A> for a byte."""
+        """Byte-level tokens have a character for each byte. SentencePiece tokens have ▁ for a space, <0x0A> for a byte."""
         decoder = json.loads(self.json())["decoder"] or {}
         parts = {part.get("type") for part in decoder.get("decoders", [decoder])}
         if not parts & {"ByteLevel", "ByteFallback", "Metaspace"}:
@@ -176,7 +176,7 @@ class BpeTokenizer:
 
 def train_bpe(text: str, vocab_size: int, *, eos: bool = False) -> BpeTokenizer:
     """Learn vocab_size − 256 merges from `text`; the first 256 tokens are the bytes. The same text gives the same tokenizer.
-    With `eos` the last token is <|endoftext|>, and there is one merge less."""
+    With `eos` the last token is <|endoftext|>, and there is one merge fewer."""
     if vocab_size < 256:
         raise ValueError(f"vocab_size: got {vocab_size}; accepted: at least 256, one token for each byte")
     library = _tokenizers()
@@ -199,7 +199,7 @@ def train_bpe(text: str, vocab_size: int, *, eos: bool = False) -> BpeTokenizer:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Load a tokenizer from a file with its `json`."""
+    """Load a tokenizer.json that `Tokenizer.json` or Hugging Face wrote."""
     text = decoded(path)
     content = parse_json(text, str(path))
     model = content.get("model") if isinstance(content, dict) else None
@@ -209,7 +209,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
         return ByteTokenizer()
     with _named_faults(str(path)):
         inner = _tokenizers().Tokenizer.from_str(text)
-        inner.no_truncation()  # a tokenizer.json may ask for both, which would cut documents and add tokens to them
+        inner.no_truncation()  # a tokenizer.json may enable truncation and padding, which would change documents
         inner.no_padding()
         found = BpeTokenizer(inner, str(path))
     if not 1 <= found.vocab_size <= LIMITS["vocab_size"]:
@@ -218,7 +218,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def find_eos(folder: Path, tokenizer: Tokenizer) -> int | None:
-    """EOS of the tokenizer in `folder`, by the files that the module's docstring lists; None if none of them names it."""
+    """EOS of the tokenizer in `folder`, from the files listed at the top of this module; None if no file names it."""
     if isinstance(tokenizer, ByteTokenizer):
         return None
     text = token_text(read_tokenizer_config(folder), "eos_token")
@@ -269,15 +269,15 @@ def decode_known(tokenizer: Tokenizer, tokens: list[int]) -> str:
 
 
 def stream_text(tokenizer: Tokenizer, tokens: Iterable[int], *, after: Sequence[int] = ()) -> Iterator[str]:
-    """The text of tokens as they come; joined, it is their `decode_known`. A character whose bytes are in several tokens
-    comes with the last of them.        after: the tokens before the first
+    """Yields the text of each token; all of it joined is `decode_known` of the tokens. A character whose bytes are in several
+    tokens is yielded with the last of them.        after: the tokens before the first
 
     An incomplete character decodes to one � at the end, so only a � at the end can still change.
     """
     chunk = [token for token in after if token < tokenizer.vocab_size][-_CONTEXT:]
     shown = len(tokenizer.decode(chunk))
     for token in tokens:
-        if token >= tokenizer.vocab_size:  # not the tokenizer's: what was incomplete before it stays so
+        if token >= tokenizer.vocab_size:  # the tokenizer does not have it: an incomplete character before it stays �
             yield tokenizer.decode(chunk)[shown:] + "�"
             chunk, shown = [], 0
             continue
@@ -305,8 +305,8 @@ def _tokenizers() -> ModuleType:
 
 @contextmanager
 def _named_faults(name: str) -> Iterator[None]:
-    """Add the file's name to an error of `tokenizers`: a bare Exception, or a panic of its Rust code, which is a
-    BaseException only."""
+    """Add the file's name to an error of `tokenizers`, which raises a bare Exception or, if its Rust code panics, a
+    BaseException."""
     try:
         yield
     except BaseException as error:

@@ -1,7 +1,7 @@
 """The attention branch of a block, between its norm and the residual stream.
 
     dense      qkv = x W_qkv' + b         o = attention(rope(q), rope(k), v)      y = o W_proj' + b
-    per_head   q, k, v = x by head, each head from its own D channels             the rest as in dense
+    per_head   each head's q, k, v come from its own D channels of x              the rest as in dense
     qk_norm    q, k, v = x W_q' + b, …    q, k = rmsnorm(q), rmsnorm(k) by head, before rope
 
     do = dy W_proj      dq, dk, dv = attention's backward      rope rotates dq, dk back      dx = Σ over q, k, v of their dx
@@ -174,8 +174,8 @@ class Cache:
 class AttentionLayer:
     """x, y (N, C)   o (N, Hq·D)   qkv (N, (Hq + 2·Hkv)·D) for dense, else three of (N, H·D)   lse (B, Hq, T)
 
-    Attention and rope view qkv and o as (B, T, …). context: the ranks that share each sequence. In packed rows the mask has
-    the ends of the documents, and lse's memory is (Hq, N).
+    Attention and rope view qkv and o as (B, T, …). context: the ranks that share each sequence. With packed rows the mask
+    has cu_seqlens, and the memory of lse is (Hq, N).
     """
 
     projections: tuple[LinearLayer, ...]  # qkv, or q, k, v
@@ -265,7 +265,7 @@ class AttentionLayer:
         self.proj.forward(self.o, y=y, adapter=adapter.of(0) if adapter is not None else None)
 
     def backward(self, dy: Buffer, *, dx: Buffer, bias_grad: bool) -> None:
-        """Forms dx, proj's weight gradient and, if `bias_grad`, its bias gradient."""
+        """Computes dx, proj's weight gradient and, if `bias_grad`, its bias gradient."""
         if self.proj_adapter is not None:
             self.proj_adapter.backward(dy)
         self.proj.backward_input(dy, dx=self.do, adapter=self.proj_adapter)

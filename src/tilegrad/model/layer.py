@@ -81,7 +81,7 @@ class Param:
 class Packed:
     """The documents of packed rows: attention is inside each document, and positions begin at 0 in each.
 
-    cu_seqlens   (B·documents + 1,) int32: the documents' ends in the B·T tokens, after a 0; those that are missing are B·T
+    cu_seqlens   (B·documents + 1,) int32: 0, then each document's end in the B·T tokens; unused entries are B·T
     positions    (B, T) int64
     """
 
@@ -158,11 +158,11 @@ class Declare:
 
     @property
     def onto_stream(self) -> Normal:
-        """For the 2·n_layer projections onto the residual stream: their sum gets the variance of one WEIGHT."""
+        """The init of the 2·n_layer projections onto the residual stream: their sum has the variance of one WEIGHT."""
         return Normal(WEIGHT.std / math.sqrt(2 * self.config.n_layer))
 
     def param(self, name: str, *shape: int, init: Init) -> Param:
-        """A parameter with its gradient unless it is frozen, once for each name."""
+        """The parameter `name`, with its gradient unless it is frozen. The first call with a name declares it."""
         if name not in self.params and self.is_frozen(name):
             rounded = self.device.type != "cpu" or self.cache is not None
             value = self.buffer(name, shape, self.dtype if rounded else self.accumulation_dtype, role="frozen")

@@ -2,7 +2,7 @@
 
     u = s drop(x) A'       y_i += u_i B_i'           s = alpha / rank        x (N, Cin)   y_i (N, width)   u, du (N, P·r)
     du_i = s dy_i B_i      dB_i += dy_i' u_i         dA += du' drop(x)       dx += drop'(du A)
-Saved: u. x is what the adapted layers have saved or recompute; drop(x) is drawn again.
+Saved: u. The adapted layers save or recompute x; drop(x) is drawn again.
 
 The P layers that read the same x (q, k, v; gate, up) are the parts of one adapter. Their A are stacked, (P·r, Cin), so that
 x is read once; each part has its own B_i (width, r). A starts uniform in ±1/√Cin and B at 0, as in PEFT.
@@ -97,7 +97,7 @@ class AdapterParts(NamedTuple):
 
     name: str  # one of INPUTS
     inputs: int  # channels of x
-    widths: dict[str, int]  # by part, in the order of A's rows
+    widths: dict[str, int]  # part → columns of its output, in the order of A's rows
 
     def a_name(self, block: int) -> str:
         """The name of A (P·r, inputs)."""
@@ -153,7 +153,7 @@ class LowRank(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class InputDropout:
-    """drop(x) of an adapter, and where it and its gradient are written (N, Cin)."""
+    """Dropout of an adapter's input. `dropped` (N, Cin) gets drop(x), and du A in the backward."""
 
     p: float
     seed: Buffer
@@ -163,7 +163,7 @@ class InputDropout:
 
 
 class Base(Protocol):
-    """An adapted layer, as its adapter sees it: a LinearLayer."""
+    """The attributes of an adapted LinearLayer that its adapter reads."""
 
     @property
     def w(self) -> Param: ...
@@ -181,9 +181,9 @@ class Adapter:
     u: Buffer
     du: Buffer
     joined: Buffer | None  # [x, u]
-    wb: tuple[Buffer | None, ...]  # for each output that is a product with [x, u]
-    dy_du: Buffer | None  # [dy, du] and [W; A] of the first output, if dx is their product
-    wa: Buffer | None
+    wb: tuple[Buffer | None, ...]  # [W, B_i] of each output; None: its product is not joined
+    dy_du: Buffer | None  # [dy, du] of the first output, if dx = [dy, du] [W; A]
+    wa: Buffer | None  # [W; A]
     scale: float
     drop: InputDropout | None
     forward_scratch: Scratch
@@ -194,8 +194,8 @@ class Adapter:
         cls, at: Declare, block: int, name: str, layers: Sequence[Base], outputs: Mapping[str, tuple[int, int]],
         seed: Buffer | None,
     ) -> Adapter | None:  # fmt: skip
-        """The adapter of input `name`, or None if it has none. layers: those that read it, one for each output. outputs: by
-        part, its output and its first column there."""
+        """The adapter of input `name`; None if it has none. layers: the layers that read the input, one for each output.
+        outputs: part → (index of its output, its first column in that output)."""
         lora = at.lora
         found = [a for a in adapter_parts(at.config, lora) if a.name == name] if lora is not None else []
         if lora is None or not found:
@@ -209,15 +209,15 @@ class Adapter:
         )
         drop = None
         if lora.dropout and seed is not None:
-            counter = 2 * at.config.n_layer + 1 + len(INPUTS) * block + INPUTS.index(name)  # after the blocks' dropout
+            counter = 2 * at.config.n_layer + 1 + len(INPUTS) * block + INPUTS.index(name)  # after the blocks' counters
             dropped = at.rows(f"scratch.{name}.dropped", adapter.inputs)
             shapes = dropout_workspace(x)
             drop = InputDropout(lora.dropout, seed, counter, dropped, at.scratch(f"{name}.dropout", shapes))
         values = [b.value for b in bs]
         parts = tuple(Part(outputs[part][0], i * r, outputs[part][1]) for i, part in enumerate(adapter.widths))
 
-        def wide(i: int, layer: Base) -> Buffer | None:
-            """[W, B_i] of output i, if joined matrices are better."""
+        def joined_weight(i: int, layer: Base) -> Buffer | None:
+            """The buffer of [W, B_i] of output i; None if the product is not joined."""
             w = layer.w.value
             if (
                 layer.fp8 is not None
@@ -227,7 +227,7 @@ class Adapter:
                 return None
             return at.buffer(f"scratch.{name}.wb{i}", (w.shape[0], adapter.inputs + rows))
 
-        wb = tuple(wide(i, layer) for i, layer in enumerate(layers))
+        wb = tuple(joined_weight(i, layer) for i, layer in enumerate(layers))
         w, dy_du, wa = layers[0].w.value, None, None
         if drop is None and joins(w, at.dtype, w.shape[0], adapter.inputs):
             dy_du = at.rows(f"scratch.{name}.dy_du", w.shape[0] + rows)
@@ -257,7 +257,7 @@ class Adapter:
             join_fwd(x, self.u, joined=self.joined)
 
     def of(self, output: int) -> LowRank | None:
-        """What is added to one of the outputs, or None."""
+        """What is added to output number `output`; None if nothing is."""
         chosen = [
             (b.value, at._replace(output=0)) for b, at in zip(self.bs, self.parts, strict=True) if at.output == output
         ]
@@ -274,7 +274,7 @@ class Adapter:
         )  # fmt: skip
 
     def backward_dropped(self, *, dx: Buffer) -> None:
-        """dx += drop'(du A), with dropout; without it, a layer's product adds du A."""
+        """dx += drop'(du A), if there is dropout. Without dropout, LinearLayer.backward_input adds du A itself."""
         if self.drop is None:
             return
         drop, dropped = self.drop, self.drop.dropped

@@ -2,8 +2,8 @@
 
     x = wte[tokens] + wpe[position]       blocks       n = ln_f(x)       loss(n, targets) over wte or lm_head
 
-`step` computes the loss and its gradient in one pass, then the rest of the backward. `forward` and `backward` are the same
-in two calls, and compute the loss twice. Declared on handles, the tree is traced and planned; bound to tensors, it trains.
+`step` computes the loss and its gradient in one pass, then the rest of the backward. `forward` and `backward` do the
+same in two calls, and compute the loss twice. Declared on handles, the tree is traced and planned; bound to tensors, it trains.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ class Transformer:
         return self.ln_f.y
 
     def hidden_states_backward(self) -> None:
-        """The backward ends with the first block that has a trained parameter: below it no gradient is needed."""
+        """The backward ends with the first block that has a trained parameter: earlier blocks need no gradient."""
         first = self._first_trained()
         if first > len(self.blocks):
             return
@@ -223,7 +223,7 @@ class Transformer:
             self.embedding.backward(self.drop.backward(self.dx), self.tokens)
 
     def _first_trained(self) -> int:
-        """The first block whose backward runs; the number of blocks if only ln_f's does, and one more if none does."""
+        """Index of the first block whose backward runs; n_layer if only ln_f's backward runs; n_layer + 1 if none runs."""
         if self.embedding.trained:
             return 0
         layers = [p.name.split(".")[:2] for p in self.trained]
@@ -239,7 +239,7 @@ def declare(
 ) -> Transformer:  # fmt: skip
     """The model on handles, for b sequences of t tokens.
 
-    recompute       per block, from the first; the other blocks recompute nothing
+    recompute       what each block recomputes, from the first on; blocks that are not listed recompute nothing
     accumulate      False: the backward overwrites the parameters' gradients
     linear          "fp8": the forward of the blocks' linear layers multiplies in float8
     deterministic   False: attention's backward may add in any order, which may be faster

@@ -41,7 +41,7 @@ _NEUTRAL: tuple[object, ...] = (None, False, {}, [])  # an option with this valu
 
 
 class Place(NamedTuple):
-    """One A or B of PEFT's, and where it is in ours."""
+    """One A or B in PEFT's file, and the rows of our tensor that it fills."""
 
     theirs: str
     ours: str
@@ -70,7 +70,7 @@ def adapter_shapes(config: ModelConfig, lora: LoraConfig) -> dict[str, tuple[int
 
 
 def merge(params: Mapping[str, Tensor], adapters: Mapping[str, Tensor], config: ModelConfig, lora: LoraConfig) -> None:
-    """W += s B A, computed in float64 and rounded once to the dtype of `params`, which are changed."""
+    """W += s B A, in place in `params`: computed in float64 and rounded once to the dtype of W."""
     for i in range(config.n_layer):
         for adapter in adapter_parts(config, lora):
             stacked = adapters[adapter.a_name(i)].split(lora.rank)
@@ -165,7 +165,7 @@ def open_adapter(folder: Path, base: Weights) -> Adapter:
 
 
 def _settings(content: Mapping[str, object]) -> tuple[int, float, float]:
-    """(rank, alpha, dropout) of an adapter_config.json. With use_rslora, s = α / √r: alpha is then α · √r."""
+    """(rank, alpha, dropout) of an adapter_config.json. With use_rslora PEFT's s is α / √r: then alpha here is α · √r."""
     unused = {"bias": ("none",), "task_type": (None, "CAUSAL_LM"), "init_lora_weights": _INITS, "peft_type": ("LORA",)}
     read = {"r", "lora_alpha", "lora_dropout", "use_rslora"}
     for name, value in content.items():
@@ -217,11 +217,11 @@ def _layers(file: Path, names: set[str], base: Weights) -> str | tuple[str, ...]
 
 
 def adapter_json(kind: str, config: ModelConfig, lora: LoraConfig, base: str) -> dict[str, object]:
-    """An adapter_config.json, with what PEFT's own has."""
+    """The content of adapter_config.json, with the keys that PEFT writes."""
     return {
         "base_model_name_or_path": base,
         "bias": "none",
-        "fan_in_fan_out": kind == "gpt2",  # its layers are Conv1D
+        "fan_in_fan_out": kind == "gpt2",  # GPT-2's layers are Conv1D
         "inference_mode": True,
         "init_lora_weights": True,
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
@@ -237,8 +237,8 @@ def adapter_json(kind: str, config: ModelConfig, lora: LoraConfig, base: str) ->
 
 
 def _targets(kind: str, config: ModelConfig, lora: LoraConfig) -> list[str]:
-    """The ends of the modules' names that PEFT looks for; GPT-2's c_proj needs its parent's if only one of the two has
-    an adapter."""
+    """target_modules: the last part of each adapted module's name. GPT-2 has two modules c_proj; if only one is adapted, the
+    name of its parent comes before."""
     chosen = [part for adapter in adapter_parts(config, lora) for part in adapter.widths]
     every = [part for adapter in adapter_parts(config, LoraConfig()) for part in adapter.widths]
     ends = {part: _module(kind, part, 0).split(".")[-2:] for part in every}

@@ -85,7 +85,7 @@ class TrainedModel:
         seed: int = 0,
         ignore_eos: bool = False,
     ) -> str:
-        """The prompt and its continuation, the same for the same seed. It ends before a token that ends a text, unless
+        """The prompt and its continuation, the same for the same seed. It ends before one of `eos_token_ids`, unless
         `ignore_eos`. Beyond block_size tokens the context slides, with a warning (`model/generate.py`)."""
         from ..data.tokenizer import decode_known
         from ..model.generate import WindowSlides, sliding
@@ -109,7 +109,7 @@ class TrainedModel:
         seed: int = 0,
         stop: Collection[int] = (),
     ) -> Iterator[int]:
-        """The tokens that follow a prompt, as they come, until one of `stop`, which is left out."""
+        """Yields the tokens that follow a prompt, up to the first that is in `stop`, which is left out."""
         from ..model.generate import generate
 
         new = generate(self.config, self.params, prompt, max_tokens, temperature=temperature, top_k=top_k, seed=seed)
@@ -191,7 +191,7 @@ def evaluate(
 ) -> Evaluation:
     """Loss, perplexity and bits per byte of a run, a checkpoint or a folder of weights, as `tilegrad evaluate` prints them.
 
-    run         what `load` accepts, and `init` as there
+    run, init   as in `load`
     data        text files and folders; none: all windows that the run holds out for validation
     batch_size  and seq_len: by default the run's own; for a folder of weights those that `--init` begins with
     device      by default CUDA where there is one, else the CPU

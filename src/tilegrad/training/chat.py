@@ -1,7 +1,7 @@
 """A conversation with a model, by its tokenizer's chat template.
 
-text = template(messages, with the generation prompt)        the model continues it
-its turn ends at a token that ends a text, or at the special token that the template writes after an answer
+The template writes the messages and the generation prompt, and the model continues this text. Its turn ends at one of
+`eos_token_ids`, or at the special token that the template writes after an answer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class ContextFull(ValueError):
 
 
 class Chat:
-    """`messages` are all messages so far. `cut` says why the last answer ended before its end; None: it did not."""
+    """`messages` are all messages so far. `cut` says why the last answer is incomplete; None: it is complete."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class Chat:
         top_k: int | None = None,
         seed: int = 0,
     ) -> None:
-        """max_tokens: of an answer; None: as many as the context has room for."""
+        """max_tokens: the most tokens of an answer; None: as many as the context has room for."""
         if model.chat_template is None:
             raise ValueError(
                 f"{model.checkpoint}: got no chat template; accepted: weights with chat_template.jinja, or with a "
@@ -47,18 +47,18 @@ class Chat:
         self.clear()
 
     def clear(self) -> None:
-        """Begin again."""
+        """Begin a new conversation."""
         self.messages = [*self._system]
         self.cut: str | None = None
 
     def answer(self, text: str) -> Iterator[str]:
-        """The answer as it comes. Once it is complete, both are in `messages`."""
+        """Yields the answer as it is generated. When it ends, `text` and the answer are appended to `messages`."""
         model, size = self._model, self._model.config.block_size
         messages: list[Message] = [*self.messages, {"role": "user", "content": text}]
         prompt = self._template.render(messages, generation_prompt=True).text
         encoded = model.tokenizer.encode_marked([prompt], add_special_tokens=False)[0].tokens
         tokens = [int(token) for token in encoded]
-        room = size + 1 - len(tokens)  # the last token is not read again
+        room = size + 1 - len(tokens)  # the model does not read the last token that it writes
         if room < 1:
             raise ContextFull(
                 f"context: got a conversation of {len(tokens):,} tokens; accepted: at most {size:,}, the model's block_size"

@@ -74,8 +74,8 @@ class TrainConfig:
     seed: int = 0
     init: str | None = None  # a folder of weights to begin with
     log: str | tuple[str, ...] = "auto"  # loggers besides log.jsonl; auto: TensorBoard where it is installed
-    epochs: int | None = None  # instead of steps, which follow once the data is read
-    patience: int = 0  # evaluations without a better validation loss that end the run; 0: never
+    epochs: int | None = None  # instead of steps, which are computed once the data is read
+    patience: int = 0  # the run ends after this many evaluations without a better validation loss; 0: never
     freeze: tuple[str, ...] = ()  # patterns of parameters' names
 
     def __post_init__(self) -> None:
@@ -97,7 +97,7 @@ class TrainConfig:
             _check_count("epochs", self.epochs, 1)
         if self.patience and not (self.eval_interval and self.eval_batches):
             got = f"{self.patience} with eval_interval {self.eval_interval} and eval_batches {self.eval_batches}"
-            raise ValueError(f"patience: got {got}; accepted: 0, or evaluations in both")
+            raise ValueError(f"patience: got {got}; accepted: 0, or both of them ≥ 1")
         for name in ("learning_rate", "min_learning_rate", "weight_decay", "max_norm"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
@@ -129,7 +129,7 @@ class TrainConfig:
 @dataclass(frozen=True, slots=True)
 class DataConfig:
     """`files` are text files and folders, joined in order; none: the text that ships with the package. validation="windows"
-    draws validation windows, or documents, from the whole text, "end" takes the last ones. `settled` replaces
+    draws validation windows, or documents, from the whole text; "end" takes the last ones. `settled` replaces
     format="auto", packing=None and too_long="auto"."""
 
     files: tuple[str, ...] = ()
@@ -171,7 +171,7 @@ class DataConfig:
                 )
         if self.packing is not None and not isinstance(self.packing, bool):
             raise ValueError(
-                f"packing: got {shown(self.packing)}; accepted: true, false, or none: true for conversations"
+                f"packing: got {shown(self.packing)}; accepted: true, false, or none (true for conversations)"
             )
         if not is_count(self.documents, LIMITS["documents"], 2):
             most = LIMITS["documents"]
@@ -229,8 +229,8 @@ class RunConfig:
             most = f"block_size, {self.model.block_size}{_of_weights(self)}"
             raise ValueError(f"seq_len: got {self.train.seq_len}; accepted: at most {most}")
         if self.lora is not None:
-            adapter_parts(self.model, self.lora)  # refuses layers that this model does not have
-        if self.train.freeze:  # refuses patterns that match no parameter, or all
+            adapter_parts(self.model, self.lora)  # raises for layers that this model does not have
+        if self.train.freeze:  # raises for patterns that match no parameter, or all of them
             declare(self.model, 1, 1, torch.float32, "cpu", lora=self.lora, freeze=self.train.freeze)
         t = self.train
         tokens = t.gradient_accumulation * t.batch_size * t.seq_len

@@ -30,7 +30,7 @@ def needs_documents(data: DataConfig) -> bool:
 def prepare_data(
     config: RunConfig, folder: Path, show: Show, *, documents: bool = False
 ) -> tuple[TokenFile, Tokenizer]:
-    """Write the tokens of a settled run into `folder`; with `documents`, the ends of documents in any case."""
+    """Write the tokens of a settled run into `folder`; with `documents`, always with documents.bin."""
     data = config.data
     return prepare(
         [Path(name) for name in data.files] or [default_text()],
@@ -81,8 +81,8 @@ class Dataset:
         return batches_in_order(self.held_out, batch_size, most=most, rank=rank, world=world)
 
     def prompt(self, room: int) -> list[int]:
-        """The beginning of the first held-out row, at most `room` tokens; if too little is held out, of the training data. A
-        conversation is taken up to where the assistant speaks."""
+        """The beginning of the first held-out row, at most `room` tokens; if too little is held out, of the training data. The
+        prompt of a conversation ends where the assistant's text begins."""
         training = self.batches.rows
         if isinstance(training, PackedRows):
             rows = [one for one in (self.held_out, training) if isinstance(one, PackedRows)]
@@ -134,7 +134,7 @@ def _trained(tokens: Tokens, documents: DocumentFile) -> Tokens:
 
 
 def _counts(rows: PackedRows, batches: Batches, pieces: Pieces, held_out: int) -> Numbers:
-    """What becomes of the documents, for the run's first lines."""
+    """How many documents fill the rows, are cut or left out; a run prints this when it begins."""
     positions = batches.rows_in_epoch * rows.seq_len
     return {
         "pieces": len(pieces),

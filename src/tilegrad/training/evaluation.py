@@ -1,9 +1,9 @@
-"""The validation loss, over the same held-out windows or documents each time, and what `tilegrad evaluate` says of a model.
+"""The validation loss, over the same held-out windows or documents each time, and the numbers of `tilegrad evaluate`.
 
     loss = Σ nll / tokens        perplexity = exp(loss)        bits per byte = Σ nll / ln 2 / bytes
 
-Σ is over the targets, nll in nats. The bytes are those of the text that the targets stand for: a special token, such as the
-end of a document, has a loss and no bytes. A token attends only to its own window or document.
+Σ is over the targets, nll in nats. The bytes are those of the targets' text: a special token, such as EOS, has a
+loss and no bytes. A token attends only to its own window or document.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from .folder import locate, own_data, upgraded
 from .ranks import Ranks
 from .sections import initial_run, run_from, settled
 
-_SHOWN_S = 5.0  # between two events of progress
+_SHOWN_S = 5.0  # seconds between two progress events
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What a model knows of a text. `bits_per_byte` is None if the tokenizer does not say how many bytes a token has, and so is
-    `perplexity` if the model's loss is no cross-entropy."""
+    """The loss of a model on a text. `bytes` is None if the bytes of tokens are not known, `perplexity` if the loss is no
+    cross-entropy, and `bits_per_byte` in both cases."""
 
     loss: float  # nats per token; mean squared error where model.loss is embedding_mse
     perplexity: float | None
@@ -118,8 +118,8 @@ def evaluate_weights(
 
 
 def _with_files(config: RunConfig, files: Sequence[Path]) -> RunConfig:
-    """The settings with other files, in the format that these have. Texts, or conversations, are made into rows as the run
-    does it; what it does not have is made into rows as a new run would."""
+    """The settings with other files, in the format of these. Packing and too_long are the run's if the run has files of the
+    same kind, text or conversations; else those of a new run."""
     own = config.data
     data = replace(own, files=tuple(map(str, files)), format="auto", packing=None, too_long="auto")
     found = settled(replace(config, data=data))

@@ -27,7 +27,7 @@ class Exported:
     config: ModelConfig
     params: Mapping[str, Tensor]
     origin: Path | None  # a folder of weights with config.json and tokenizer files
-    tokenizer: Path | None  # the run's own, also where it is bytes
+    tokenizer: Path | None  # the run's tokenizer.json, also that of a byte tokenizer
     step: int | None  # None: a folder of weights
 
 

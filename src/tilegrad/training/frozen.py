@@ -1,11 +1,11 @@
-"""The parameters of a run that are not trained. Checkpoints do not have them; a checkpoint has what identifies them.
+"""The parameters of a run that are not trained. Checkpoints do not contain them, only what identifies them.
 
-base        the weights under adapters stay in the folder that --init named: a checkpoint has the name of the folder and a
+base        the base weights of adapters stay in the folder that --init named: a checkpoint has the name of the folder and a
             digest of the weights in it. If the folder has moved, --init says where it is now.
 own copy    other frozen parameters (train.freeze) are copied once into frozen.safetensors in the run's folder, so that the
             run does not need the folder of weights any more; a checkpoint has the sha256 of this file.
 
-Other weights than those that a run began with are refused.
+A resumed run refuses weights that differ from those that it began with.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Where a run's numbers go besides log.jsonl: TensorBoard, Weights & Biases, MLflow (`train.log`).
 
 Each number becomes a point of the curve "name/kind", such as loss/train. A resumed run continues the same run of wandb and
-MLflow, whose ids are in loggers.json in the run's folder. Servers, projects and offline modes are chosen by the variables that
-these packages document: WANDB_MODE, WANDB_PROJECT, MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME.
+MLflow, whose ids are in loggers.json in the run's folder. Servers, projects and offline modes are chosen by environment
+variables that these packages document: WANDB_MODE, WANDB_PROJECT, MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME.
 
 A logger that fails (a full disk, no network) never ends a run: a sentence on stderr says so, and the run continues without it.
 """
@@ -87,7 +87,7 @@ def installed(name: str) -> bool:
 
 
 def _faults(name: str) -> tuple[type[Exception], ...]:
-    """The errors by which a logger fails: the system's, those of wrong settings, and the package's own."""
+    """The errors that a logger may raise: of the system, of wrong settings, and of the package."""
     usual = (OSError, ValueError, RuntimeError, ImportError)
     with suppress(ImportError):
         if name == "wandb":
@@ -102,14 +102,14 @@ def _faults(name: str) -> tuple[type[Exception], ...]:
 
 
 def _saved_id(folder: Path, name: str) -> str | None:
-    """The id of the run that this run's folder was logged as."""
+    """The id of this run in the logger `name`; None if it has none yet."""
     file = folder / IDS
     if not file.exists():
         return None
     found = read_json(file)
     value = found.get(name) if isinstance(found, dict) else None
     if value is not None and (not isinstance(value, str) or not _ID.fullmatch(value)):
-        raise ValueError(f"{file}: got {shown(value)} for {name}; accepted: an id; without this file, a new run begins")
+        raise ValueError(f"{file}: got {shown(value)} for {name}; accepted: an id; delete this file to log a new run")
     return value
 
 
@@ -151,7 +151,7 @@ class _TensorBoard:
                 self._records.write(event)
             self._file.flush()
         except OSError as error:
-            with suppress(OSError):  # closing writes what is left, and fails again
+            with suppress(OSError):  # closing flushes the rest, and fails again
                 self._file.close()
             raise named(error, self._path) from error
 
@@ -164,7 +164,7 @@ class _Wandb:
         import wandb
 
         if (run / "wandb").is_symlink():
-            raise ValueError(f"{run / 'wandb'}: got a symbolic link; accepted: no such folder, or wandb's own")
+            raise ValueError(f"{run / 'wandb'}: got a symbolic link; accepted: no such folder, or one that wandb made")
         own = _saved_id(run, "wandb")
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "tilegrad"),
@@ -173,7 +173,7 @@ class _Wandb:
             resume="allow",
             dir=run,
             config=_plain(hyper_parameters),
-            settings=wandb.Settings(console="off"),  # else it takes over stdout
+            settings=wandb.Settings(console="off"),  # otherwise wandb captures stdout
         )
         if own is None:
             _save_id(run, "wandb", self._run.id)

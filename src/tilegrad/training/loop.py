@@ -55,7 +55,7 @@ from .state import RunState
 @dataclass(frozen=True, slots=True)
 class RunResult:
     """`stopped_by`: the signal that ended the run before its last step, SIGPIPE if its output was closed; else None.
-    `ended_early`: why the run is done before its last step; else None."""
+    `ended_early`: why `patience` ended the run before its last step; else None."""
 
     folder: Path
     steps: int
@@ -82,7 +82,7 @@ class Position(NamedTuple):
 class InFlight(NamedTuple):
     """A submitted step whose result is not read yet."""
 
-    step: int  # steps before it
+    step: int  # steps done before it
     draws: int
     data: BatchesState
     learning_rate: float
@@ -130,7 +130,7 @@ class Metrics:
 
 class Run:
     def __init__(self, start: Start, dataset: Dataset, show: Show, ranks: Ranks, base: Base | None = None) -> None:
-        self.base = base  # the weights under adapters
+        self.base = base  # the frozen weights of a run with adapters
         self.frozen_sha256: str | None = None  # of the run's own copy of other frozen parameters
         self.start, self.config, self.folder, self.show = start, start.config, start.folder, show
         self.dataset, self.ranks, self.mesh = dataset, ranks, ranks.mesh
@@ -181,7 +181,7 @@ class Run:
                 raise self._fail(f"{error}; the checkpoint is from before them") from error
             except OSError as error:
                 reason = f"{error.filename or self.folder}: {error.strerror}"
-                if self.mesh.world > 1:  # a save needs all ranks, and the others are elsewhere
+                if self.mesh.world > 1:  # a save needs all ranks, and the others are at another point
                     raise self._failure(reason) from error
                 raise self._fail(reason) from error
 
@@ -291,7 +291,7 @@ class Run:
         self.evaluator.loss = state["validation_loss"]
         self.evaluations_since_best = state.get("evaluations_since_best", 0)
         self._reset()
-        if saved := state.get("finite"):  # saved in a row of steps that were not finite
+        if saved := state.get("finite"):  # saved while steps were being skipped
             engine, data, loss = saved
             self.skipped.last_finite_state = Position(engine, data, _nan_if_none(loss))
 
@@ -361,7 +361,7 @@ class Run:
             self.metrics.log(step, "validation", {"loss": loss})
             shown = {"step": step, "loss": loss, "unigram_entropy": self.dataset.entropy}
             self.metrics.emit("validation", shown)
-            best = self.checkpointer.best  # it may be of a later step, from before the run was resumed
+            best = self.checkpointer.best  # after a resume its step may be later than this one
             better = self.checkpointer.is_best(loss) or (best is not None and best.step >= step)
             self.evaluations_since_best = 0 if better else self.evaluations_since_best + 1
             self.checkpointer.save_if_best(self._state(), loss)
@@ -377,7 +377,7 @@ class Run:
         self.checkpointer.check(state)
         read = run_from(json.loads(json.dumps(state["run"])), "state['run']")
         if read != self.config:
-            raise ValueError(f"run: got {self.config}; accepted: one that JSON restores, but this becomes {read}")
+            raise ValueError(f"run: got {self.config}; accepted: one that JSON restores; this one becomes {read}")
 
     def _state(self) -> RunState:
         """What a resumed run needs besides the tensors, as plain JSON."""

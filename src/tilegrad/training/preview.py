@@ -23,13 +23,13 @@ _EXAMPLE = 4000  # tokens of the first document that are shown
 
 @dataclass(frozen=True, slots=True)
 class Preview:
-    """`example`: the first document as pieces of text, each with whether it is trained on."""
+    """`example`: the first document as (text, whether it is trained on), one after the other."""
 
-    counts: Numbers  # as a run's first lines have them
+    counts: Numbers  # those that a run prints when it begins
     lengths: dict[str, float]  # least, median, mean and most tokens of a document
     histogram: dict[str, int]  # "16 … 31" → documents of that many tokens
     trained_share: float  # of the targets
-    padding: dict[str, float]  # share of the positions, with packing true and false; empty for windows
+    padding: dict[str, float]  # share of all positions, packed and padded; empty for windows
     example: list[tuple[str, bool]]
     example_cut: bool  # whether the first document is longer than what is shown
 

@@ -51,8 +51,8 @@ def train(
     context: int = 1,
     timeout_s: float = 600.0,
 ) -> RunResult:
-    """Train in the folder `out`; `resolve` documents the first arguments. The last four are for several
-    ranks; a collective waits for a rank at most `timeout_s`."""
+    """Train in the folder `out`; `resolve` documents the first arguments. The last four are for several ranks; a collective
+    waits at most `timeout_s` for a rank."""
     check_platform()
     world = int(os.environ.get("WORLD_SIZE", "1"))
     start = resolve(config, out, resume=resume, where=where, name=name, world=world)
@@ -138,7 +138,7 @@ def _prepare(start: Start, show: Show, mesh: Mesh, summary: Numbers) -> tuple[To
 
     def show_but_summary(event: str, numbers: Numbers) -> None:
         if event == "data":
-            summary.update(numbers)  # shown once the run has begun, when a closed output ends it with a save
+            summary.update(numbers)  # shown after the run has begun: then a closed output ends it with a save
         else:
             show(event, numbers)
 
@@ -157,7 +157,7 @@ def _prepare(start: Start, show: Show, mesh: Mesh, summary: Numbers) -> tuple[To
 
 
 def _open_base(start: Start) -> Base | None:
-    """The frozen weights of adapters; a resumed run refuses others than those it began with."""
+    """The base weights of a run with adapters. A resumed run refuses weights other than those that it began with."""
     config, init = start.config, start.config.train.init
     if config.lora is None or init is None:
         return None
@@ -177,7 +177,7 @@ def _begin(run: Run, base: Base | None) -> None:
         _load(source, engine, mesh)
         if lora is not None and lora.adapter is not None:
             _load_adapter(lora, lora.adapter, engine, source)
-        if own and base is None:  # not the engine's, which may have rounded them
+        if own and base is None:  # not the engine's values, which may be rounded
             values = source.read(next(iter(engine.grads.values())).dtype)
             own = {name: values[name] for name in own}
         if mesh.rank == 0:
@@ -202,7 +202,7 @@ def _continue(run: Run, base: Base | None, state: RunState) -> None:
         found = tuple(own[name].shape) if name in own else None
         if found != wanted.get(name):
             raise ValueError(
-                f"{run.folder / OWN}: got {name} of shape {found}; accepted: {wanted.get(name)}, this model's"
+                f"{run.folder / OWN}: got {name} of shape {found}; accepted: {wanted.get(name)}, as in this model"
             )
     for name, value in own.items():
         write_param(engine, name, value)

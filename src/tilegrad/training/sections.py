@@ -8,7 +8,7 @@ n_layer = 6
 steps = 2000
 [data]
 files = ["book.txt"]     # none: the text that ships with the package
-[lora]                   # no key: all parameters are trained, except those that train.freeze names
+[lora]                   # without a key: all parameters are trained, except those that train.freeze names
 rank = 16
 
 `example.toml` has every key. If gradient_accumulation is given, the same file gives the same training on any number of
@@ -51,7 +51,7 @@ from .config import (
 MAY_CHANGE = frozenset(  # the keys of [train] that a resumed run may change
     (*INTERVALS, *COUNTS, "epochs", "learning_rate", "min_learning_rate", "memory_budget", "device", "log")
 )
-_FOLLOWS = (  # values that stand for the run's own
+_FOLLOWS = (  # values that a resumed run replaces by its own
     *(("warmup_steps", -1), ("dtype", "auto")),
     *(("format", "auto"), ("packing", None), ("too_long", "auto")),
 )
@@ -113,7 +113,7 @@ def read_toml(path: Path) -> dict[str, Values]:
 
 
 def run_from(content: Sections, where: str, world: int = 1) -> RunConfig:
-    """The run that a TOML file, flags or a dictionary describe; keys that are not given follow from others or the preset.
+    """The run that a TOML file, flags or a dictionary describe; keys that are not given come from others or the preset.
     `where` names the source in errors; `world` is the number of ranks that a new run starts with."""
     given = checked(content, where)
     model, settings = given["model"], given["train"]
@@ -137,7 +137,7 @@ def run_from(content: Sections, where: str, world: int = 1) -> RunConfig:
 
 
 def _adapters(given: Values, init: object) -> AdapterConfig | None:
-    """The adapters of a run. Those of PEFT have their own rank, alpha, layers and dropout; a saved run gives all of them."""
+    """The adapters of a run. Keys that are not given come from PEFT's folder `adapter`; a saved run gives all of them."""
     given = {name: value for name, value in given.items() if value is not None}
     if not given:
         return None
@@ -183,7 +183,7 @@ def checked(content: Sections, where: str) -> dict[str, Values]:
             elif key == "dtype" and isinstance(value, str | torch.dtype):
                 out[section][key] = dtype_name(value)
     t = out["train"]
-    saved = {f.name for f in fields(TrainConfig)} <= t.keys()  # a saved run has every key, and both of these
+    saved = {f.name for f in fields(TrainConfig)} <= t.keys()  # a saved run has every key, steps and epochs among them
     if not saved and "steps" in t and t.get("epochs") is not None:
         raise ValueError(f"epochs: got {shown(t['epochs'])} and steps {shown(t['steps'])}; accepted: one of them")
     return out
@@ -208,8 +208,8 @@ def settled(run: RunConfig) -> RunConfig:
 
 
 def with_steps(run: RunConfig, rows: Callable[[int], int]) -> RunConfig:
-    """The run with the steps of its epochs, if it has epochs; `rows` says how many rows that many epochs have. The last step
-    may read a few rows of the next epoch."""
+    """The run with `steps` computed from `epochs`, if it has epochs. `rows(n)` is the number of rows in n epochs. The last
+    step may read a few rows of the next epoch."""
     t = run.train
     if t.epochs is None:
         return run

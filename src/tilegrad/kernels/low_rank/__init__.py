@@ -3,15 +3,15 @@
     u = s x aᵀ           y = x wᵀ + b,  then y_i += u_i b_iᵀ             u_i: r columns of u      y_i: width_i columns of y
     du_i = s dy_i b_i    db_i += dy_iᵀ u_i    dx = dy w + du a    da += duᵀ x          (accumulate=False: db_i = dy_iᵀ u_i)
 
-The scale s is in u and in du, so no other product has it. A part says where its columns begin: `Part(0, 16, 128)` is
+u and du include the scale s, so no other product applies it. A part says where its columns begin: `Part(0, 16, 128)` is
 u[:, 16 : 16 + r], and columns 128 to 128 + width of the first of several outputs. A w (H, D, D) is one matrix per head.
-Products are those of `linear`, except du with db and da, which read the whole of dy and x for a few numbers. `LOW_RANK` is
-their table of kernels: each module offers `workspace`, `bwd` and `bwd_a`.
+`linear` computes all products except du, db and da, which read all of dy or x for a small result. `LOW_RANK` is the table
+of kernels for these: each module offers `workspace`, `bwd` and `bwd_a`.
 
 A product of rank r does few FLOPs and reads and writes all of y. Where y is much wider than x, one product of joined matrices
 moves less memory, because only x and w are copied:
 
-    y = [x, u] [w, b_i]ᵀ + b          dx = [dy, du] [w; a]          b_i is in the columns of u_i, and 0 is in the others'
+    y = [x, u] [w, b_i]ᵀ + b          dx = [dy, du] [w; a]          b_i is in rows y_i and columns u_i; the rest is 0
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from ..op import op
 from ..scratch import Form, Scratch, Shapes, TensorLike, accumulation_dtype, larger
 from ..table import Where
 
-MOST_RANKS = 64  # most columns of u for Triton: a tile of db is in registers
+MOST_RANKS = 64  # the most columns of u in Triton, which keeps a tile of db in registers
 
 
 class Problem(NamedTuple):
-    """The gradients of one part as the table sees them: dy (N, width) with u and b, or x with du and a."""
+    """A call of the table: (dy, u, b) of one part, or (x, du, a).      wide (N, width)   thin (N, r)"""
 
     wide: TensorLike
     thin: TensorLike
@@ -58,16 +58,16 @@ class Part(NamedTuple):
 
 
 def joins(w: TensorLike, dtype: torch.dtype, inputs: int, outputs: int) -> bool:
-    """Whether joined matrices move less memory in a product of w with many rows: the copies read and write the inputs, and a
-    second product reads and writes the outputs. It does not depend on the rows, so that every batch runs the same ops. On a
-    CPU w may have another dtype than x, and then it is not copied."""
+    """Whether one product of joined matrices moves less memory than two products. Joining copies the inputs; a second product
+    reads and writes the outputs. The number of rows is not considered, so that every batch runs the same ops. On a CPU w may
+    have another dtype than x; then nothing is joined."""
     return len(w.shape) == 2 and w.dtype == dtype and outputs >= 2 * inputs
 
 
 def low_rank_workspace(
     x: TensorLike, a: TensorLike, bs: Sequence[TensorLike], *, backward: bool, kernel: str | None = None
 ) -> Shapes:
-    """Name → (shape, dtype) of the scratch of the products with a and b_i; a base layer has its own."""
+    """Name → (shape, dtype) of the scratch of the products with a and b_i; base layers have their own scratch."""
     n, dtype, device = x.shape[0], x.dtype, x.device
     if backward:
         problems = [Problem(x, Form((n, a.shape[0]), dtype, device), a)]
@@ -142,7 +142,7 @@ def joined_linear_bwd_input(
 
 
 def _copy(x: Tensor, y: Tensor) -> None:
-    """y = x, whose rows are contiguous: eight bytes at a time, which is twice as fast on a GPU as two."""
+    """y = x, eight bytes at a time: on a GPU twice as fast as two bytes at a time. Rows are contiguous."""
     wide = 8 // x.element_size()
     sizes = (x.shape[1], x.stride(0), y.stride(0), x.storage_offset(), y.storage_offset())
     if wide > 1 and not any(size % wide for size in sizes):
@@ -170,7 +170,7 @@ def low_rank_bwd(
 def low_rank_bwd_a(
     du: Tensor, x: Tensor, a: Tensor, *, da: Tensor, accumulate: bool = True, **where: Unpack[Where]
 ) -> None:
-    """da += duᵀ x; accumulate=False: overwritten. The values of a are not used."""
+    """da += duᵀ x; accumulate=False: da = duᵀ x. The values of a are not used."""
     check_tensor("du", du, (x.shape[0], a.shape[0]), x.dtype, x.device)
     check_param("a", a, (a.shape[0], x.shape[1]), x)
     check_tensor("da", da, tuple(a.shape), accumulation_dtype(x.dtype), x.device)

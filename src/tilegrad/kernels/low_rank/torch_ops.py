@@ -1,4 +1,4 @@
-"""The gradients by the products of `linear`: any device, any dtype. dy is read twice."""
+"""The gradients by products of `linear`, on any device, in any dtype. dy is read twice."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """The gradients in Triton: dy, or x for da, is read once.       dy (N, W)   u, du (N, r)   b, db (W, r)
 
-    program (s, j)   has the columns of tile j and the row tiles s, s + S, s + 2S, …
+    program (s, j)   reads the columns of tile j in the row tiles s, s + S, s + 2S, …
                      writes du_parts[j] = dy b of its rows and columns, and db_parts[s] = dyᵀ u of its rows
     then             du = scale · Σ_j du_parts[j]         db (+)= Σ_s db_parts[s]
 
-da is dbᵀ with x in place of dy and du in place of u. Sums are float32, in the order of the grid: the same bits each time, and
-no atomics. The parts take r / BLOCK_W · 4 bytes for each number of dy: a fourth of the bytes of dy for r = 16.
+da is dbᵀ with x in place of dy and du in place of u. Sums are float32, in a fixed order without atomics: the same bits each
+time. The parts take r / BLOCK_W · 4 bytes for each number of dy: a fourth of the bytes of dy for r = 16.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -21,7 +21,7 @@ from ..scratch import Scratch, Shapes, TensorLike
 
 BLOCK_N, BLOCK_BYTES = 64, 512  # rows of a tile of dy, and bytes of its rows
 PROGRAMS, WARPS, STAGES = 2, 8, 3  # PROGRAMS: per multiprocessor
-SUMMED = 32  # rows of parts that a program adds up
+SUMMED = 32  # rows of the output of `_sum_parts_kernel` per program
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def _low_rank_kernel(
     dy, u, b, du_parts, db_parts, dy_n, u_n, b_w, n, w,
     R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """u None: no db; b None: no du. Outside (n, w) and R numbers are loaded as 0."""
+    """u None: no db; b None: no du. Loads outside (n, w) and R return 0."""
     s, splits, j = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
     columns, ranks = j * BLOCK_W + tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_R)
     inside = (columns < w)[:, None] & (ranks < R)[None, :]

@@ -1,8 +1,8 @@
 """GGUF's metadata ↔ config.json, and names and layouts of tensors, as llama.cpp's converter writes them.
 
-llama (Llama and Mistral), qwen2, qwen3, gpt2. A table maps keys of config.json to keys of GGUF, for both directions.
-For llama the rows of q and k are permuted inside each head: row 2i + j of GGUF is row i + j · D/2, because llama.cpp rotates
-neighbours there. GPT-2's Conv1D matrices are transposed back. Frequencies of llama3's rope are a tensor:
+Architectures: llama (Llama and Mistral), qwen2, qwen3, gpt2. A table maps keys of config.json to keys of GGUF and back.
+For llama the rows of q and k are permuted inside each head: row 2i + j of GGUF is row i + j · D/2, because llama.cpp's
+rope rotates neighbours. GPT-2's Conv1D matrices are transposed back. The frequency factors of llama3's rope are a tensor:
 
     rope_freqs[i] = theta^(−2i/D) / frequency[i]        i < D/2
 
@@ -27,7 +27,7 @@ from .container import Container, Scalar, Value, library
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gpt2")
 ROPE_TENSOR = "rope_freqs.weight"
-_TOLERANCE = 1e-5  # of rope_freqs, which are float32
+_TOLERANCE = 1e-5  # relative; rope_freqs are float32
 _LLAMA = {
     "max_position_embeddings": "context_length",
     "num_hidden_layers": "block_count",
@@ -63,7 +63,7 @@ _LLAMA3 = {
     "low_freq_factor": "tilegrad.rope_scaling.low",
     "high_freq_factor": "tilegrad.rope_scaling.high",
 }
-_MUST_BE: dict[str, tuple[Scalar, ...]] = {  # keys that the engine accepts with one meaning only
+_MUST_BE: dict[str, tuple[Scalar, ...]] = {  # keys that the engine accepts with one value only
     "expert_count": (0,),
     "expert_used_count": (0,),
     "attention.causal": (True,),
@@ -116,12 +116,12 @@ def config_from(container: Container) -> dict[str, object]:
 
 
 def _short(value: Value) -> Value:
-    """The shortest number that is the same in float32: 1e-05 for 9.999999747378752e-06."""
+    """The shortest decimal that rounds to the same float32: 1e-05 for 9.999999747378752e-06."""
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
 def _check_keys(own: Mapping[str, Value], arch: str, used: set[str]) -> None:
-    """Refuse keys that the engine does not know, and heads that it does not have."""
+    """Refuse unknown keys, missing keys, and values that the engine does not support."""
     known = used | {*_UNUSED, *_MUST_BE}
     if arch != "gpt2":
         known |= {_FACTOR, _ORIGINAL, _PATTERN, *_YARN.values(), "rope.scaling.type", "rope.scaling.attn_factor"}
@@ -159,14 +159,14 @@ def _rope_from(container: Container, own: Mapping[str, Value]) -> dict[str, obje
 
 
 def _llama3_from(container: Container, own: Mapping[str, Value]) -> dict[str, object]:
-    """Llama 3's own numbers, or those that an export of ours names; in both cases the tensor must be theirs."""
+    """The scaling by the keys that our export writes, else Llama 3's own. ROPE_TENSOR must agree with it."""
     size, theta = own.get("attention.key_length"), own.get("rope.freq_base", 10000.0)
     if size is None and type(width := own.get("embedding_length")) is int:
         heads = own.get("attention.head_count")
         size = width // heads if type(heads) is int and heads else None
     there = container.tensors[ROPE_TENSOR].shape
     if type(size) is not int or not isinstance(theta, int | float) or there != (size // 2,):
-        raise ValueError(f"{ROPE_TENSOR}: got shape {there}; accepted: half the size of a head")
+        raise ValueError(f"{ROPE_TENSOR}: got shape {there}; accepted: (head_dim / 2,)")
     found = container.tensor(ROPE_TENSOR)
     usual = {"factor": float(found.max()), "original": 8192, "low": 1.0, "high": 4.0}
     given = {name.rpartition(".")[2]: _short(container.values.get(name, 0)) for name in _LLAMA3.values()}
@@ -188,7 +188,7 @@ def rope_tensor(theta: float, size: int, scaling: RopeScaling) -> Tensor:
 
 
 def metadata_of(content: Config, config: ModelConfig) -> dict[str, Value]:
-    """The keys of a model by its config.json; an error names what llama.cpp does not run."""
+    """GGUF's keys for a model with this config.json. What llama.cpp does not run is refused by name."""
     arch = _architecture(str(content["model_type"]))
     keys = _GPT2 if arch == "gpt2" else _LLAMA
     out: dict[str, Value] = {"vocab_size": config.vocab_size}
@@ -226,12 +226,12 @@ def _check_runs(arch: str, c: ModelConfig) -> None:
     }  # fmt: skip
     bad = [f"{name}: got {got}; accepted: {accepted}" for name, (got, accepted, ok) in wanted.items() if not ok]
     if bad:
-        raise ValueError(f"llama.cpp has no such {arch}: {'; '.join(bad)}")
+        raise ValueError(f"llama.cpp does not run this {arch}: {'; '.join(bad)}")
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A tensor of ours as GGUF has it: a view whose numbers, in order, are those of a tensor with this name and shape."""
+    """One of our tensors in GGUF's layout. `view` may have another shape, but the same numbers in the same order."""
 
     name: str
     shape: tuple[int, ...]
@@ -267,7 +267,7 @@ def check_tensors(container: Container, wanted: list[Place]) -> None:
     if missing or extra:
         raise ValueError(
             f"missing tensors: {missing[:3] or 'none'}; unexpected tensors: {shown(extra[:3]) if extra else 'none'}; "
-            "accepted: exactly those of the metadata"
+            "accepted: exactly those that the metadata describes"
         )
     for place in wanted:
         if (got := container.tensors[place.name].shape) != place.shape:

@@ -2,11 +2,11 @@
 
     "GGUF"  version u32  tensors u64  values u64
     values:   key, type u32, value      a string is its length u64 and UTF-8; an array is type u32, count u64, items
-    tensors:  name, n u32, n dimensions u64 (the last of torch first), type u32, offset u64
+    tensors:  name, n u32, n dimensions u64 (in the reverse of torch's order), type u32, offset u64
     data, from the next multiple of general.alignment
 
-Counts, lengths and offsets are compared with the bytes that are there before anything is allocated for them. Metadata and
-the table of tensors are at most MAX_HEADER_BYTES. Every error is a ValueError with the file's name.
+Counts, lengths and offsets are compared with the size of the file before anything is allocated for them. Metadata and the
+table of tensors are at most MAX_HEADER_BYTES. Every error is a ValueError with the file's name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ...text.untrusted import regular_file, shown
 
-MAX_HEADER_BYTES = 1 << 26  # four times that of a model with 262,144 tokens
+MAX_HEADER_BYTES = 1 << 26  # four times the header of a model with 262,144 tokens
 _VERSIONS = (2, 3)
 _MAX_DIMENSIONS = 4
 _MAX_ALIGNMENT = 1 << 20
@@ -115,8 +115,8 @@ class _Header:
             return self.one(kind, what)
         kind, count = self.count("I", what), self.count("Q", what)
         if kind == _STRING:
-            if 8 * count > len(self.bytes) - self.at:  # 8 bytes are an empty string
-                raise self.refuse(f"got {count:,} strings in {what}", "what the file holds")
+            if 8 * count > len(self.bytes) - self.at:  # an empty string takes 8 bytes
+                raise self.refuse(f"got {count:,} strings in {what}", "as many as the file has room for")
             return [self.string(what) for _ in range(count)]
         code = self.code(kind, what)
         raw = self.take(count * struct.calcsize(f"<{code}"), what)
@@ -141,7 +141,7 @@ def open_container(path: Path) -> Container:
         raise header.refuse(got, " or ".join(map(str, _VERSIONS)))
     n_tensors, n_values = (header.count("Q", "the counts") for _ in range(2))
     values: dict[str, Value] = {}
-    for _ in range(n_values):  # each takes bytes, so a wrong count ends with the file
+    for _ in range(n_values):  # each takes bytes, so too large a count raises at the end of the file
         key = header.string("the name of a value")
         if key in values:
             raise header.refuse(f"got {shown(key)} twice", "each value once")
@@ -174,7 +174,7 @@ def _table(header: _Header, count: int) -> dict[str, tuple[tuple[int, ...], int,
 
 
 def _placed(header: _Header, table: Mapping[str, tuple[tuple[int, ...], int, int]], align: int) -> dict[str, Entry]:
-    """Each tensor's place: in the file, of whole blocks, aligned, and apart from the others."""
+    """Where each tensor is. It must have whole blocks, be aligned and inside the file, and overlap no other."""
     gguf = library()
     start = -(-header.at // align) * align
     sizes: dict[int, tuple[int, int] | None] = {}
@@ -200,7 +200,7 @@ def _placed(header: _Header, table: Mapping[str, tuple[tuple[int, ...], int, int
     last, end = "", 0
     for name, entry in sorted(out.items(), key=lambda item: item[1].start):
         if entry.start < end:
-            raise header.refuse(f"got {shown(name)} in the bytes of {shown(last)}", "bytes of its own")
+            raise header.refuse(f"got {shown(name)}, which overlaps {shown(last)}", "no overlap")
         last, end = name, entry.start + entry.n_bytes
     return out
 

@@ -1,4 +1,4 @@
-"""A .gguf into a folder of weights that the engine and transformers load, and a model into a .gguf."""
+"""`import_gguf`: .gguf → a folder of weights for the engine and transformers. `write_gguf`: a model → .gguf."""
 
 from __future__ import annotations
 
@@ -130,8 +130,8 @@ def write_gguf(
     more, notes = tokenizer_values(source, origin, config.vocab_size)
     if config.window is not None and config.window < config.block_size:
         notes.append(
-            f"llama.cpp has no window in {content['model_type']}: from token {config.window + 1:,} on it reads more than "
-            "the model did"
+            f"llama.cpp has no window in {content['model_type']}: from token {config.window + 1:,} on it attends to more "
+            "tokens than the model did"
         )
     tensors = [(place.name, place.shape, place.view) for place in places(str(content["model_type"]), params, config)]
     if config.rope_scaling is not None and config.rope_scaling.kind == "llama3":
@@ -144,7 +144,7 @@ def write_gguf(
 def _write(
     path: Path, values: Mapping[str, Value], tensors: list[tuple[str, tuple[int, ...], Tensor]], dtype: str
 ) -> list[str]:
-    """One tensor in memory at a time."""
+    """Write with one converted tensor in memory at a time. Returns notes for the user."""
     gguf = library()
     arch = next(iter(values)).split(".")[0]
     kinds = {name: _kind(name, shape, dtype) for name, shape, _ in tensors}

@@ -3,7 +3,7 @@
 SentencePiece joins the two neighbours whose token has the best score. BPE joins those whose pair comes first in a list.
 Both are the same if the list has every split of every token, sorted by score:
 
-    merges = [(left, right) for token by score, best first, for left + right = token]        score = −place of the token
+    merges = [(left, right) for token by score, best first, for left + right = token]        score = −rank of the token
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _splits(token: str, vocab: Mapping[str, int]) -> list[list[str]]:
 
 
 def parts_of(values: Mapping[str, Value], tokens: list[str], types: list[int]) -> Json:
-    """model, normalizer and decoder of tokenizer.json by the metadata."""
+    """model, normalizer and decoder of tokenizer.json from the metadata."""
     scores = values.get("tokenizer.ggml.scores")
     if not isinstance(scores, list) or len(scores) < len(tokens) or not all(isinstance(s, float) for s in scores):
         raise ValueError(f"tokenizer.ggml.scores: got {shown(scores)}; accepted: a number for each token")
@@ -71,7 +71,7 @@ def is_sentencepiece(content: Json) -> bool:
 
 
 def values_of(content: Json, tokens: list[str], types: list[int]) -> tuple[dict[str, Value], list[str]]:
-    """(scores and the space before a text, what to tell the user). `types` gets those of bytes and of the unknown token."""
+    """(scores and add_space_prefix, notes for the user). Writes the types of bytes and of the unknown token into `types`."""
     prefix, notes = _prefix(content)
     model = content["model"]
     assert isinstance(model, dict)
@@ -99,12 +99,12 @@ def values_of(content: Json, tokens: list[str], types: list[int]) -> tuple[dict[
 
 
 def _prefix(content: Json) -> tuple[bool, list[str]]:
-    """(whether a text begins with a space, what to tell the user)."""
+    """(whether a space is put before a text, notes for the user)."""
     normalizer, pre = content.get("normalizer"), content.get("pre_tokenizer")
     if pre is None and normalizer in (_SPACES, _SPACE):
         return normalizer == _SPACES, []
     scheme = pre.get("prepend_scheme") if isinstance(pre, dict) and pre.get("type") == "Metaspace" else None
     if normalizer is None and scheme in ("first", "always", "never") and isinstance(pre, dict) and not pre.get("split"):
-        note = "llama.cpp puts a space before the text after each special token, tokenizer.json only before the first"
+        note = "llama.cpp puts a space before the text after each special token; tokenizer.json only before the first"
         return scheme != "never", [note] if scheme == "first" else []
-    raise ValueError(f"normalizer: got {shown(normalizer)}; accepted: spaces as ▁, which llama.cpp has in its code")
+    raise ValueError(f"normalizer: got {shown(normalizer)}; accepted: one that writes spaces as ▁, as llama.cpp does")

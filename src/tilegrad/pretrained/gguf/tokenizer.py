@@ -21,8 +21,8 @@ from .sentencepiece import is_sentencepiece, parts_of, values_of
 Json = dict[str, object]
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED = 1, 2, 3, 4, 5
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # tokenizer_config.json → GGUF
-_NO_EOS = "ÿ"  # the byte 0xff, which no UTF-8 has; llama.cpp takes token 11 where a file names no EOS
-_NO_MERGE = "␀ ␀"  # for a tokenizer without merges: llama.cpp wants one, and this one joins no bytes
+_NO_EOS = "ÿ"  # EOS if there is none: byte 0xff, which UTF-8 never has; llama.cpp would take token 11
+_NO_MERGE = "␀ ␀"  # for a tokenizer without merges: llama.cpp needs one, and this one joins no bytes
 _LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -48,7 +48,7 @@ class Pre:
     pre_tokenizer: Json
     normalizer: Json | None = None
     ignore_merges: bool = False
-    add_bos: bool = False  # where the file does not say
+    add_bos: bool = False  # the default of a file that does not say
     aliases: tuple[str, ...] = ()
 
 
@@ -72,7 +72,7 @@ PRE = {
 
 
 def _canonical(value: object) -> object:
-    """Without trim_offsets, which changes offsets and no token; a Sequence of one is that one."""
+    """`value` without trim_offsets, which changes no token, and with a Sequence of one element as that element."""
     if isinstance(value, list):
         return [_canonical(one) for one in value]
     if not isinstance(value, dict):
@@ -84,7 +84,7 @@ def _canonical(value: object) -> object:
 
 
 def byte_characters() -> list[str]:
-    """The character of each byte in byte-level BPE: printable ones are themselves, the others come from U+0100 on."""
+    """The character of each byte in byte-level BPE: a printable byte maps to itself, the others to U+0100 and above."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = [byte for byte in range(256) if byte not in printable]
     return [chr(byte if byte in printable else 256 + others.index(byte)) for byte in range(256)]
@@ -96,9 +96,9 @@ def byte_characters() -> list[str]:
 def tokenizer_values(
     tokenizer: Path | None, origin: Path | None, vocab_size: int
 ) -> tuple[dict[str, Value], list[str]]:
-    """(the keys tokenizer.*, what to tell the user). Without a tokenizer the file is one that reads no text."""
+    """(the keys tokenizer.*, notes for the user). Without a tokenizer llama.cpp can load the file, but not read text."""
     if tokenizer is None:
-        said = "there is no tokenizer.json: llama.cpp loads the model, and can't turn text into tokens"
+        said = "there is no tokenizer.json: llama.cpp loads the model, but can't turn text into tokens"
         return {"tokenizer.ggml.model": "none"}, [said]
     found = load_tokenizer(tokenizer)
     content = json.loads(found.json())
@@ -181,7 +181,7 @@ def _tokens(content: Json, vocab_size: int, path: Path) -> tuple[list[str], list
 
 
 def _looks_special(token: str) -> bool:
-    """As llama.cpp's converter: <|…|> is a control token, whatever tokenizer.json says."""
+    """As in llama.cpp's converter: <|…|> is a control token, whatever tokenizer.json says."""
     return token.startswith("<|") and token.endswith("|>") or token in ("<pad>", "<mask>")
 
 
@@ -201,7 +201,7 @@ def _settings(origin: Path | None) -> Json:
 def _special_ids(
     settings: Json, tokens: list[str], types: list[int], first: list[int], last: list[int]
 ) -> dict[str, int]:
-    """Special tokens by role. What the post-processor adds comes first, then names, then ids."""
+    """Role → id. A token of the post-processor takes precedence, then a name in `settings`, then an id."""
     out: dict[str, int] = {}
     for role in _SPECIAL:
         named, i = settings.get(f"{role}_token"), settings.get(f"{role}_token_id")
@@ -226,7 +226,7 @@ def _special_ids(
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """File name → content, and what to tell the user."""
+    """File name → content, and notes for the user."""
 
     files: Mapping[str, Json] = field(default_factory=dict)
     ids: Mapping[str, int] = field(default_factory=dict)  # bos_token_id … of config.json
@@ -234,7 +234,7 @@ class TokenizerFiles:
 
 
 def tokenizer_files(values: Mapping[str, Value]) -> TokenizerFiles:
-    """tokenizer.json and tokenizer_config.json by the metadata; no tokenizer.json for kinds that have no such form."""
+    """tokenizer.json and tokenizer_config.json from the metadata. An unsupported kind gets a note and no tokenizer.json."""
     tokens, types = values.get("tokenizer.ggml.tokens"), values.get("tokenizer.ggml.token_type")
     if not isinstance(tokens, list):
         return TokenizerFiles(notes=("it has no tokenizer: give one by --tokenizer tokenizer.json",))
@@ -265,7 +265,7 @@ def tokenizer_files(values: Mapping[str, Value]) -> TokenizerFiles:
         content = {**_document(parts.pop("model")), **parts}
     else:
         kind = f"{shown(model)} with pre-tokenizer {shown(name)}" if model == "gpt2" else shown(model)
-        note = f"its tokenizer ({kind}) has no tokenizer.json here: give one by --tokenizer tokenizer.json"
+        note = f"its tokenizer ({kind}) can't be converted to tokenizer.json: give one by --tokenizer tokenizer.json"
         return TokenizerFiles({"tokenizer_config.json": settings}, ids, (note,))
     content["added_tokens"] = [
         _added(i, texts[i], kinds[i]) for i in range(used) if kinds[i] in (_UNKNOWN, _CONTROL, _USER)
@@ -311,7 +311,7 @@ def _template(around: Mapping[str, str], roles: Mapping[str, int]) -> Json:
 
 
 def _document(model: object) -> Json:
-    """A tokenizer.json with a BPE model and nothing around it."""
+    """A tokenizer.json with a BPE model and no other part."""
     assert isinstance(model, dict)
     parts = ("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder")
     more = {"added_tokens": list[Json](), "model": {"type": "BPE", "dropout": None, **model}}
