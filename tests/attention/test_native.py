@@ -300,7 +300,7 @@ def test_empty_batch_and_no_heads_rows_or_columns(isa: str) -> None:
 @needs_library
 @pytest.mark.parametrize("wrong", ["left", "right"])  # of the band
 def test_canary_a_band_one_column_too_wide_is_seen(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
-    right_sizes = native._sizes
+    right_sizes = native.size_fields
 
     def wider(*call: object) -> dict[str, int]:
         sizes = right_sizes(*call)  # type: ignore[arg-type]
@@ -308,7 +308,7 @@ def test_canary_a_band_one_column_too_wide_is_seen(monkeypatch: pytest.MonkeyPat
 
     case = Case(tq=200, tk=200, window=(150, 0))
     check(case, ISAS[-1])
-    monkeypatch.setattr(native, "_sizes", wider)
+    monkeypatch.setattr(native, "size_fields", wider)
     monkeypatch.setattr(contract, "prepared_calls", {})  # the call above was prepared with the right band
     with pytest.raises(AssertionError, match="error"):
         check(case, ISAS[-1])
@@ -744,12 +744,12 @@ def test_the_sizes_of_a_call_and_a_side_of_the_band_that_masks_nothing() -> None
         (0, 7, (0, 7)),
         (9, 9, (-1, -1)),
     ):
-        sizes = native._sizes(q, k, Mask(window=(left, right)))
+        sizes = native.size_fields(q, k, Mask(window=(left, right)))
         assert sizes | want == sizes and (sizes["left"], sizes["right"]) == got
     mask = Mask(cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=2, max_seqlen_k=4)
-    packed = native._sizes(q[0].transpose(0, 1), k[0].transpose(0, 1), mask)
+    packed = native.size_fields(q[0].transpose(0, 1), k[0].transpose(0, 1), mask)
     assert packed | want | {"b": 2, "tq": 2, "tk": 4} == packed
-    sizes = native._sizes(
+    sizes = native.size_fields(
         q, k, Mask(sinks=torch.empty(6, dtype=torch.float64), alibi_slopes=torch.empty(6), bias=torch.empty(5) > 0)
     )
     assert (sizes["sinks_dtype"], sizes["slopes_dtype"], sizes["bias_dtype"]) == (1, 0, 4)
@@ -762,11 +762,11 @@ def test_views_as_the_library_reads_them() -> None:
     assert native._rows(x[0], varlen=True) == (x.data_ptr(), 0, 7, 35, 1)
     assert native._statistic(lse, varlen=False) == (lse.data_ptr(), 15, 5, 1, 0)
     assert native._statistic(lse[0], varlen=True) == (lse.data_ptr(), 0, 5, 1, 0)
-    assert native._by_head(slopes) == (slopes.data_ptr(), 3, 1, 0, 0)
-    assert native._by_head(slopes[0]) == (slopes.data_ptr(), 0, 1, 0, 0)
+    assert native.by_head(slopes) == (slopes.data_ptr(), 3, 1, 0, 0)
+    assert native.by_head(slopes[0]) == (slopes.data_ptr(), 0, 1, 0, 0)
     assert native._pairs(x) == (x.data_ptr(), 105, 35, 7, 1)
     assert native._pairs(x[0, :, :1]) == (x.data_ptr(), 0, 35, 0, 1)
-    absent = (native._rows(None, varlen=False), native._statistic(None, varlen=True), native._by_head(None))
+    absent = (native._rows(None, varlen=False), native._statistic(None, varlen=True), native.by_head(None))
     assert {*absent, native._pairs(None)} == {(0, 0, 0, 0, 0)}
     assert [native._signed(seed) for seed in (5, -1, 2**64 - 1, 2**63, 2**63 - 1)] == [5, -1, -1, -(2**63), 2**63 - 1]
 

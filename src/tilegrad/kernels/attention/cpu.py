@@ -38,7 +38,8 @@ def exp_error(dtype: torch.dtype) -> float:
     return 3e-6 if dtype == torch.bfloat16 and ISAS[isa()] == "amx" else 0.0
 
 
-def _sizes(q: Any, v: Any, mask: Mask) -> dict[str, Any]:
+def size_fields(q: Any, v: Any, mask: Mask) -> dict[str, Any]:
+    """The fields of `Call` that are numbers."""
     if mask.cu_seqlens_q is None:
         b, hq, tq, d = q.shape
         _, hkv, tk, dv = v.shape
@@ -61,7 +62,7 @@ def _sizes(q: Any, v: Any, mask: Mask) -> dict[str, Any]:
 def workspace(q: Any, k: Any, v: Any, mask: Mask, *, backward: bool, deterministic: bool) -> Shapes:
     """Grows with every size and with the number of threads."""
     dtype, bias = accumulation_dtype(q.dtype), mask.float_bias
-    needed_bytes = native().tilegrad_native_scratch(pack_call(**_sizes(q, v, mask)), backward)
+    needed_bytes = native().tilegrad_native_scratch(pack_call(**size_fields(q, v, mask)), backward)
     shapes: Shapes = {"native": (((needed_bytes + 64) // dtype.itemsize,), dtype)}  # 64: room to align to a cache line
     if backward and bias is not None and bias.dtype != dtype and not _kept_in_all(bias, q, v):
         shapes["dbias"] = tuple(bias.shape), dtype
@@ -92,7 +93,7 @@ def _statistic(x: Tensor | None, *, varlen: bool) -> tuple[int, ...]:
     return (x.data_ptr(), *x.stride(), 0)
 
 
-def _by_head(x: Tensor | None) -> tuple[int, ...]:
+def by_head(x: Tensor | None) -> tuple[int, ...]:
     """Address and strides of (H,) or (B, H)."""
     if x is None:
         return _ABSENT
@@ -124,11 +125,11 @@ def _fields(call: Forward | Backward) -> dict[str, Any]:
     if mask.dropout_p and mask.seed is not None:
         dropout = {"dropout_threshold": threshold(mask.dropout_p), "seed": _signed(mask.seed)}
     return {
-        **_sizes(q, call.v, mask), **dropout,
+        **size_fields(q, call.v, mask), **dropout,
         "cu_seqlens_q": _data(mask.cu_seqlens_q), "cu_seqlens_k": _data(mask.cu_seqlens_k),
         "q": _rows(q, varlen=varlen), "k": _rows(call.k, varlen=varlen), "v": _rows(call.v, varlen=varlen),
         "o": _rows(call.o, varlen=varlen), "lse": _statistic(call.lse, varlen=varlen),
-        "sinks": _by_head(mask.sinks), "slopes": _by_head(mask.alibi_slopes), "bias": _pairs(mask.bias),
+        "sinks": by_head(mask.sinks), "slopes": by_head(mask.alibi_slopes), "bias": _pairs(mask.bias),
     }  # fmt: skip
 
 
@@ -193,7 +194,7 @@ def prepare_fwd(call: Forward, views: Views) -> NativeRun:
 def prepare_bwd(call: Backward, views: Views) -> NativeRun:
     varlen = call.mask.varlen
     fields = _fields(call) | {
-        "do_": _rows(call.do, varlen=varlen), "dlse": _statistic(call.dlse, varlen=varlen), "dsinks": _by_head(call.dsinks),
+        "do_": _rows(call.do, varlen=varlen), "dlse": _statistic(call.dlse, varlen=varlen), "dsinks": by_head(call.dsinks),
         "dq": _rows(call.dq, varlen=varlen), "dk": _rows(call.dk, varlen=varlen), "dv_": _rows(call.dv, varlen=varlen),
         "dbias_dtype": NO_DTYPE,
         "dkv_dtype": DTYPES[next((x.dtype for x in (call.dk, call.dv) if x is not None), call.do.dtype)],

@@ -1,7 +1,7 @@
 """The structures of the native library's C ABI: each of its functions takes a pointer to one.
 
-They repeat C++ definitions field by field: Call of csrc/attention/call.h, Norm and Gelu of csrc/rows/norm_gelu.h, Gemm of
-csrc/gemm/gemm.h. The library reports the offset of each field (csrc/layout.h), and loading compares them (`mismatch`). Packing
+They repeat C++ definitions field by field: Call and CacheWrite of csrc/attention, Norm and Gelu of csrc/rows/norm_gelu.h, Gemm
+of csrc/gemm/gemm.h. The library reports the offset of each field (csrc/layout.h), and loading compares them (`mismatch`). Packing
 is derived from the same definitions: struct.Struct fills a structure in half the time of ctypes.
 """
 
@@ -41,10 +41,17 @@ class Call(ctypes.Structure):
     _fields_ = [
         *_fields("dtype b hq hkv tq tk d dv left right threads isa sinks_dtype slopes_dtype", _INT),
         *_fields("bias_dtype dbias_dtype dkv_dtype dropout_threshold seed", _INT),
-        *_fields("cu_seqlens_q cu_seqlens_k scratch", _POINTER),
+        *_fields("cu_seqlens_q cu_seqlens_k positions scratch", _POINTER),
         *_fields("scratch_bytes", _INT),
-        *_fields("q k v o lse do_ dlse dq dk dv_ dsinks sinks slopes bias dbias", View),
+        *_fields("q k v o lse k_new v_new do_ dlse dq dk dv_ dsinks sinks slopes bias dbias", View),
         *_fields("scale softcap dropout_p", _DOUBLE),
+    ]
+
+
+class CacheWrite(ctypes.Structure):
+    _fields_ = [
+        *_fields("n b hkv capacity head_bytes k_bytes v_bytes threads", _INT),
+        *_fields("k v slots k_cache v_cache", _POINTER),
     ]
 
 
@@ -68,7 +75,7 @@ class Gemm(ctypes.Structure):
     ]
 
 
-STRUCTURES: tuple[type[ctypes.Structure], ...] = (View, Rows, Call, Norm, Gelu, Gemm)
+STRUCTURES: tuple[type[ctypes.Structure], ...] = (View, Rows, Call, CacheWrite, Norm, Gelu, Gemm)
 
 
 def _format(structure: type[ctypes.Structure]) -> str:
@@ -91,6 +98,7 @@ def packer(structure: type[ctypes.Structure]) -> Callable[..., bytes]:
 
 
 pack_call, pack_norm, pack_gelu, pack_gemm = packer(Call), packer(Norm), packer(Gelu), packer(Gemm)
+pack_cache_write = packer(CacheWrite)
 
 
 class _Place(ctypes.Structure):

@@ -50,7 +50,7 @@ def library() -> ctypes.CDLL | str:
     found.tilegrad_native_scratch.argtypes = (ctypes.c_char_p, ctypes.c_int64)
     found.tilegrad_native_run.argtypes = (ctypes.c_char_p, ctypes.c_int64)
     found.tilegrad_native_run.restype = None
-    for name in ("norm_fwd", "norm_bwd", "gelu", "gemm"):
+    for name in ("norm_fwd", "norm_bwd", "gelu", "gemm", "cache_write"):
         function = getattr(found, f"tilegrad_native_{name}")
         function.argtypes, function.restype = (ctypes.c_char_p,), None
     return found

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "attention/cache_write.h"
 #include "attention/call.h"
 #include "gemm/gemm.h"
 #include "rows/norm_gelu.h"
@@ -25,10 +26,13 @@ constexpr Place LAYOUT[] = {
     AT(Call, dtype), AT(Call, b), AT(Call, hq), AT(Call, hkv), AT(Call, tq), AT(Call, tk), AT(Call, d), AT(Call, dv),
     AT(Call, left), AT(Call, right), AT(Call, threads), AT(Call, isa), AT(Call, sinks_dtype), AT(Call, slopes_dtype),
     AT(Call, bias_dtype), AT(Call, dbias_dtype), AT(Call, dkv_dtype), AT(Call, dropout_threshold), AT(Call, seed),
-    AT(Call, cu_seqlens_q), AT(Call, cu_seqlens_k), AT(Call, scratch), AT(Call, scratch_bytes),
-    AT(Call, q), AT(Call, k), AT(Call, v), AT(Call, o), AT(Call, lse),
+    AT(Call, cu_seqlens_q), AT(Call, cu_seqlens_k), AT(Call, positions), AT(Call, scratch), AT(Call, scratch_bytes),
+    AT(Call, q), AT(Call, k), AT(Call, v), AT(Call, o), AT(Call, lse), AT(Call, k_new), AT(Call, v_new),
     AT(Call, do_), AT(Call, dlse), AT(Call, dq), AT(Call, dk), AT(Call, dv_), AT(Call, dsinks),
     AT(Call, sinks), AT(Call, slopes), AT(Call, bias), AT(Call, dbias), AT(Call, scale), AT(Call, softcap), AT(Call, dropout_p), END(Call),
+    AT(CacheWrite, n), AT(CacheWrite, b), AT(CacheWrite, hkv), AT(CacheWrite, capacity), AT(CacheWrite, head_bytes),
+    AT(CacheWrite, k_bytes), AT(CacheWrite, v_bytes), AT(CacheWrite, threads), AT(CacheWrite, k), AT(CacheWrite, v),
+    AT(CacheWrite, slots), AT(CacheWrite, k_cache), AT(CacheWrite, v_cache), END(CacheWrite),
     AT(Norm, n), AT(Norm, c), AT(Norm, threads), AT(Norm, isa), AT(Norm, accumulate), AT(Norm, dtype), AT(Norm, param_dtype),
     AT(Norm, x), AT(Norm, y), AT(Norm, dy), AT(Norm, dx), AT(Norm, w), AT(Norm, b), AT(Norm, mean), AT(Norm, rstd),
     AT(Norm, dw), AT(Norm, db), AT(Norm, eps), END(Norm),

@@ -1,5 +1,6 @@
 // The C ABI, and the selection of the instruction set.
 
+#include "attention/cache_write.h"
 #include "attention/call.h"
 #include "gemm/gemm.h"
 #include "layout.h"
@@ -170,6 +171,10 @@ EXPORT void tilegrad_native_run(const Call* call, int64_t backward) {
         },
         &context);
     if (backward && call->dsinks.data) kernels.add_dsinks(*call);
+}
+
+EXPORT void tilegrad_native_cache_write(const tilegrad::CacheWrite* call) {
+    tilegrad::parallel_for(*call, call->n, 1, tilegrad::cache_write);
 }
 
 EXPORT void tilegrad_native_norm_fwd(const Norm* call) {

@@ -66,6 +66,7 @@ struct AmxForward {
 
     void open_head(const Head& head, const Open& x) {
         const int64_t tk = head.s.tk;
+        append(call, head, sizeof(Bf16));
         for (int64_t j0 = 0; j0 < tk; j0 += COLUMNS) {
             const int64_t n = at_most(COLUMNS, tk - j0), padded = round_up(n, STRIP);
             pack_columns(x.k + j0 * d, d, call.k, BF16_BITS, head, j0, n, padded, call.d);

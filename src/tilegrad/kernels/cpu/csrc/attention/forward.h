@@ -12,7 +12,9 @@
 //   o = acc / row_sum / (1 − dropout_p)        lse = row_max + log row_sum
 //
 // Scores are transposed so that lanes are rows: maxima and sums need no reduction across a register, and pᵀ has the layout that
-// the second product reads. Each row is summed by one thread in a fixed order, whatever the number of threads.
+// the second product reads. Each row is summed by one thread in a fixed order, whatever the number of threads. The order depends
+// on the row's position alone: tiles begin at multiples of TILE, and pairs that the band masks out add p = 0. So a row has the
+// same bits in any block of rows, and when it is decoded alone (call.h).
 #pragma once
 
 #include "simd/product.h"
@@ -71,6 +73,7 @@ struct Forward {
 
     void rows(const Head& head, int64_t r0, int64_t m) {
         const int64_t padded = round_up(m, STRIP);
+        append(call, head, format.bytes);
         for (int64_t r = 0; r < m; r += STRIP) {
             pack_rows(rows_of_q, d, call.q, format, head, r0 + r, at_most(STRIP, m - r), STRIP, call.d);
             transpose(qt + r * d, STRIP, rows_of_q, d, STRIP, d);
@@ -79,7 +82,7 @@ struct Forward {
         start_rows(call, head, r0, m, padded, row_max, row_sum);
         memset(acc, 0, padded * dv * sizeof(T));
         const int64_t first = lanes.lo[0], last = lanes.hi[m - 1];
-        for (int64_t j0 = first; j0 < last; j0 += TILE) columns(head, r0, m, j0, at_most(TILE, last - j0));
+        for (int64_t j0 = first / TILE * TILE; j0 < last; j0 += TILE) columns(head, r0, m, j0, at_most(TILE, last - j0));
         for (int64_t r = 0; r < m; ++r) {
             T* o = acc + r * dv;
             const T divisor = row_sum[r] * T(1 - call.dropout_p);
@@ -90,10 +93,10 @@ struct Forward {
     }
 
     void columns(const Head& head, int64_t r0, int64_t m, int64_t j0, int64_t n) {
-        const int64_t padded = round_up(n, MR);
+        const int64_t padded = round_up(n, MR), skipped = at_least(0, lanes.lo[0] - j0) / MR * MR;
         if (bias.on && bias.same_in_rows && !bias.load_transposed(bias_t, STRIP, rows_of_bias, TILE, head, r0, 1, j0, n)) return;
-        pack_columns(k, d, call.k, format, head, j0, n, padded, call.d);
-        pack_columns(v, dv, call.v, format, head, j0, n, padded, call.dv);
+        pack_columns(k + skipped * d, d, call.k, format, head, j0 + skipped, n - skipped, padded - skipped, call.d);
+        pack_columns(v + skipped * dv, dv, call.v, format, head, j0 + skipped, n - skipped, padded - skipped, call.dv);
         for (int64_t r = 0; r < m; r += STRIP) {
             const int64_t begin = at_least(0, lanes.lo[r] - j0), end = at_most(n, lanes.hi[r + STRIP - 1] - j0);
             if (begin >= end) continue;
@@ -148,7 +151,7 @@ struct Forward {
         int64_t y = 0;
         for (; y + 4 <= n; y += 4)
             for (int u = 0; u < 4; ++u) totals[u] += probability(y + u);
-        for (; y < n; ++y) totals[0] += probability(y);
+        for (; y < n; ++y) totals[y & 3] += probability(y);
         const Vec<T> total = (totals[0] + totals[1]) + (totals[2] + totals[3]);
         const Vec<T> alpha = exponential(old_max - new_max);
         store(lanes.alpha + x, alpha);

@@ -54,6 +54,14 @@ inline const char* at(const View& x, int64_t bytes, int64_t b, int64_t h, int64_
     return x.data + (b * x.b + h * x.h + t * x.t) * bytes;
 }
 
+// Appends the new rows of k and v to the cache of a kv head (call.h).
+inline void append(const Call& call, const Head& head, int64_t bytes) {
+    if (!call.positions || !head.s.tk) return;
+    const int64_t last = head.s.tk - 1;
+    memcpy(const_cast<char*>(at(call.k, bytes, head.b, head.kv, last)), at(call.k_new, bytes, head.b, head.kv, 0), call.d * bytes);
+    memcpy(const_cast<char*>(at(call.v, bytes, head.b, head.kv, last)), at(call.v_new, bytes, head.b, head.kv, 0), call.dv * bytes);
+}
+
 // Packs n rows of d elements, row r from address from(r). Zeros pad the columns to ld and the rows to `padded`.
 template <class T, class From>
 void pack(T* to, int64_t ld, const View& x, const Format<T>& format, int64_t n, int64_t padded, int64_t d, From from) {
