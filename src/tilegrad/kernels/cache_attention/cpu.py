@@ -31,7 +31,8 @@ def _workspace(shape: tuple[int, ...], n_head: int, dtype: torch.dtype, _threads
     b, _, _, d = shape
     q, k = (Form(size, dtype, torch.device("cpu")) for size in ((b, n_head, 1, d), shape))
     acc = accumulation_dtype(dtype)
-    needed_bytes = native().tilegrad_native_scratch(pack_call(**size_fields(q, k, _CAUSAL)), _FORWARD)
+    decoding = pack_call(**size_fields(q, k, _CAUSAL), positions=1)  # not read: any address
+    needed_bytes = native().tilegrad_native_scratch(decoding, _FORWARD)
     return {"native": (((needed_bytes + 64) // acc.itemsize,), acc)}  # 64: room to align to a cache line
 
 

@@ -29,6 +29,7 @@ struct Forward {
     static constexpr int L = Lanes<T>::N;
     static constexpr int64_t STRIP = NV * L % MR == 0 ? NV * L : MR;
     static constexpr int64_t ROWS_OF_BLOCK = (256 / STRIP) * STRIP;
+    static constexpr int64_t FEW = STRIP / 2;  // most rows that are decoded one by one
     static_assert(STRIP % MR == 0 && STRIP % L == 0 && TILE % MR == 0, "strips and tiles are made of blocks of registers");
 
     const Call& call;
@@ -42,6 +43,7 @@ struct Forward {
     // Buffers of a thread.
     T *rows_of_q, *qt, *k, *v, *s, *acc, *row_max, *row_sum;
     T *rows_of_bias, *bias_t;  // (STRIP, TILE), (TILE, STRIP)
+    T* kt;                     // (d, TILE), for decoding
     RowLanes<T> lanes;
 
     Forward(const Call& call, BumpAllocator& allocator) : call(call) {
@@ -57,6 +59,7 @@ struct Forward {
         lanes.allocate(allocator, rows);
         rows_of_bias = allocator.take<T>(bias.on ? STRIP * TILE : 0);
         bias_t = allocator.take<T>(bias.on ? TILE * STRIP : 0);
+        kt = allocator.take<T>(call.positions ? TILE * d : 0);
     }
 
     static int64_t blocks(const Call& call) {  // blocks of the longest sequence
@@ -82,7 +85,9 @@ struct Forward {
         start_rows(call, head, r0, m, padded, row_max, row_sum);
         memset(acc, 0, padded * dv * sizeof(T));
         const int64_t first = lanes.lo[0], last = lanes.hi[m - 1];
-        for (int64_t j0 = first / TILE * TILE; j0 < last; j0 += TILE) columns(head, r0, m, j0, at_most(TILE, last - j0));
+        const bool few = call.positions && m <= FEW;
+        for (int64_t j0 = first / TILE * TILE; j0 < last; j0 += TILE)
+            few ? columns_of_few(head, m, j0, at_most(TILE, last - j0)) : columns(head, r0, m, j0, at_most(TILE, last - j0));
         for (int64_t r = 0; r < m; ++r) {
             T* o = acc + r * dv;
             const T divisor = row_sum[r] * T(1 - call.dropout_p);
@@ -117,6 +122,59 @@ struct Forward {
                     for (int64_t i = x * dv; i < (x + 1) * dv; i += L) store(out + i, load(out + i) * lanes.alpha[r + x]);
             product<T, TRANSPOSED>(out, dv, s, STRIP, v + a * dv, dv, STRIP, dv, end - a, true);
         }
+    }
+
+    // `columns` for m ≤ FEW rows without bias and dropout: lanes are columns, so that no lane is without a row. The rows of k and
+    // v are read where they are if they need no conversion.
+    void columns_of_few(const Head& head, int64_t m, int64_t j0, int64_t n) {
+        const int64_t a = at_least(0, lanes.lo[0] - j0) / MR * MR, padded = round_up(n, at_least(MR, L));
+        const bool as_it_lies = call.dtype == (sizeof(T) == 4 ? FLOAT32 : FLOAT64) && call.k.d == 1 && call.v.d == 1 && d == call.d && dv == call.dv;
+        const T *rows_of_k = k + a * d, *rows_of_v = v + a * dv;
+        int64_t ldk = d, ldv = dv;
+        if (as_it_lies) {
+            rows_of_k = reinterpret_cast<const T*>(at(call.k, sizeof(T), head.b, head.kv, head.s.k0 + j0 + a));
+            rows_of_v = reinterpret_cast<const T*>(at(call.v, sizeof(T), head.b, head.kv, head.s.k0 + j0 + a));
+            ldk = call.k.t;
+            ldv = call.v.t;
+        } else {
+            pack_columns(k + a * d, d, call.k, format, head, j0 + a, n - a, n - a, call.d);
+            pack_columns(v + a * dv, dv, call.v, format, head, j0 + a, n - a, n - a, call.dv);
+        }
+        transpose(kt + a, TILE, rows_of_k, ldk, n - a, d);
+        for (int64_t r = 0; r < m; ++r) {
+            row_product(s + a, rows_of_q + r * d, kt + a, TILE, padded - a, d, false);
+            softmax_of_row(r, j0, a, padded);
+            T* out = acc + r * dv;
+            if (lanes.alpha[r] != 1)
+                for (int64_t i = 0; i < dv; i += L) store(out + i, load(out + i) * lanes.alpha[r]);
+            row_product(out, s + a, rows_of_v, ldv, dv, n - a, true);
+        }
+    }
+
+    // `softmax` for row r alone: lanes are columns a … end of the tile. Sums are taken in the same order.
+    void softmax_of_row(int64_t r, int64_t j0, int64_t a, int64_t end) {
+        typedef T Four __attribute__((vector_size(4 * sizeof(T)), aligned(alignof(T)), may_alias));
+        const Score<T> score(call, lanes.slope[r], lanes.position[r], lanes.lo[r], lanes.hi[r]);
+        const T factor = plain ? score.scale : T(1);
+        Vec<T> largest = all(-T(__builtin_inf()));
+        for (int64_t y = a; y < end; y += L) {
+            const Ints<T> column = score.same(j0 + y) + iota<T>();
+            Vec<T> z = load(s + y);
+            if (!plain) z = products ? score.product(z) + Vec<T>{} : score.of(z, Vec<T>{}, column, nullptr);
+            z = score.mask(z, column);
+            store(s + y, z);
+            largest = larger(largest, z);
+        }
+        for (int n = 1; n < L; ++n) largest[0] = larger(all(largest[0]), all(largest[n]))[0];
+        const Vec<T> old_max = all(row_max[r]), new_max = larger(old_max, all(largest[0]) * factor);
+        for (int64_t y = a; y < end; y += L) store(s + y, exponential(rounded(load(s + y) * factor) - new_max));
+        Four totals = {};
+        for (int64_t y = a; y < end; y += 4) totals += *reinterpret_cast<const Four*>(s + y);
+        const Vec<T> total = all((totals[0] + totals[1]) + (totals[2] + totals[3]));
+        const Vec<T> alpha = exponential(old_max - new_max), sum = all(row_sum[r]) * alpha + total;
+        lanes.alpha[r] = alpha[0];
+        row_sum[r] = sum[0];
+        row_max[r] = new_max[0];
     }
 
     // One register of rows x, x + 1, … (lanes `lane`, … of the strip), columns a … end of the tile: scores → p; updates

@@ -25,13 +25,13 @@ enum Order {
     TRANSPOSED,
 };  // of a
 
-template <class T, int NV_, Order ORDER>
+template <class T, int NV_, Order ORDER, int MR_ = MR>
 inline __attribute__((always_inline)) void block(
     T* __restrict__ c, int64_t ldc, const T* __restrict__ a, int64_t lda, const T* __restrict__ b, int64_t ldb, int64_t k_end,
     bool add) {
     constexpr int L = Lanes<T>::N;
-    Vec<T> acc[MR][NV_];
-    for (int m = 0; m < MR; ++m)
+    Vec<T> acc[MR_][NV_];
+    for (int m = 0; m < MR_; ++m)
         for (int n = 0; n < NV_; ++n) acc[m][n] = Vec<T>{};
     int64_t k = 0;
 #if defined(__aarch64__)
@@ -42,7 +42,7 @@ inline __attribute__((always_inline)) void block(
         for (; k < k_end; ++k) {
             Vec<T> bk[NV_];
             for (int n = 0; n < NV_; ++n) bk[n] = load(b + k * ldb + n * L);
-            for (int m = 0; m < MR; m += A) {
+            for (int m = 0; m < MR_; m += A) {
                 Vec<T> ak = *reinterpret_cast<const Four*>(a + k * lda + m);
 #pragma GCC unroll 4
                 for (int x = 0; x < A; ++x)
@@ -51,13 +51,13 @@ inline __attribute__((always_inline)) void block(
         }
     } else {
         for (; k + A <= k_end; k += A) {
-            Vec<T> am[MR];
-            for (int m = 0; m < MR; ++m) am[m] = *reinterpret_cast<const Four*>(a + m * lda + k);
+            Vec<T> am[MR_];
+            for (int m = 0; m < MR_; ++m) am[m] = *reinterpret_cast<const Four*>(a + m * lda + k);
 #pragma GCC unroll 4
             for (int x = 0; x < A; ++x) {
                 Vec<T> bk[NV_];
                 for (int n = 0; n < NV_; ++n) bk[n] = load(b + (k + x) * ldb + n * L);
-                for (int m = 0; m < MR; ++m)
+                for (int m = 0; m < MR_; ++m)
                     for (int n = 0; n < NV_; ++n) acc[m][n] += bk[n] * am[m][x];
             }
         }
@@ -66,12 +66,12 @@ inline __attribute__((always_inline)) void block(
     for (; k < k_end; ++k) {
         Vec<T> bk[NV_];
         for (int n = 0; n < NV_; ++n) bk[n] = load(b + k * ldb + n * L);
-        for (int m = 0; m < MR; ++m) {
+        for (int m = 0; m < MR_; ++m) {
             T x = ORDER == TRANSPOSED ? a[k * lda + m] : a[m * lda + k];
             for (int n = 0; n < NV_; ++n) acc[m][n] += bk[n] * x;
         }
     }
-    for (int m = 0; m < MR; ++m)
+    for (int m = 0; m < MR_; ++m)
         for (int n = 0; n < NV_; ++n) store(c + m * ldc + n * L, add ? load(c + m * ldc + n * L) + acc[m][n] : acc[m][n]);
 }
 
@@ -87,6 +87,15 @@ void product(T* c, int64_t ldc, const T* a, int64_t lda, const T* b, int64_t ldb
     for (; n < n_end; n += L)
         for (int64_t m = 0; m < m_end; m += MR)
             block<T, 1, ORDER>(c + m * ldc + n, ldc, a + m * step, lda, b + n, ldb, k_end, add);
+}
+
+// c (+)= a b for one row a; the same bits as a row of `product`.
+template <class T>
+void row_product(T* c, const T* a, const T* b, int64_t ldb, int64_t n_end, int64_t k_end, bool add) {
+    constexpr int L = Lanes<T>::N, WIDE = TILE / L % 8 == 0 ? 8 : 4;  // enough sums to hide the latency of the multiply
+    int64_t n = 0;
+    for (; n + WIDE * L <= n_end; n += WIDE * L) block<T, WIDE, ROWS, 1>(c + n, 0, a, 0, b + n, ldb, k_end, add);
+    for (; n < n_end; n += L) block<T, 1, ROWS, 1>(c + n, 0, a, 0, b + n, ldb, k_end, add);
 }
 
 }  // namespace tilegrad::ISA
