@@ -16,12 +16,13 @@ outside 0 … B · capacity − 1 writes nothing either. Columns after positions
 A row's result depends on its own sequence alone, to the bit: not on the batch, and not on the number of threads. With kernel
 `native` it has the bits of the same row of the training forward (attention's kernel `native`, dense or packed).
 
-`CACHE_ATTENTION` is the table of kernels. Each module offers `workspace`, `write` and `attend`, on q and o (B, Hq, D), k and v
-(B, Hkv, D), or (N, Hkv, D) in `write`.
+`CACHE_ATTENTION` is the table of kernels. Each module offers `workspace`, `write` on k and v (N, Hkv, D), and `prepare`, which
+returns the run of a call on q and o (B, Hq, D), k and v (B, Hkv, D).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Unpack
 
 import torch
@@ -37,7 +38,7 @@ from ..checks import check_columns, check_tensor
 from ..cpu import library
 from ..op import op
 from ..overlap import check_apart
-from ..scratch import Form, Shapes, TensorLike
+from ..scratch import Form, Shapes, TensorLike, views
 from ..table import Kernel, Table, Where, takes_all
 
 LONGEST = 2**31 - 1  # tokens of a cache
@@ -110,7 +111,8 @@ def cache_write_fwd(
     CACHE_ATTENTION.run("write", problem, keys, values, slots, k_cache=k_cache, v_cache=v_cache, **where)
 
 
-_checked: dict[tuple[object, ...], bool] = {}  # signatures and addresses of calls that passed all checks
+# Signatures and addresses of calls that passed all checks → the run of `native`, which holds no tensor; None: another kernel.
+_known: dict[tuple[object, ...], Callable[[], None] | None] = {}
 
 
 @op(adds=("k_cache", "v_cache"))
@@ -119,22 +121,29 @@ def cache_attention_fwd(
     o: Tensor, k_cache: Tensor, v_cache: Tensor, **where: Unpack[Where],
 ) -> None:  # fmt: skip
     """Writes the new token of each sequence to the cache, and o. With k = v = None, q is the fused qkv (B, (Hq + 2·Hkv)·D)."""
-    tensors = (q, k, v, positions, o, k_cache, v_cache)
-    key = signature((n_head, n_kv_head), tensors, mask)
-    known = (key, *[0 if x is None else x.data_ptr() for x in tensors])
-    if key is None or known not in _checked:
+    scratch, kernel = where.get("scratch"), where.get("kernel")
+    tensors = (q, k, v, positions, o, k_cache, v_cache, scratch.get("native.native") if scratch else None)
+    key = signature((n_head, n_kv_head, kernel, torch.get_num_threads()), tensors, mask)
+    known = (key, *[0 if x is None else x.data_ptr() for x in (*tensors, mask.sinks, mask.alibi_slopes)])
+    run = _known.get(known)
+    if run is not None:
+        run()
+        return
+    if key is None or known not in _known:
         _check(q, k, v, positions, mask, n_head, n_kv_head, o, k_cache, v_cache)
-        if key is not None:
-            remember(_checked, known, value=True)
     b, d = len(q), k_cache.shape[3]
     if k is None or v is None:
         q, k, v = split(q[None], n_head, n_kv_head, packed=True)
     else:
         q, k, v = q.view(b, n_head, d), k.view(b, n_kv_head, d), v.view(b, n_kv_head, d)
-    CACHE_ATTENTION.run(
-        "attend", Problem(k_cache, n_head), q, k, v, positions, mask,
-        o=o.view(b, n_head, d), k_cache=k_cache, v_cache=v_cache, **where,
-    )  # fmt: skip
+    problem = Problem(k_cache, n_head)
+    row = CACHE_ATTENTION.select(problem, kernel)
+    buffers = views(scratch, row.load().workspace(*problem), q.device, "cache_attention", kernel=row.name)
+    writes = {"o": o.view(b, n_head, d), "k_cache": k_cache, "v_cache": v_cache}
+    run = row.load().prepare(q, k, v, positions, mask, **writes, scratch=buffers)
+    if key is not None:
+        remember(_known, known, run if row.name == "native" else None)
+    run()
 
 
 def check_mask(mask: Mask) -> None:

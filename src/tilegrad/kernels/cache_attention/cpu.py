@@ -7,18 +7,21 @@ thread computes the query heads of one kv head of one sequence.
 from __future__ import annotations
 
 import functools
+from array import array
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from ..attention.cpu import by_head, from_cache_line, size_fields
 from ..attention.mask import Mask
-from ..cpu.abi import pack_cache_write, pack_call
-from ..cpu.library import native
+from ..cpu.abi import Call, pack_cache_write, pack_call
+from ..cpu.library import isa, native
 from ..scratch import Form, Scratch, Shapes, TensorLike, accumulation_dtype
 
 _CAUSAL = Mask(causal=True)
 _FORWARD = 0
+_ISA = Call.isa.offset // 8
 
 
 def workspace(cache: TensorLike, n_head: int, rows: int | None = None) -> Shapes:
@@ -36,10 +39,11 @@ def _workspace(shape: tuple[int, ...], n_head: int, dtype: torch.dtype, _threads
     return {"native": (((needed_bytes + 64) // acc.itemsize,), acc)}  # 64: room to align to a cache line
 
 
-def attend(
+def prepare(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, mask: Mask, *,
     o: Tensor, k_cache: Tensor, v_cache: Tensor, scratch: Scratch,
-) -> None:  # fmt: skip
+) -> Callable[[], None]:  # fmt: skip
+    """The run holds addresses, not tensors."""
     memory = scratch["native"]
     place, nbytes = from_cache_line(memory, memory.nbytes)
     call = pack_call(
@@ -47,7 +51,13 @@ def attend(
         q=_row(q), k=(k_cache.data_ptr(), *k_cache.stride()), v=(v_cache.data_ptr(), *v_cache.stride()), o=_row(o),
         k_new=_row(k), v_new=_row(v), sinks=by_head(mask.sinks), slopes=by_head(mask.alibi_slopes),
     )  # fmt: skip
-    native().tilegrad_native_run(call, _FORWARD)
+    words, native_run = array("Q", call), native().tilegrad_native_run
+
+    def run() -> None:
+        words[_ISA] = isa()
+        native_run(words.tobytes(), _FORWARD)
+
+    return run
 
 
 def _row(x: Tensor) -> tuple[int, ...]:
