@@ -50,7 +50,10 @@ TESTS = {  # the longest beginning of a path decides
     "kernels/attention/hopper/": tuple(f"{ATTENTION}hopper{name}.py" for name in ("_fwd", "_bwd", "")),
     "kernels/attention/cpu.py": (f"{ATTENTION}native.py",),
     "kernels/attention/table.py": tuple(f"{ATTENTION}{name}.py" for name in ("hopper", "functional", "native")),
-    "kernels/cpu/": (f"{ATTENTION}native.py", "tests/ops/test_ops_norm.py", "tests/ops/test_ops_activation.py"),
+    "kernels/cpu/": (
+        f"{ATTENTION}native.py",
+        *(f"tests/ops/test_ops_{name}.py" for name in ("norm", "activation", "cache_attention")),
+    ),
     "kernels/cuda_launch.py": (f"{ATTENTION}cuda_launch.py",),
     "kernels/rope/": ("tests/ops/test_ops_activation.py", "tests/model/test_model.py", "tests/model/test_families.py"),
     "kernels/": ("tests/ops", f"{ATTENTION}philox.py"),

@@ -73,9 +73,9 @@ class Step(NamedTuple):
 
 AXES: dict[str, tuple[object, ...]] = {
     "dtype": (torch.float64, torch.float32, torch.bfloat16, torch.float16),
-    "heads": ((1, 1), (2, 1), (1, 3), (2, 2), (1, 9)),  # of keys and values, and how many of queries for each
-    "d": (1, 16, 40, 64, 97, 256),
-    "window": (None, (None, None), (0, 0), (7, None), (70, 3)),
+    "heads": ((2, 1), (1, 3), (1, 9)),  # of keys and values, and how many of queries for each
+    "d": (1, 16, 97, 256),
+    "window": (None, (0, 0), (7, None), (70, 3)),
     "scale": (None, 0.3, -0.2),
     "softcap": (0.0, 2.0),
     "alibi": ("", "h", "bh"),
@@ -84,10 +84,15 @@ AXES: dict[str, tuple[object, ...]] = {
     "capacity": (1, 70, 130),
 }
 
+INTERPRETED: dict[str, tuple[object, ...]] = {  # fewer, because Triton's interpreter is slow
+    "dtype": (torch.float32, torch.bfloat16, torch.float16), "heads": ((2, 1), (1, 3)), "d": (16, 33), "capacity": (1, 70),
+    "window": (None, (7, None), (40, 3)), "alibi": ("", "bh"), "scale": (None, -0.2),
+}  # fmt: skip
+
 
 def step_of(spec: Spec, seed: int = 0) -> Step:
     (hkv, group), d, capacity, dtype = spec["heads"], spec["d"], spec["capacity"], spec["dtype"]
-    positions = torch.tensor(sorted({0, min(64, capacity - 1), capacity - 1}) + [capacity, -1, 2**40])
+    positions = torch.tensor([*sorted({0, min(64, capacity - 1), capacity - 1}), capacity, -1])
     b, hq = len(positions), hkv * group
     qkv = randn(b, (hq + 2 * hkv) * d, dtype=dtype, seed=seed)
     q, k, v = (qkv, None, None) if spec["fused"] else (x.clone() for x in qkv.split([hq * d, hkv * d, hkv * d], 1))
@@ -107,11 +112,12 @@ def same(x: Tensor, y: Tensor) -> bool:
     return torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
 
 
-def check(step: Step, kernel: str | None) -> None:
-    """The cache has the new rows and is otherwise as before; o is under the closeness rule, sequence by sequence."""
+def check(step: Step, kernel: str | None, given: Tensor | None = None) -> None:
+    """The cache has the new rows and is otherwise as before; o, or `given`, is under the closeness rule for each sequence."""
     b, hkv, capacity, d = step.k_cache.shape
     hq, before = step.n_head, (step.k_cache.clone(), step.v_cache.clone())
-    o = step.run(kernel).view(b, hq, 1, d)
+    o = step.run(kernel)
+    o = (o if given is None else given).view(b, hq, 1, d)
     q, k, v = step.q, step.k, step.v
     if k is None or v is None:
         q, k, v = step.q.split([hq * d, hkv * d, hkv * d], 1)
@@ -137,7 +143,7 @@ def allowed(spec: Spec) -> bool:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_every_pair_of_options(kernel: str) -> None:
-    axes = AXES if kernel != "triton" else AXES | {"dtype": AXES["dtype"][1:]}
+    axes = AXES | INTERPRETED if kernel == "triton" else AXES
     specs = covering(axes, allowed)
     assert set.union(*map(pairs, specs)) == all_pairs(axes, allowed)
     for spec in specs:
@@ -164,26 +170,14 @@ def test_canary_a_wrong_call_is_seen(kernel: str, wrong: str) -> None:
     if wrong == "length":
         positions[1:3] -= 1
     o = step._replace(mask=mask, positions=positions).run(kernel)
-    fresh = step_of(PLAIN)
-    with pytest.raises(AssertionError), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Step, "run", lambda *_: _written(fresh, o))
-        check(fresh, kernel)
-
-
-def _written(step: Step, o: Tensor) -> Tensor:
-    """o, with the caches of a right call."""
-    b, hkv, capacity, d = step.k_cache.shape
-    _, k, v = step.q.split([step.n_head * d, hkv * d, hkv * d], 1)
-    for n, position in enumerate(step.positions.tolist()):
-        if 0 <= position < capacity:
-            step.k_cache[n, :, position], step.v_cache[n, :, position] = k[n].view(hkv, d), v[n].view(hkv, d)
-    return o
+    with pytest.raises(AssertionError, match="o: "):
+        check(step_of(PLAIN), kernel, o)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_sequence_has_the_same_bits_in_any_batch(kernel: str, dtype: torch.dtype) -> None:
-    step = step_of(PLAIN | {"dtype": dtype, "fused": False, "d": 24})
+    step = step_of(PLAIN | {"dtype": dtype, "fused": False, "d": 24, "heads": (1, 2), "capacity": 70})
     together = step._replace(k_cache=step.k_cache.clone(), v_cache=step.v_cache.clone()).run(kernel)
     order = torch.tensor([2, 0, 1, 2])
     for rows in (*(torch.tensor([n]) for n in range(3)), order):
@@ -205,11 +199,11 @@ def trained(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
 
 
 LENGTHS = (1, 63, 64, 65, 107)  # of packed sequences: 300 rows
-INVARIANT = {
+INVARIANT: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "plain": (4, 4, 16, {}),
     "groups, window": (6, 2, 24, {"window": (17, None)}),
     "many queries, wide window": (9, 1, 40, {"window": (100, 0)}),
-    "all": (3, 3, 20, {"window": (70, None), "softcap": 2.0, "scale": 0.3, "sinks": True, "alibi_slopes": True}),
+    "every option": (3, 3, 20, {"window": (70, None), "softcap": 2.0, "sinks": True, "alibi_slopes": True}),
 }
 
 
@@ -220,10 +214,11 @@ def test_a_decoded_row_has_the_bits_of_the_training_row(name: str, dtype: torch.
     """Every length from 1 to 300, as one batch of sequences that are prefixes of one another."""
     hq, hkv, d, options = INVARIANT[name]
     numbers = {n: randn(hq, dtype=torch.float32).abs() / 8 for n in ("sinks", "alibi_slopes") if n in options}
-    mask = Mask(causal=True, **{**options, **numbers})  # type: ignore[arg-type]
+    mask = Mask(causal=True, **(options | numbers))
     t = sum(LENGTHS)
     q, k, v = (randn(t, h, d, dtype=dtype, seed=h) for h in (hq, hkv, hkv))
-    dense = trained(*(x.transpose(0, 1)[None] for x in (q, k, v)), mask)[0].transpose(0, 1)
+    one_q, one_k, one_v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    dense = trained(one_q, one_k, one_v, mask)[0].transpose(0, 1)
     ends = torch.tensor([0, *LENGTHS]).cumsum(0).int()
     packing: Any = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 107, "max_seqlen_k": 107}
     packed = trained(q, k, v, replace(mask, **packing))
@@ -233,7 +228,8 @@ def test_a_decoded_row_has_the_bits_of_the_training_row(name: str, dtype: torch.
         for n in range(t):
             for cache, x in zip(caches, (k, v), strict=True):
                 cache[n, :, : n - first[n]] = x[first[n] : n].transpose(0, 1)
-        step = Step(*(x.reshape(t, -1) for x in (q, k, v)), torch.arange(t) - first, mask, hq, *caches)
+        positions = torch.arange(t) - first
+        step = Step(q.view(t, -1), k.view(t, -1), v.view(t, -1), positions, mask, hq, caches[0], caches[1])
         assert same(step.run("native").view(t, hq, d), whole)
 
 
@@ -367,8 +363,13 @@ def test_the_table() -> None:
 
 @pytest.mark.parametrize(
     ("capacity", "d", "dtype", "share"),
-    [(1, 64, torch.bfloat16, 64), (2048, 64, torch.bfloat16, 64), (2049, 64, torch.bfloat16, 128), (4097, 256, torch.float32, 144)],
-)  # fmt: skip
+    [
+        (1, 64, torch.bfloat16, 64),
+        (2048, 64, torch.bfloat16, 64),
+        (2049, 64, torch.bfloat16, 128),
+        (4097, 256, torch.float32, 144),
+    ],
+)
 def test_splits_depend_on_the_capacity_alone(capacity: int, d: int, dtype: torch.dtype, share: int) -> None:
     for b in (1, 64):
         assert triton_ops._share(Form((b, 2, capacity, d), dtype, CPU)) == share

@@ -208,6 +208,33 @@ def test_rope_and_dropout(architecture: int, dtype: torch.dtype, tmp_path: Path)
     check(found, architecture, {"_rotate_kernel", "_dropout_kernel"})
 
 
+@pytest.mark.parametrize("architecture", [SLOWLY_80, 90, SLOWLY_100])
+@pytest.mark.parametrize(
+    ("dtype", "group", "d", "options"),
+    [
+        (torch.bfloat16, 1, 64, {}),
+        pytest.param(torch.bfloat16, 6, 128, {"softcap": 30.0, "scale": -0.1}, marks=pytest.mark.slow),
+        (torch.bfloat16, 8, 256, {"window": (99, None), "sinks": torch.zeros(8), "alibi_slopes": torch.zeros(8)}),
+        pytest.param(torch.float32, 4, 80, {}, marks=pytest.mark.slow),
+    ],
+)
+def test_attention_over_a_cache(
+    architecture: int, dtype: torch.dtype, group: int, d: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    from tilegrad.kernels.attention import Mask
+    from tilegrad.kernels.cache_attention import triton_ops
+
+    cache, qkv, o = (torch.empty(2, h, *n, d, dtype=dtype) for h, n in ((1, (1024,)), (group + 2, ()), (group, ())))
+    numbers, scratch = torch.zeros(2, dtype=torch.int64), poisoned(triton_ops.workspace(cache, group))
+    rows = qkv[:, :group], qkv[:, group : group + 1], qkv[:, group + 1 :]
+    with compiling(architecture, tmp_path) as found:
+        mask = Mask(causal=True, **options)
+        triton_ops.prepare(*rows, numbers, mask, o=o, k_cache=cache, v_cache=cache, scratch=scratch)()
+        triton_ops.write(*rows[1:], numbers, k_cache=cache, v_cache=cache, scratch={})
+    check(found, architecture, {"_attend_kernel", "_merge_kernel", "_write_kernel"})
+    assert ".128" in found["_attend_kernel"].sass, "loads are not of 16 bytes"
+
+
 def test_positions_of_packed_rows(tmp_path: Path) -> None:
     from tilegrad.kernels.embedding import triton_ops as embedding
     from tilegrad.kernels.rope import triton_ops as rope

@@ -14,6 +14,7 @@ import torch
 from tilegrad.kernels import embedding_mse
 from tilegrad.kernels.attention import Mask, tiled
 from tilegrad.kernels.attention.problem import Sizes
+from tilegrad.kernels.cache_attention import torch_ops as cache_attention
 from tilegrad.kernels.column_sum import torch_ops as column_sum
 from tilegrad.kernels.cross_entropy import torch_ops as cross_entropy_torch
 from tilegrad.kernels.dropout import torch_ops as dropout
@@ -49,6 +50,8 @@ CALLS: dict[str, Callable[[], Shapes]] = {
     "attention backward": lambda: attention(backward=True, causal=True),
     "attention backward, all features": lambda: attention(backward=True, **FULL),
     "attention backward, bool bias": lambda: attention(backward=True, bias=form(6, 11, dtype=torch.bool)),
+    "cache_attention": lambda: cache_attention.workspace(form(3, 2, 11, 8, dtype=torch.bfloat16), 4),
+    "cache_attention, prefill": lambda: cache_attention.workspace(form(3, 2, 11, 8, dtype=torch.bfloat16), 4, 7),
     "column_sum": lambda: column_sum.workspace(X32),
     "column_sum, bfloat16": lambda: column_sum.workspace(X16),
     "cross_entropy": lambda: cross_entropy_torch.workspace(X32, W32, backward=False),
@@ -94,6 +97,14 @@ DECLARED: dict[str, str] = {
         "gap 16 int64, index 11 int64, k 192, k_t 192, lse 72, masked_out 32 bool, o 240, q 384, s 192, "
         "v_t 120"
     ),
+    "cache_attention": (
+        "acc 32, alpha 4, below 1 bool, column 4 int64, distance 4, empty 4 bool, far 4 bool, gap 4 int64, hidden 4 bool, "
+        "inside 1 bool, k 64, new 16 bfloat16, new_max 4, place 1 int64, q 32, row_max 4, row_sum 4, s 16, slopes 4, v 64"
+    ),
+    "cache_attention, prefill": (
+        "below 5 bool, chosen 5 int64, heads 2 int64, index 10 int64, inside 5 bool, last 1 int64, new 80 bfloat16, "
+        "old 80 bfloat16, row 5 int64, slot 5 int64"
+    ),
     "column_sum": "ones 30, part 7",
     "column_sum, bfloat16": "ones 30, part 7, tile 16·4",
     "cross_entropy": "index 11 int64, logits 11·9, part 1, statistics 4·11, valid 11 bool",
@@ -136,6 +147,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(cross_entropy_torch.CHUNK, "cpu", 4 * 100)
     monkeypatch.setattr(cross_entropy_torch, "BLOCK", 40)
     monkeypatch.setattr(tiled, "TILE", 4)
+    monkeypatch.setattr(cache_attention, "TILE", 4)
+    monkeypatch.setattr(cache_attention, "ROWS", 5)
     monkeypatch.setattr(tiled, "SLAB", 300)
     monkeypatch.setattr(column_sum, "ROWS", 16)
     monkeypatch.setattr(column_sum, "COLS", 4)

@@ -14,6 +14,12 @@ from support.threads import Alone
 from tilegrad.kernels import linear
 from tilegrad.kernels.attention import Mask, attention_bwd, attention_fwd, attention_workspace
 from tilegrad.kernels.attention.context import gather_attention_bwd, gather_attention_fwd, gather_attention_workspace
+from tilegrad.kernels.cache_attention import (
+    cache_attention_fwd,
+    cache_attention_workspace,
+    cache_write_fwd,
+    cache_write_workspace,
+)
 from tilegrad.kernels.closeness import Bound, assert_close
 from tilegrad.kernels.column_sum import column_sum_fwd, column_sum_workspace
 from tilegrad.kernels.low_rank import Part, low_rank_add_fwd, low_rank_workspace
@@ -148,6 +154,12 @@ def calls_outside_models(dtype: torch.dtype) -> None:
     attention_fwd(q, k, v, mask, o=o, lse=lse, scratch=poisoned(attention_workspace(q, k, v, mask, backward=False)))
     scratch = poisoned(attention_workspace(q, k, v, mask, backward=True))
     attention_bwd(q, k, v, o, lse, do, None, mask, dq=dq, dk=dk, dv=dv, scratch=scratch)
+    k_cache, v_cache, slots, cpu = q.clone(), q.clone(), torch.arange(n), torch.device("cpu")
+    scratch = poisoned(cache_write_workspace(n, n, h, d, t, dtype, cpu))
+    cache_write_fwd(x[:n], x[:n], slots, k_cache=k_cache, v_cache=v_cache, scratch=scratch)
+    scratch = poisoned(cache_attention_workspace(n, h, h, d, t, mask, dtype, cpu))
+    new = x[:n]
+    cache_attention_fwd(new, new, new, slots, mask, h, h, o=y[:n], k_cache=k_cache, v_cache=v_cache, scratch=scratch)
     mix_fwd(q, lse.clone(), o=dq, lse=lse, scratch=poisoned(mix_workspace(q)))
     scratch = poisoned(gather_attention_workspace(q, k, v, mask, 1, backward=False))
     gather_attention_fwd(q, k, v, mask, Alone(), o=o, lse=lse, scratch=scratch)

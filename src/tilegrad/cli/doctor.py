@@ -19,6 +19,7 @@ from ..functional import eager
 from ..kernels import (
     activation,
     adamw,
+    cache_attention,
     column_sum,
     cross_entropy,
     dropout,
@@ -104,6 +105,7 @@ def plain_calls(device: str, dtype: torch.dtype) -> tuple[tuple[Table, object], 
     x = q[0, 0]
     return (
         (ATTENTION, attention.Problem(q, q, q, Mask())),
+        (cache_attention.CACHE_ATTENTION, cache_attention.Problem(q, 1)),
         (norm.NORM, Problem(x)),
         (activation.ACTIVATION, activation.Problem(x, "gelu")),
         (linear.LINEAR, linear.Problem(x, x)),

@@ -7,14 +7,14 @@
                                       k_cache[b, :, p] = k[b], v likewise, then
                                       o[b] = attention of q[b] to columns 0 … p of k_cache[b] and v_cache[b]
 
-The equations are those of attention/mask.py with Tq = 1 and Tk = p + 1: the window, softcap, ALiBi slopes, sinks and scale of the
-mask. A mask must be causal, and it can't have dropout, a bias or packed sequences.
+The equations are those of attention/mask.py with Tq = 1 and Tk = p + 1: window, softcap, ALiBi slopes, sinks and scale are
+taken from the mask. The mask must be causal, without dropout, bias and packed sequences.
 
-A position outside 0 … capacity − 1 writes nothing and gives o[b] = 0; so position −1 is for an empty place of the batch. A slot
-outside 0 … B · capacity − 1 writes nothing either. Columns after positions[b] are never read, so a cache needs no initial value.
+A position outside 0 … capacity − 1 writes nothing and gives o[b] = 0, so position −1 marks an empty place of the batch. A slot
+outside 0 … B · capacity − 1 writes nothing either. Columns after positions[b] are not used, so a cache needs no initial value.
 
-A row's result depends on its own sequence alone, to the bit: not on the batch, and not on the number of threads. With kernel
-`native` it has the bits of the same row of the training forward (attention's kernel `native`, dense or packed).
+The bits of a row depend on its own sequence alone, not on the batch or on the number of threads. Rows of kernel `native` have
+the bits of the same rows of the training forward, dense or packed, by attention's kernel `native`.
 
 `CACHE_ATTENTION` is the table of kernels. Each module offers `workspace`, `write` on k and v (N, Hkv, D), and `prepare`, which
 returns the run of a call on q and o (B, Hq, D), k and v (B, Hkv, D).
@@ -101,7 +101,9 @@ def cache_write_fwd(
     require(n_kv_head in (None, hkv), "n_kv_head", n_kv_head, f"None or {hkv}, the heads of k_cache")
     n = len(k)
     if v is None:
-        require(n_head is not None, "n_head", n_head, "the number of query heads, because v is None and k is a fused qkv")
+        require(
+            n_head is not None, "n_head", n_head, "the number of query heads, because v is None and k is a fused qkv"
+        )
         _, keys, values = split(_rows("k", k, n, (n_head or 0) + 2 * hkv, k_cache)[None], n_head or 0, hkv, packed=True)
     else:
         keys, values = (_rows(name, x, n, hkv, k_cache).view(n, hkv, d) for name, x in (("k", k), ("v", v)))
@@ -164,7 +166,9 @@ def _check(
     _check_caches(k_cache, v_cache)
     b, hkv, _, d = k_cache.shape
     require(n_kv_head == hkv, "n_kv_head", n_kv_head, f"{hkv}, the heads of k_cache")
-    require((k is None) == (v is None), "v", v, "None if k is None, otherwise a tensor", show=lambda x: type(x).__name__)
+    require(
+        (k is None) == (v is None), "v", v, "None if k is None, otherwise a tensor", show=lambda x: type(x).__name__
+    )
     _rows("q", q, b, n_head + (0 if k is not None else 2 * hkv), k_cache)
     for name, x, heads in (("k", k, hkv), ("v", v, hkv), ("o", o, n_head)):
         if x is not None:
@@ -179,7 +183,9 @@ def _check(
 
 def _check_caches(k_cache: Tensor, v_cache: Tensor) -> None:
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
-        require(x.ndim == 4 and x.shape[2] > 0, name, x, "(B, Hkv, capacity, D) with a capacity of at least 1", show=_shape)
+        require(
+            x.ndim == 4 and x.shape[2] > 0, name, x, "(B, Hkv, capacity, D) with a capacity of at least 1", show=_shape
+        )
         require(x.shape[2] <= LONGEST, name, x, f"a capacity of at most {LONGEST}", show=_shape)
         require(x.is_contiguous(), name, x.stride(), "the strides of a contiguous tensor (call .contiguous())")
     require(k_cache.dtype in DTYPES, "k_cache", k_cache.dtype, "float32, float16, bfloat16 or float64", TypeError)

@@ -1,12 +1,13 @@
-"""Attention over a cache by torch ops: any device and dtype. It reads no number of the device, so it can be captured.
+"""Attention over a cache by torch ops: any device and dtype.
 
-    for each tile of columns:   s = scores   new_max = max(row_max, max s)   p = exp(s − new_max)   alpha = exp(row_max − new_max)
-                                row_sum = alpha · row_sum + Σ p              acc = alpha · acc + p v
+    for each tile of columns:
+      s = scores       new_max = max(row_max, max s)     p = exp(s − new_max)       alpha = exp(row_max − new_max)
+      row_sum = alpha · row_sum + Σ p                    acc = alpha · acc + p v
     o = acc / row_sum
 
-On a CPU sequences are computed one by one, over the columns that they have. On other devices as many as fit in BLOCK are
-computed together, over the whole capacity: columns without a token have p = 0, and their v counts as 0. All numbers are in the
-accumulation dtype (float32; float64 for float64).
+On a CPU sequences are computed one by one, over the columns that they have. On a GPU the host does not wait for positions: as
+many sequences as fit in BLOCK are computed together, over the whole capacity. Columns without a token have p = 0, and v counts
+as 0 there. All numbers are in the accumulation dtype (float32; float64 for float64).
 """
 
 from __future__ import annotations
@@ -40,10 +41,12 @@ def workspace(cache: TensorLike, n_head: int, rows: int | None = None) -> Shapes
         n = min(rows, ROWS)
         shapes: Shapes = dict.fromkeys(("new", "old"), ((n * hkv * d,), cache.dtype))
         shapes |= dict.fromkeys(("row", "slot", "chosen"), ((n,), torch.int64)) | {"index": ((n * hkv,), torch.int64)}
-        return shapes | {"heads": ((hkv,), torch.int64), "last": ((), torch.int64)} | dict.fromkeys(("inside", "below"), ((n,), torch.bool))
+        shapes |= {"heads": ((hkv,), torch.int64), "last": ((), torch.int64)}
+        return shapes | dict.fromkeys(("inside", "below"), ((n,), torch.bool))
     b, n = _sequences(cache), min(TILE, capacity)
-    elements = {"q": b * n_head * d, "acc": b * n_head * d, "s": b * n_head * n, "k": b * hkv * n * d, "v": b * hkv * n * d}
-    elements |= dict.fromkeys(("row_max", "row_sum", "new_max", "alpha", "slopes"), b * n_head) | {"distance": b * n}
+    elements = {"s": b * n_head * n, "distance": b * n}
+    elements |= dict.fromkeys(("q", "acc"), b * n_head * d) | dict.fromkeys(("k", "v"), b * hkv * n * d)
+    elements |= dict.fromkeys(("row_max", "row_sum", "new_max", "alpha", "slopes"), b * n_head)
     shapes = {name: ((size,), acc) for name, size in elements.items()}
     shapes |= {"new": ((b * hkv * d,), cache.dtype), "column": ((n,), torch.int64), "gap": ((b * n,), torch.int64)}
     return shapes | {"place": ((b,), torch.int64)} | dict.fromkeys(("hidden", "far"), ((b * n,), torch.bool)) | {
@@ -136,12 +139,12 @@ def _rows(
     b, hkv, group, d = q.shape
     capacity, left = k_cache.shape[2], mask.band[0]
     heads = b * hkv
-    queries, acc = _part(scratch, "q", b, hkv, group, d).copy_(q).view(heads, group, d), _part(scratch, "acc", heads, group, d)
+    queries = _part(scratch, "q", b, hkv, group, d).copy_(q).view(heads, group, d)
+    acc = _part(scratch, "acc", heads, group, d).zero_()
     row_max, row_sum, new_max, alpha = (
         _part(scratch, name, heads, group, 1) for name in ("row_max", "row_sum", "new_max", "alpha")
     )
     inside = _inside(positions, capacity, scratch)
-    acc.zero_()
     row_sum.fill_(0.0 if mask.sinks is None else 1.0)
     row_max.fill_(torch.finfo(row_max.dtype).min)
     if mask.sinks is not None:

@@ -6,9 +6,9 @@
     _merge_kernel    top = max(row_max of the splits, sink)   w = exp(row_max − top)
                      o = Σ w · acc / (Σ w · row_sum + exp(sink − top))
 
-Splits depend on the capacity and the head dimension, so a row has the same bits in any batch. A program reads its position, so
-nothing depends on the host. The cache is read once, up to the position. acc, row_max and row_sum are float32; for float32 inputs
-float64 where that is fast (attention/triton/fit.py). p is rounded to the dtype of v, except for the new column.
+Splits depend on the capacity, the dtype and the head dimension, so a row has the same bits in any batch. A program reads its
+position on the device, so the launches can be captured. The cache is read once, up to the position. Sums are float32; float32
+inputs have float64 sums where float64 is fast (attention/triton/fit.py). p is rounded to v's dtype, except for the new column.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -38,7 +38,7 @@ COPIED, WARPS = 1024, 4  # COPIED: most elements of a row that a program of `wri
 
 @triton.jit
 def _scores(s, i, j, head, IEEE_FP32: tl.constexpr):
-    x, _tanh = scores(s, i, j, head, IEEE_FP32, False)
+    x, _tanh = scores(s, i, j, head, IEEE_FP32, MASKED=False)
     if head.softcap is None and head.slope is None:
         x = rounded_product(x, head.factor)
     return x
@@ -218,7 +218,7 @@ def _attend(
     parts = scratch["acc"], scratch["row_max"], scratch["row_sum"]
     splits = parts[1].shape[2]
     left = mask.band[0]
-    strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
+    strides: tuple[int, ...] = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
     strides += (0, 0) if slopes is None else (slopes.stride(0) if slopes.ndim == 2 else 0, slopes.stride(-1))
     numbers = (hkv, capacity, share, splits, left, max(abs(scale), LEAST_FACTOR), mask.softcap or None)
     ieee = ieee_fp32(q.dtype)
@@ -228,8 +228,8 @@ def _attend(
         GROUP=hq // hkv, BLOCK_M=max(LEAST_ROWS, padded(hq // hkv)), BLOCK_N=_columns(q.dtype, d), NEGATIVE=scale < 0.0,
         FP64=product_bits(q.dtype, q.device) == 64, **shared,
     )  # fmt: skip
-    numbers = (*o.stride()[:2], 0 if sinks is None else sinks.stride(0), hq, splits)
-    launch(_merge_kernel, (b * hq,), *parts, sinks, o, *numbers, BLOCK_S=padded(splits), **shared)
+    strides = (*o.stride()[:2], 0 if sinks is None else sinks.stride(0))
+    launch(_merge_kernel, (b * hq,), *parts, sinks, o, *strides, hq, splits, BLOCK_S=padded(splits), **shared)
 
 
 def write(k: Tensor, v: Tensor, slots: Tensor, *, k_cache: Tensor, v_cache: Tensor, scratch: Scratch) -> None:
