@@ -213,7 +213,9 @@ INVARIANT: dict[str, tuple[int, int, int, dict[str, Any]]] = {
 def test_a_decoded_row_has_the_bits_of_the_training_row(name: str, dtype: torch.dtype) -> None:
     """Every length from 1 to 300, as one batch of sequences that are prefixes of one another."""
     hq, hkv, d, options = INVARIANT[name]
-    numbers = {n: randn(hq, dtype=torch.float32).abs() / 8 for n in ("sinks", "alibi_slopes") if n in options}
+    numbers: dict[str, Tensor] = {
+        n: randn(hq, dtype=torch.float32).abs() / 8 for n in options if n in ("sinks", "alibi_slopes")
+    }
     given: dict[str, Any] = {**options, **numbers}
     mask = Mask(causal=True, **given)
     t = sum(LENGTHS)
