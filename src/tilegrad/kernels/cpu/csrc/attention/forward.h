@@ -127,7 +127,9 @@ struct Forward {
     // `columns` for m ≤ FEW rows without bias and dropout: lanes are columns, so that no lane is without a row. The rows of k and
     // v are read where they are if they need no conversion.
     void columns_of_few(const Head& head, int64_t m, int64_t j0, int64_t n) {
-        const int64_t a = at_least(0, lanes.lo[0] - j0) / MR * MR, padded = round_up(n, at_least(MR, L));
+        constexpr int64_t UNIT = MR > L ? MR : L;  // registers of columns begin at multiples of it, and end inside the tile
+        static_assert(TILE % UNIT == 0 && UNIT % 4 == 0, "tiles are made of registers, and four sums of columns");
+        const int64_t a = at_least(0, lanes.lo[0] - j0) / UNIT * UNIT, padded = round_up(n, UNIT);
         const bool as_it_lies = call.dtype == (sizeof(T) == 4 ? FLOAT32 : FLOAT64) && call.k.d == 1 && call.v.d == 1 && d == call.d && dv == call.dv;
         const T *rows_of_k = k + a * d, *rows_of_v = v + a * dv;
         int64_t ldk = d, ldv = dv;
@@ -209,7 +211,9 @@ struct Forward {
         int64_t y = 0;
         for (; y + 4 <= n; y += 4)
             for (int u = 0; u < 4; ++u) totals[u] += probability(y + u);
-        for (; y < n; ++y) totals[y & 3] += probability(y);
+        if (y < n) totals[0] += probability(y);  // constant indices keep the sums in registers
+        if (y + 1 < n) totals[1] += probability(y + 1);
+        if (y + 2 < n) totals[2] += probability(y + 2);
         const Vec<T> total = (totals[0] + totals[1]) + (totals[2] + totals[3]);
         const Vec<T> alpha = exponential(old_max - new_max);
         store(lanes.alpha + x, alpha);
