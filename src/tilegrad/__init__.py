@@ -26,9 +26,10 @@ if TYPE_CHECKING:
     from .model.config import ModelConfig
     from .model.lora import LoraConfig
     from .specification.shared_attention import free_attention, init_attention
-    from .training.api import TrainedModel, evaluate, load, presets, train
+    from .training.api import TrainedModel, evaluate, generate, load, presets, stream, train
     from .training.config import RunConfig, RunEnded
     from .training.evaluation import Evaluation
+    from .training.generation import Generated, Piece
 
 __version__ = "0.1.0.dev0"
 
@@ -54,18 +55,24 @@ _HOME = {
     "TrainedModel": "training.api",
     "evaluate": "training.api",
     "Evaluation": "training.evaluation",
+    "generate": "training.api",
+    "Generated": "training.generation",
+    "Piece": "training.generation",
     "load": "training.api",
     "presets": "training.api",
+    "stream": "training.api",
     "train": "training.api",
 }
 __all__ = [
     "Engine",
     "Evaluation",
     "Explanation",
+    "Generated",
     "LoraConfig",
     "Mask",
     "Mesh",
     "ModelConfig",
+    "Piece",
     "RunConfig",
     "RunEnded",
     "TrainedModel",
@@ -78,10 +85,12 @@ __all__ = [
     "evaluate",
     "explain",
     "free_attention",
+    "generate",
     "init_attention",
     "load",
     "presets",
     "sdpa",
+    "stream",
     "train",
 ]
 

@@ -65,7 +65,12 @@ OFTEN = {
     "chat": 2,
 }  # times as often as another command
 NEVER = {"demo"}  # it takes no argument, and trains for a minute
-ENDLESS = {"repeats", "max_tokens", "train.steps"}  # of these a large number is right, and takes as long as it says
+ENDLESS = {
+    "repeats",
+    "max_tokens",
+    "num_samples",
+    "train.steps",
+}  # a large number is right, and takes as long as it says
 LARGE = "99999999999999999999"
 LIMIT_S = 60.0
 UNSAFE = {"--build", "--tune", "--help"}  # these compile, and write into the package
@@ -94,7 +99,9 @@ VALID: dict[str, tuple[str, ...]] = {  # of a key or an argument, besides its de
     "run_folder": ("run", "bpe", "weights", "run/best/000001-step-2"), "text": ("the", "é"), "prompt": ("fox",),
     "max_tokens": ("1", "4"), "temperature": ("0", "0.7", "1e-300"), "top_k": ("1", "5", "999"), "seed": ("0", "3"),
     "source": ("weights", "weights/model.safetensors", "some/model"), "data": ("text.txt", "lines.jsonl"), "system": ("Hi",),
-    "once": ("fox",), "batch_size": ("1", "4"), "seq_len": ("8", "16"), "train.log": ("none", "auto"),
+    "once": ("fox",), "prompt_file": ("text.txt", "lines.jsonl"), "num_samples": ("1", "2"), "stop": ("e", "é"),
+    "top_p": ("0.5", "1"), "min_p": ("0", "0.2"), "repetition_penalty": ("1", "1.2"),
+    "batch_size": ("1", "4"), "seq_len": ("8", "16"), "train.log": ("none", "auto"),
     "out": ("new", "deep/new"), "max_shard_size": ("1KB", "5GB"),
     "kernel": ("tiled", "native"), "device": ("cpu",), "dtype": ("float32", "fp32"), "kernels": ("tiled",),
     "peers": ("sdpa",), "repeats": ("2",), "shape": ("1,1,8,8", "1,2,9,8,causal"),

@@ -24,7 +24,7 @@ from tilegrad.memory import AttentionBufferManager, BufferStateError, BufferType
 from tilegrad.memory.managed import slab
 from tilegrad.memory.planned.plan import Request, plan
 from tilegrad.memory.types import DEFAULT_CONFIGS
-from tilegrad.model.generate import generate
+from tilegrad.training.generation import draw
 
 TYPES = (BufferType.QUERY, BufferType.SCORES, BufferType.OUTPUT, BufferType.CACHE)
 DTYPES = (torch.float32, torch.int64, torch.bfloat16, torch.uint8)
@@ -300,7 +300,7 @@ def generate_call() -> Callable[[], None]:
     engine = Engine(CONFIG, 1, 8)
 
     def call() -> None:
-        list(generate(CONFIG, engine.params, [1, 2, 3], 2))
+        list(draw(CONFIG, engine.params, [1, 2, 3], 2))
 
     return call
 

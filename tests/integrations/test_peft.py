@@ -13,9 +13,8 @@ from support.models import CONFIG, LLAMA, QWEN3, equal
 from torch import Tensor
 
 from tilegrad import Engine, ModelConfig
-from tilegrad.model.generate import logits_of
 from tilegrad.model.lora import LoraConfig
-from tilegrad.model.reference import hidden_states
+from tilegrad.model.reference import hidden_states, logits_of
 from tilegrad.pretrained.adapters import adapter_shapes, merge, open_adapter, write_adapter
 from tilegrad.pretrained.families import theirs
 from tilegrad.pretrained.weights import open_weights, write_weights

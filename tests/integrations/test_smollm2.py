@@ -29,9 +29,9 @@ from tilegrad.cli import main  # noqa: E402
 from tilegrad.data.documents import default_text  # noqa: E402
 from tilegrad.data.tokenizer import load_tokenizer  # noqa: E402
 from tilegrad.integrations.transformers import register  # noqa: E402
-from tilegrad.model.generate import generate  # noqa: E402
 from tilegrad.pretrained.families import theirs  # noqa: E402
 from tilegrad.pretrained.weights import open_weights  # noqa: E402
+from tilegrad.training.generation import draw  # noqa: E402
 
 register()
 PACKAGE = Path(_spec.origin).parent
@@ -146,7 +146,7 @@ def test_import_train_export_transformers(
     source = open_weights(Path("SmolLM2-book"))
     words = AutoTokenizer.from_pretrained("SmolLM2-book")
     prompt = words(PROMPT)["input_ids"]
-    mine = list(generate(source.config, source.read(), prompt, 24, temperature=0.0))
+    mine = list(draw(source.config, source.read(), prompt, 24, temperature=0.0))
     written = model_of(Path("SmolLM2-book"), "tilegrad").generate(
         torch.tensor([prompt]), max_new_tokens=24, min_new_tokens=24, do_sample=False, pad_token_id=2
     )

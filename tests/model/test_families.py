@@ -14,7 +14,7 @@ from tilegrad import Engine, ModelConfig
 from tilegrad.engine.gradcheck import check_model
 from tilegrad.kernels.rope.frequencies import RopeScaling, rope_frequencies
 from tilegrad.model import reference
-from tilegrad.model.generate import generate
+from tilegrad.training.generation import draw
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_generation_is_that_of_the_reference() -> None:
     for _ in range(9):
         n = reference.hidden_states(engine.params, torch.tensor([text]), QWEN3)
         text.append(int((n[0, -1] @ reference.head(engine.params, QWEN3).T).argmax()))
-    assert list(generate(QWEN3, engine.params, [1, 2, 3], 9, temperature=0.0)) == text[3:]
+    assert list(draw(QWEN3, engine.params, [1, 2, 3], 9, temperature=0.0)) == text[3:]
 
 
 def test_parameters_are_named_and_shaped_by_the_config() -> None:

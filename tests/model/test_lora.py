@@ -27,9 +27,9 @@ from tilegrad.memory.planned.arena import Arenas, poison_dead
 from tilegrad.memory.planned.trace import bind, handles
 from tilegrad.model import reference
 from tilegrad.model.block import Recomputed
-from tilegrad.model.generate import generate
 from tilegrad.model.lora import LoraConfig, adapter_parts
 from tilegrad.model.transformer import Transformer
+from tilegrad.training.generation import draw
 
 CPU = torch.device("cpu")
 ORDER = ("attn.in", "attn.proj", "ffn.in", "ffn.down")
@@ -225,14 +225,17 @@ def test_merged_weights_are_the_same_model() -> None:
             p.copy_(merged[name])
         assert engine.evaluate(tokens, targets) == pytest.approx(plain.evaluate(tokens, targets), rel=1e-12)
         prompt, text = [1, 2, 3], 6
-        assert list(generate(config, engine.params, prompt, text, temperature=0.0, lora=lora)) == list(
-            generate(config, merged, prompt, text, temperature=0.0)
+        assert list(draw(config, engine.params, prompt, text, temperature=0.0, lora=lora)) == list(
+            draw(config, merged, prompt, text, temperature=0.0)
         )
         for wrong in (None, LoraConfig(3, 7.5, "attention"), LoraConfig(2, 7.5)):
-            with pytest.raises(ValueError, match=r"^lora: got .* with adapters in params that do not fit it"):
-                list(generate(config, engine.params, prompt, 1, lora=wrong))
-        with pytest.raises(ValueError, match=r"^lora: got .* \(blocks\.0\..*: None, not "):
-            list(generate(config, merged, prompt, 1, lora=lora))
+            with pytest.raises(
+                ValueError,
+                match=r"^params: got .*lora_[ab](, an adapter that `lora` does not name)?; accepted: ",
+            ):
+                list(draw(config, engine.params, prompt, 1, lora=wrong))
+        with pytest.raises(ValueError, match=r"^params: got none for blocks\.0\..*lora_[ab]; accepted: \("):
+            list(draw(config, merged, prompt, 1, lora=lora))
 
 
 def run(model: Transformer, optimizer: Optimizer) -> None:

@@ -404,10 +404,24 @@ def test_a_folder_that_is_not_there_is_said_and_the_nearest_one_named(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words) == 2
-    assert capsys.readouterr().err == (
-        "tilegrad: my rum: no such folder (did you mean my run?); accepted: the folder of a run, or a checkpoint in it\n"
-    )
+    accepted = "the folder of a run, or a checkpoint in it"
+    if words[0] != "train":
+        accepted = "the folder of a run, a checkpoint in it, or a folder of weights"
+    assert capsys.readouterr().err == f"tilegrad: my rum: no such folder (did you mean my run?); accepted: {accepted}\n"
     assert not Path("my rum").exists() and not Path("out").exists()
+
+
+def test_a_folder_without_a_model_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("notes").mkdir()
+    for words in (["generate", "notes"], ["chat", "notes"], ["export", "notes", "out"]):
+        assert main(words) == 2
+        assert capsys.readouterr().err == (
+            "tilegrad: notes: got neither checkpoints/ nor config.json in it; accepted: the folder of a run, a checkpoint "
+            "in it, or a folder of weights\n"
+        )
 
 
 def test_weights_that_are_not_there_and_a_file_instead_of_a_run_are_said(

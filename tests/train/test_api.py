@@ -16,8 +16,8 @@ import torch
 import tilegrad
 from tilegrad.cli import main
 from tilegrad.model import reference
-from tilegrad.model.generate import WindowSlides
 from tilegrad.training.checkpoint import load_checkpoint
+from tilegrad.training.generation import WindowSlides
 from tilegrad.training.sections import run_from
 
 CONTENT: dict[str, dict[str, Any]] = {

@@ -7,22 +7,30 @@ import io
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from support.decoders import ScriptedDecoder, scripted
 
 import tilegrad
 from tilegrad.cli import main
-from tilegrad.data.tokenizer import ByteTokenizer, decode_known, eos_token_ids, load_tokenizer, stream_text, train_bpe
+from tilegrad.data.tokenizer import (
+    ByteTokenizer,
+    TextStream,
+    Tokenizer,
+    decode_known,
+    eos_token_ids,
+    load_tokenizer,
+    train_bpe,
+)
 from tilegrad.engine.engine import Engine
-from tilegrad.model import generate
 from tilegrad.model.config import ModelConfig
 from tilegrad.pretrained.weights import write_weights
+from tilegrad.training import generation
 from tilegrad.training.chat import Chat, end_of_turn
 
 pytest.importorskip("jinja2", reason="needs pip install 'tilegrad[chat]'")
@@ -68,19 +76,18 @@ def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[int]]]:
-    """Makes the model write the given tokens. Returns the tokens that it read, a list for each call."""
+    """The model writes these tokens, whatever its logits; returned are the prompts that it reads."""
 
     def play(*tokens: int) -> list[list[int]]:
         left = iter(tokens)
         read: list[list[int]] = []
-        feed = generate.Decoder.feed
 
-        def noted(self: generate.Decoder, given: Sequence[int]) -> Tensor:
-            read.append([*given])
-            return feed(self, given)
+        def decoder(*sizes: Any, **options: object) -> ScriptedDecoder:
+            made = scripted(lambda *_: next(left))(*sizes, **options)
+            made.read = read
+            return made
 
-        monkeypatch.setattr(generate, "_pick", lambda *_: next(left))
-        monkeypatch.setattr(generate.Decoder, "feed", noted)
+        monkeypatch.setattr(generation, "Decoder", decoder)
         return read
 
     return play
@@ -91,7 +98,7 @@ Script = Callable[..., list[list[int]]]
 
 def test_generate_ends_before_eos_unless_it_is_ignored(script: Script, capsys: pytest.CaptureFixture[str]) -> None:
     fox = ids(" fox")
-    for flags, want in (([], "the fox"), (["--ignore-eos"], "the fox<|endoftext|>.")):
+    for flags, want in (([], "the fox"), (["--no-eos"], "the fox<|endoftext|>.")):
         script(*fox, END_OF_TEXT, *ids("."))
         most = len(fox) + 1 + len(ids("."))
         assert main(["generate", "weights", "the", "--max-tokens", str(most), *flags]) == 0
@@ -144,20 +151,22 @@ def conversation(*turns: tuple[str, str]) -> str:
 def test_a_conversation_keeps_what_was_said_and_ends_each_turn(
     script: Script, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    answers = ["naïve 🦊", "the 二匹", "dog"]
-    tokens = [ids(answers[0]), ids(answers[1]), ids(answers[2])]
-    read = script(*tokens[0], END, *tokens[1], END_OF_TEXT, *tokens[2], END)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("fox?\n\n  jumps 狐 \n/clear\nover\n/exit\nnever read\n"))
+    answers = ["naïve 🦊", "the 二匹", "dog", "fox"]
+    tokens = [ids(answer) for answer in answers]
+    read = script(*tokens[0], END, *tokens[1], END_OF_TEXT, *tokens[2], END, *tokens[3], END)
+    monkeypatch.setattr(
+        sys, "stdin", io.StringIO("fox?\n\n  jumps 狐 \n/reset\nover\n/system  quick\ndog\n/exit\nnever read\n")
+    )
     assert main(["chat", "weights", "--system", "lazy"]) == 0
     out, error = capsys.readouterr()
     assert out == "".join(f"{answer}\n" for answer in answers) and error == ""
     begin = "<|im_start|>assistant\n"
     system, first = ("system", "lazy"), (("user", "fox?"), ("assistant", answers[0]))
-    prompts = [piece for piece in read if len(piece) > 1]
-    assert prompts == [
+    assert read == [
         ids(conversation(system, first[0]) + begin),
         ids(conversation(system, *first, ("user", "jumps 狐")) + begin),
         ids(conversation(system, ("user", "over")) + begin),
+        ids(conversation(("system", "quick"), ("user", "over"), ("assistant", "dog"), ("user", "dog")) + begin),
     ]
 
 
@@ -179,7 +188,7 @@ def test_a_template_without_an_end_of_its_own_ends_at_eos(weights: Path) -> None
         assert template is not None and end_of_turn(template, TOKENIZER) == frozenset()
 
 
-def test_a_full_context_and_a_cut_answer_are_said(
+def test_a_cut_answer_and_a_message_without_room_are_said(
     script: Script, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dog = ids(".")
@@ -189,16 +198,41 @@ def test_a_full_context_and_a_cut_answer_are_said(
     out, error = capsys.readouterr()
     assert out == "...\n" and error == "tilegrad: answer: cut after 3 tokens, because max_tokens is 3\n"
     room = MODEL.block_size + 1 - len(ids(conversation(("user", "fox")) + "<|im_start|>assistant\n"))
-    monkeypatch.setattr(sys, "stdin", io.StringIO("fox\nfox\n/clear\nfox\n"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"fox\n{'dog ' * 99}\nfox\n"))
     assert main(["chat", "weights"]) == 0
     out, error = capsys.readouterr()
     assert out == f"{'.' * room}\n" * 2
-    full = f"tilegrad: answer: cut after {room} tokens, because the context is full, 96 tokens"
-    lines = error.splitlines()
-    assert lines[0] == lines[2] == full and lines[1].startswith("tilegrad: context: got a conversation of ")
-    assert lines[1].endswith("; accepted: at most 96, the model's block_size; /clear begins another conversation")
+    full, lines = (
+        f"tilegrad: answer: cut after {room} tokens, because the context is full, 96 tokens",
+        error.splitlines(),
+    )
+    assert lines[0] == lines[3] == full and lines[1].startswith("tilegrad: context: got a message of ")
+    assert lines[1].endswith("; accepted: at most 96, the model's block_size")
+    assert lines[2] == "tilegrad: context: full, 96 tokens; the oldest of the conversation is not read any more"
     assert main(["chat", "weights", "--once", "dog " * 99]) == 2
-    assert "context: got a conversation of" in capsys.readouterr().err
+    assert "context: got a message of" in capsys.readouterr().err
+
+
+def test_a_full_context_drops_whole_turns_and_says_so_once(
+    script: Script, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fox, begin = ids("fox"), "<|im_start|>assistant\n"
+    read = script(*([*fox, END] * 9))
+    said = [f"dog {n}" for n in range(7)]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join([*said, "/reset", "over"])))
+    assert main(["chat", "weights", "--system", "lazy", "--max-tokens", "12"]) == 0
+    out, error = capsys.readouterr()
+    assert out == "fox\n" * 8
+    assert error == "tilegrad: context: full, 96 tokens; the oldest of the conversation is not read any more\n"
+    system, turns = ("system", "lazy"), [turn for text in said for turn in (("user", text), ("assistant", "fox"))]
+    shortest = 0
+    for n, prompt in enumerate(read[:7]):
+        wanted = [turns[2 * first : 2 * n + 1] for first in range(n + 1)]
+        texts = [ids(conversation(system, *those) + begin) for those in wanted]
+        first = next(first for first, tokens in enumerate(texts) if len(tokens) <= 96 + 1 - 12)
+        assert prompt == texts[first], n
+        shortest = max(shortest, first)
+    assert shortest >= 2 and read[7] == ids(conversation(system, ("user", "over")) + begin)
 
 
 @pytest.mark.parametrize("where", ["prompt", "answer"])
@@ -212,7 +246,7 @@ def test_ctrl_c_ends_it_without_a_traceback(
     if where == "prompt":
         monkeypatch.setattr("builtins.input", interrupted)
     else:
-        monkeypatch.setattr(generate, "_pick", interrupted)
+        monkeypatch.setattr(ScriptedDecoder, "submit", interrupted)
     monkeypatch.setattr(sys, "stdin", io.StringIO("fox\n"))
     assert main(["chat", "weights"]) == 130
     assert capsys.readouterr().err == ""
@@ -243,6 +277,12 @@ def test_what_cannot_chat_is_refused_with_a_sentence(weights: Path, capsys: pyte
     ):
         assert main(["chat", "weights", "--once", "x", *words]) == 2
         assert said in capsys.readouterr().err
+
+
+def stream_text(tokenizer: Tokenizer, tokens: Iterable[int], after: Sequence[int] = ()) -> Iterator[str]:
+    stream = TextStream(tokenizer, after=after)
+    yield from map(stream.add, tokens)
+    yield stream.rest()
 
 
 @given(st.lists(st.integers(0, 255), max_size=24), st.lists(st.integers(0, 302), max_size=12))

@@ -17,7 +17,7 @@ from tilegrad.engine.sampling import Sampling
 from tilegrad.kernels.op import observe
 from tilegrad.memory.planned.arena import poison_dead
 from tilegrad.model import reference
-from tilegrad.model.generate import logits_of
+from tilegrad.model.reference import logits_of
 
 FAMILIES = {
     "gpt2": CONFIG,

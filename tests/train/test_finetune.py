@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.chats import LOOPS, RAISES, TEMPLATES, write_chat_model
+from support.decoders import scripted
 from support.models import equal
 
 import tilegrad
@@ -20,7 +21,7 @@ from tilegrad.data.conversations import trained_tokens
 from tilegrad.data.documents import find_format
 from tilegrad.data.prepare import load_prepared, prepare
 from tilegrad.data.tokenizer import Encoded, eos_token_ids, find_eos, load_tokenizer
-from tilegrad.training import loop
+from tilegrad.training import generation, loop
 from tilegrad.training.checkpoint import latest_checkpoint, load_checkpoint
 from tilegrad.training.schedule import learning_rate
 
@@ -178,8 +179,10 @@ def test_a_stopped_run_of_epochs_resumes_to_the_same_bits(
     tokenizer = load_tokenizer(models["chatml"] / "tokenizer.json")
     (eos,) = eos_token_ids(tmp_path / "whole" / "data", tokenizer)
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "generate", lambda *_, **__: iter([eos - 1, eos, *tokenizer.encode("after the end")]))
-        assert "after the end" not in tilegrad.train(content, tmp_path / "sampled").sample
+        script = [eos - 1, eos, *tokenizer.encode("after the end"), *[0] * 999]
+        patch.setattr(generation, "Decoder", scripted(lambda _, draws: int(script[draws])))
+        sample = tilegrad.train(content, tmp_path / "sampled").sample
+        assert sample.endswith(tokenizer.decode([eos - 1])) and "after the end" not in sample
     genuine = learning_rate
 
     def stop(step: int, **options: Any) -> float:

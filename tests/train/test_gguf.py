@@ -22,11 +22,11 @@ from tilegrad.cli import main
 from tilegrad.data.documents import default_text
 from tilegrad.data.tokenizer import load_tokenizer, train_bpe
 from tilegrad.kernels.rope.frequencies import RopeScaling
-from tilegrad.model.generate import generate
 from tilegrad.pretrained.gguf.container import open_container
 from tilegrad.pretrained.gguf.files import DTYPES, import_gguf, write_gguf
 from tilegrad.pretrained.gguf.tokenizer import PRE, byte_characters
 from tilegrad.pretrained.weights import open_weights, write_weights
+from tilegrad.training.generation import draw
 
 gguf = pytest.importorskip("gguf", reason="needs pip install 'tilegrad[gguf]'")
 tokenizers = pytest.importorskip("tokenizers", reason="needs pip install 'tilegrad[gguf]'")
@@ -82,7 +82,7 @@ def test_out_and_in_again_is_the_model_of_the_safetensors_export(kind: str, tmp_
     back, same = a.read(), b.read()
     assert back.keys() == same.keys() == params.keys()
     assert all(torch.equal(back[name], x) and torch.equal(same[name], x) for name, x in params.items())
-    texts = [list(generate(x.config, p, [1, 2, 3], 8, temperature=0.0)) for x, p in ((a, back), (b, same))]
+    texts = [list(draw(x.config, p, [1, 2, 3], 8, temperature=0.0)) for x, p in ((a, back), (b, same))]
     assert texts[0] == texts[1]
 
 

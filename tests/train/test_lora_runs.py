@@ -23,9 +23,8 @@ from tilegrad import Engine
 from tilegrad.cli import main
 from tilegrad.data.documents import default_text
 from tilegrad.data.tokenizer import train_bpe
-from tilegrad.model.generate import logits_of
 from tilegrad.model.lora import LoraConfig
-from tilegrad.model.reference import hidden_states
+from tilegrad.model.reference import hidden_states, logits_of
 from tilegrad.pretrained.adapters import adapter_shapes, merge
 from tilegrad.pretrained.weights import open_weights, write_weights
 from tilegrad.training import loop

@@ -15,9 +15,9 @@ from support.models import CONFIG, LLAMA, QWEN3
 import tilegrad
 from tilegrad import Engine, ModelConfig
 from tilegrad.kernels.rope.frequencies import RopeScaling
-from tilegrad.model.generate import generate
 from tilegrad.pretrained.families import config_json, config_of, theirs
 from tilegrad.pretrained.weights import open_weights, write_weights
+from tilegrad.training.generation import draw
 
 KINDS = {
     "gpt2": CONFIG,
@@ -92,7 +92,7 @@ def test_transformers_has_the_same_loss_gradients_and_text(kind: str, tmp_path: 
     for name, p in want.items():
         assert float((gradients[name] - p.grad).norm()) < 2e-5 * max(float(p.grad.norm()), 1e-2 * largest), name
     written = model.generate(tokens[:1, :5], max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
-    assert list(generate(config, engine.params, tokens[0, :5].tolist(), 8, temperature=0.0)) == written[0, 5:].tolist()
+    assert list(draw(config, engine.params, tokens[0, :5].tolist(), 8, temperature=0.0)) == written[0, 5:].tolist()
     model.save_pretrained(tmp_path / "theirs")
     source = open_weights(tmp_path / "theirs")
     assert resolved(source.config) == resolved(config)
@@ -282,7 +282,7 @@ def test_import_train_export_by_the_command_line(
     moved = max(float((params[name] - began[name]).abs().max()) for name in params)
     assert 1e-4 < moved < 0.05  # a few steps of 1e-3 away from where it began
     prompt = load_tokenizer(Path("out/tokenizer.json")).encode("Call me").tolist()
-    mine = list(generate(source.config, params, prompt, 8, temperature=0.0))
+    mine = list(draw(source.config, params, prompt, 8, temperature=0.0))
     transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs pip install 'tilegrad[hf]'")
     model = transformers.AutoModelForCausalLM.from_pretrained("out").eval()
     written = model.generate(

@@ -10,9 +10,10 @@ from .arguments import Command, Parser
 from .benches import add_benches
 from .checks import add_checks
 from .data import add_data
+from .evaluation import add_evaluation
 from .faults import complain, escape_what_cannot_be_shown, silence
+from .generation import add_generation
 from .memory import add_memory
-from .models import add_models
 from .runs import add_runs
 from .weights import add_weights
 
@@ -34,7 +35,8 @@ def build_parser() -> Parser:
     commands = parser.add_subparsers(metavar="COMMAND")
     add_runs(commands)
     add_data(commands)
-    add_models(commands)
+    add_generation(commands)
+    add_evaluation(commands)
     add_weights(commands)
     add_memory(commands)
     add_checks(commands)
@@ -46,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     escape_what_cannot_be_shown()
     parser = build_parser()
     args, unknown = parser.parse_known_args(argv)
+    unknown = args.parser.take_words(args, unknown)
     if unknown:
         args.parser.refuse(unknown)
     run: Command | None = args.run

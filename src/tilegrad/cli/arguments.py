@@ -42,6 +42,16 @@ class Parser(argparse.ArgumentParser):
             super().error(message)
         self.exit(2)
 
+    def take_words(self, args: argparse.Namespace, unknown: Sequence[str]) -> list[str]:
+        """Give words after a flag to the argument that takes any number of them, and return the rest. argparse gives it only
+        those before the first flag."""
+        several = [action.dest for action in self._actions if action.nargs == "*" and not action.option_strings]
+        if not several:
+            return [*unknown]
+        flags = [word for word in unknown if word.startswith("-") and word != "-"]
+        setattr(args, several[0], [*getattr(args, several[0]), *(word for word in unknown if word not in flags)])
+        return flags
+
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
         """Exit with a sentence about arguments that this command does not have."""
         flags = {name: name for action in self._actions for name in action.option_strings}
@@ -61,6 +71,17 @@ def add_dtype(
 ) -> None:
     """Add --dtype, which accepts torch's names and short ones: bf16, fp32."""
     command.add_argument("--dtype", type=dtype_name, help=text, default=default, choices=choices)
+
+
+def add_model(command: argparse.ArgumentParser) -> None:
+    """Add the model that a command reads: RUN, --best and --init."""
+    command.add_argument(
+        "run_folder", metavar="RUN", help="the folder of a run, a checkpoint in it, or a folder of weights"
+    )
+    command.add_argument(
+        "--best", action="store_true", help="the weights of the lowest validation loss, not the newest"
+    )
+    add_init(command)
 
 
 def add_init(command: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""The progress of a training run: a live bar in a terminal where rich is installed, else plain lines."""
+"""The progress of a run: a live bar in a terminal where rich is installed, else plain lines."""
 
 from __future__ import annotations
 
@@ -67,6 +67,9 @@ def _message(event: str, n: Numbers) -> str | None:
         return f"step {n['step']:>6,}  validation loss {n['loss']:.4f}, {where}"
     if event == "evaluate":
         return f"{n['batch']:,} of {n['batches']:,} batches, loss so far {n['loss']:.4f}"
+    if event == "generate":
+        rate = f"{n['tokens_per_second']:,.1f} tokens/s"
+        return f"{n['sequence']:,} of {n['sequences']:,} sequences, {n['tokens']:,} tokens, {rate}"
     if event == "stop":
         return f"{n['signal']} after step {n['step']:,}: saving"
     return None
@@ -160,6 +163,8 @@ def _rich(out: TextIO) -> Iterator[Show]:
             message = _message(event, numbers)
             if event == "evaluate":
                 bar.update(task, total=numbers["batches"], completed=numbers["batch"], description=message)
+            elif event == "generate":
+                bar.update(task, total=numbers["sequences"], completed=numbers["sequence"], description=message)
             elif message:
                 bar.console.print(message)
             if event == "start":

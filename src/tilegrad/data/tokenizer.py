@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
-_CONTEXT = 8  # earlier tokens that `stream_text` decodes with a new one: some decoders strip the space of a first token
+_CONTEXT = 8  # earlier tokens that `TextStream` decodes with a new one: some decoders strip the space of a first token
 
 
 END_OF_TEXT = "<|endoftext|>"  # EOS of a BPE that `train_bpe` learned
@@ -268,29 +268,48 @@ def decode_known(tokenizer: Tokenizer, tokens: list[int]) -> str:
     return "".join(tokenizer.decode([token]) if token < tokenizer.vocab_size else "�" for token in tokens)
 
 
-def stream_text(tokenizer: Tokenizer, tokens: Iterable[int], *, after: Sequence[int] = ()) -> Iterator[str]:
-    """Yields the text of each token; all of it joined is `decode_known` of the tokens. A character whose bytes are in several
-    tokens is yielded with the last of them.        after: the tokens before the first
+class TextStream:
+    """The text of tokens, one by one: `add` returns the text that is new and can't change any more, `rest` what is left at the
+    end. All of it joined is `decode_known` of the tokens. A character whose bytes are in several tokens comes with the last.
 
     An incomplete character decodes to one � at the end, so only a � at the end can still change.
     """
-    chunk = [token for token in after if token < tokenizer.vocab_size][-_CONTEXT:]
-    shown = len(tokenizer.decode(chunk))
-    for token in tokens:
-        if token >= tokenizer.vocab_size:  # the tokenizer does not have it: an incomplete character before it stays �
-            yield tokenizer.decode(chunk)[shown:] + "�"
-            chunk, shown = [], 0
-            continue
-        chunk.append(token)
-        text = tokenizer.decode(chunk)
+
+    def __init__(self, tokenizer: Tokenizer, *, after: Sequence[int] = ()) -> None:
+        """after: the tokens before the first"""
+        self._tokenizer = tokenizer
+        self._chunk = _context(tokenizer, after)
+        self._shown = len(tokenizer.decode(self._chunk))
+
+    def add(self, token: int) -> str:
+        if token >= self._tokenizer.vocab_size:  # the tokenizer does not have it: an incomplete character before it stays �
+            text = self.rest() + "�"
+            self._chunk, self._shown = [], 0
+            return text
+        self._chunk.append(token)
+        text, shown = self._tokenizer.decode(self._chunk), self._shown
         if text.endswith("�"):
-            yield text[shown:-1]
-            shown = max(shown, len(text) - 1)
-        else:
-            yield text[shown:]
-            chunk = chunk[-_CONTEXT:]
-            shown = len(tokenizer.decode(chunk))
-    yield tokenizer.decode(chunk)[shown:]
+            self._shown = max(shown, len(text) - 1)
+            return text[shown:-1]
+        self._chunk = self._chunk[-_CONTEXT:]
+        self._shown = len(self._tokenizer.decode(self._chunk))
+        return text[shown:]
+
+    def rest(self) -> str:
+        return self._tokenizer.decode(self._chunk)[self._shown :]
+
+
+def text_after(tokenizer: Tokenizer, tokens: Sequence[int], after: Sequence[int]) -> str:
+    """The text of tokens that follow others: what a `TextStream` returns, joined, by one call of the tokenizer."""
+    if any(token >= tokenizer.vocab_size for token in tokens):
+        stream = TextStream(tokenizer, after=after)
+        return "".join([*map(stream.add, tokens), stream.rest()])
+    before = _context(tokenizer, after)
+    return tokenizer.decode([*before, *tokens])[len(tokenizer.decode(before)) :]
+
+
+def _context(tokenizer: Tokenizer, after: Sequence[int]) -> list[int]:
+    return [token for token in after if token < tokenizer.vocab_size][-_CONTEXT:]
 
 
 def _tokenizers() -> ModuleType:

@@ -20,6 +20,11 @@ def without_given(plan: MemoryPlan, declared: Mapping[str, Param], params: Mappi
         if name not in params or params[name].shape != p.value.shape:
             got = "none" if name not in params else str(tuple(params[name].shape))
             raise ValueError(f"params: got {got} for {name}; accepted: {tuple(p.value.shape)}, as the config says")
+    adapter = next((name for name in params if name not in declared and ".lora_" in name), None)
+    if adapter is not None:
+        raise ValueError(
+            f"params: got {adapter}, an adapter that `lora` does not name; accepted: its LoraConfig as lora"
+        )
     usable = all(
         (params[name].dtype, params[name].device) == (p.value.dtype, p.value.device) and params[name].is_contiguous()
         for name, p in declared.items()

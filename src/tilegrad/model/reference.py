@@ -4,7 +4,7 @@
 
 With `lora`, adapters add to the outputs of linear layers (model/lora.py), without dropout. The caller gives the attention
 function. `causal` is differentiable by autograd: with it the model is the reference for the explicit backward (tests,
-`tilegrad gradcheck --against autograd`) and a peer in benchmarks/training.py. generate.py gives one that attends to a KV cache.
+`tilegrad gradcheck --against autograd`) and a peer in benchmarks/training.py.
 """
 
 from __future__ import annotations
@@ -155,6 +155,15 @@ def hidden_states(p: Params, tokens: Tensor, config: ModelConfig, lora: LoraConf
 def head(p: Params, config: ModelConfig) -> Tensor:
     """The head's weight (V, C)."""
     return p["wte.weight" if config.tie_embeddings else "lm_head.weight"]
+
+
+def logits_of(p: Params, n: Tensor, config: ModelConfig) -> Tensor:
+    """The logits of hidden states.       n (C,) or (T, C)   logits (V,) or (T, V)"""
+    weight = head(p, config)
+    if config.loss == "embedding_mse":  # the nearest embedding is the likeliest
+        rows = [-(row - weight).square().mean(-1) for row in n.view(-1, config.n_embd)]
+        return torch.stack(rows).view(*n.shape[:-1], -1)
+    return (weight @ n.transpose(0, -1)).transpose(0, -1)
 
 
 def loss(p: Params, tokens: Tensor, targets: Tensor, config: ModelConfig, lora: LoraConfig | None = None) -> Tensor:

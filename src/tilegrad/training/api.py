@@ -1,4 +1,4 @@
-"""Runs from Python: `tilegrad.train`, `tilegrad.load`, `tilegrad.evaluate`, `tilegrad.presets`. A run's modules are imported on
+"""Runs from Python: `tilegrad.train`, `load`, `generate`, `stream`, `evaluate`, `presets`. A run's modules are imported on
 first use."""
 
 from __future__ import annotations
@@ -6,11 +6,9 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass
-from itertools import takewhile
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 import torch
 from torch import Tensor
@@ -24,6 +22,7 @@ if TYPE_CHECKING:
     from ..data.documents import Show
     from ..data.tokenizer import Tokenizer
     from .evaluation import Evaluation
+    from .generation import Generated, Generation, Piece, Prompts, SamplingSettings, Settings
     from .loop import RunResult
     from .start import StrPath
 
@@ -75,52 +74,37 @@ class TrainedModel:
     eos_token_ids: frozenset[int] = frozenset()
     chat_template: ChatTemplate | None = None
 
-    def generate(
-        self,
-        prompt: str,
-        max_tokens: int = 80,
-        *,
-        temperature: float = 0.8,
-        top_k: int | None = None,
-        seed: int = 0,
-        ignore_eos: bool = False,
-    ) -> str:
-        """The prompt and its continuation, the same for the same seed. It ends before one of `eos_token_ids`, unless
-        `ignore_eos`. Beyond block_size tokens the context slides, with a warning (`model/generate.py`)."""
-        from ..data.tokenizer import decode_known
-        from ..model.generate import WindowSlides, sliding
+    def generate(self, prompt: str, max_tokens: int = 80, **settings: Unpack[Settings]) -> str:
+        """The prompt and its continuation; `settings` are those of `tilegrad.generate`, which gives several at once."""
+        from .generation import Generation
 
-        tokens = [int(token) for token in self.tokenizer.encode(prompt)]
-        if not tokens:
-            raise ValueError(f"prompt: got {prompt!r}; accepted: a text of at least one token")
-        if slides := sliding(self.config, len(tokens), max_tokens):
-            warnings.warn(slides, WindowSlides, stacklevel=2)
-        stop = frozenset[int]() if ignore_eos else self.eos_token_ids
-        new = self.tokens(tokens, max_tokens, temperature=temperature, top_k=top_k, seed=seed, stop=stop)
-        return decode_known(self.tokenizer, [*tokens, *new])
+        generation = Generation(self, prompt, max_tokens=max_tokens, **settings)
+        if generation.sequences > 1:
+            raise ValueError(f"num_samples: got {generation.num_samples}; accepted: 1, or more with tilegrad.generate")
+        _warn(generation)
+        (found,) = generation.results()
+        return prompt + found.text
 
     def tokens(
         self,
         prompt: Sequence[int],
         max_tokens: int,
         *,
-        temperature: float = 0.8,
-        top_k: int | None = None,
-        seed: int = 0,
         stop: Collection[int] = (),
+        **settings: Unpack[SamplingSettings],
     ) -> Iterator[int]:
         """Yields the tokens that follow a prompt, up to the first that is in `stop`, which is left out."""
-        from ..model.generate import generate
+        from .generation import Generation
 
-        new = generate(self.config, self.params, prompt, max_tokens, temperature=temperature, top_k=top_k, seed=seed)
-        with closing(new):  # type: ignore[type-var]  # a generator
-            yield from takewhile(lambda token: token not in stop, new)
+        model = replace(self, eos_token_ids=frozenset(stop))
+        for piece in Generation(model, [prompt], max_tokens=max_tokens, **settings).pieces():
+            if piece.finish != "eos":
+                yield piece.token
 
     @torch.no_grad()
     def logits(self, text: str | Sequence[int]) -> Tensor:
         """Logits (T, V) for the token after each token of a text; a text has at most block_size tokens."""
-        from ..model.generate import logits_of
-        from ..model.reference import hidden_states
+        from ..model.reference import hidden_states, logits_of
 
         tokens = [int(token) for token in (self.tokenizer.encode(text) if isinstance(text, str) else text)]
         wrong = [token for token in tokens if not 0 <= token < self.config.vocab_size]
@@ -175,6 +159,85 @@ def load(
     eos = frozenset[int]().union(*(eos_token_ids(place, tokenizer) for place in places))
     template = next(filter(None, map(load_chat_template, places)), None)
     return TrainedModel(config, params, tokenizer, loaded.step, path, eos, template)
+
+
+def generate(
+    model: TrainedModel | StrPath,
+    prompts: Prompts,
+    *,
+    max_tokens: int = 80,
+    logprobs: bool = False,
+    **settings: Unpack[Settings],
+) -> list[Generated]:
+    """Continue prompts, `num_samples` times each, in the order of the prompts.
+
+    model               what `load` returns, or a folder that it accepts
+    prompts             a text, or a list of texts and of token lists
+    max_tokens          the most tokens of a sequence
+    logprobs            True: each token's log-probability before temperature and filters
+    temperature         0.8 by default; 0 takes the likeliest token
+    top_k               draws from the k likeliest tokens; None: from all
+    top_p               draws from the likeliest tokens that have this probability together; 1: from all
+    min_p               draws from tokens of at least this share of the likeliest one's probability; 0: from all
+    repetition_penalty  divides positive logits of tokens that the window has already, and multiplies negative ones; 1: none
+    stop                texts that end a sequence
+    eos                 False: a token that ends a text is a token like any other
+    seed                the same seed gives the same tokens
+    num_samples         sequences for each prompt, 1 by default
+    batch_size          sequences at a time, at most 32 by default; a sequence does not depend on it, but for rounding
+    device              by default where the model's weights are; for a folder CUDA where there is one, else the CPU
+    dtype               by default bfloat16 on CUDA, elsewhere that of the weights
+    invariant           True: the same bits in any batch, and as in training
+
+    A sequence longer than block_size slides over its window, with the warning `WindowSlides` (training/generation.py).
+
+    >>> import tempfile, tilegrad
+    >>> folder = f"{tempfile.mkdtemp()}/small"
+    >>> small = {"model": {"n_layer": 1, "n_embd": 32}, "train": {"steps": 4, "batch_size": 2, "seq_len": 16}}
+    >>> _ = tilegrad.train(small, folder)
+    >>> found = tilegrad.generate(folder, ["Call me ", "The whale"], max_tokens=5, num_samples=2)
+    >>> [(one.prompt, len(one.tokens), one.finish) for one in found[1:3]]
+    [('Call me ', 5, 'length'), ('The whale', 5, 'length')]
+    """
+    generation = _generation(model, prompts, max_tokens, settings)
+    _warn(generation)
+    return list(generation.results(logprobs=logprobs))
+
+
+def stream(
+    model: TrainedModel | StrPath, prompts: Prompts, *, max_tokens: int = 80, **settings: Unpack[Settings]
+) -> Iterator[Piece]:
+    """The tokens of `generate` as they come, with the text that is new. `Piece.sequence` says which sequence a piece is of.
+
+    >>> import tempfile, tilegrad
+    >>> folder = f"{tempfile.mkdtemp()}/small"
+    >>> small = {"model": {"n_layer": 1, "n_embd": 32}, "train": {"steps": 4, "batch_size": 2, "seq_len": 16}}
+    >>> _ = tilegrad.train(small, folder)
+    >>> pieces = list(tilegrad.stream(folder, "Call me ", max_tokens=5))
+    >>> (whole,) = tilegrad.generate(folder, "Call me ", max_tokens=5)
+    >>> "".join(piece.text for piece in pieces) == whole.text, [piece.finish for piece in pieces[-2:]]
+    (True, [None, 'length'])
+    """
+    generation = _generation(model, prompts, max_tokens, settings)
+    _warn(generation)
+    return generation.pieces()
+
+
+def _generation(model: TrainedModel | StrPath, prompts: Prompts, max_tokens: int, settings: Settings) -> Generation:
+    from .generation import Generation
+
+    if not isinstance(model, TrainedModel):
+        if settings.get("device") is None:
+            settings["device"] = "cuda" if torch.cuda.is_available() else "cpu"
+        model = load(model)
+    return Generation(model, prompts, max_tokens=max_tokens, **settings)
+
+
+def _warn(generation: Generation) -> None:
+    from .generation import WindowSlides
+
+    if generation.warning is not None:
+        warnings.warn(generation.warning, WindowSlides, stacklevel=3)
 
 
 def evaluate(

@@ -2,24 +2,35 @@
 
 The template writes the messages and the generation prompt, and the model continues this text. Its turn ends at one of
 `eos_token_ids`, or at the special token that the template writes after an answer.
+
+When the context has no room for an answer, the oldest turns are dropped; the system message stays.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Unpack
+
+import torch
 
 from ..data.chat_template import ChatTemplate, Message
-from ..data.tokenizer import Tokenizer, stream_text
+from ..data.tokenizer import Tokenizer
+from ..engine.sampling import Sampling
 from .api import TrainedModel
+from .generation import Request, open_decoder, place, write
+
+if TYPE_CHECKING:
+    from .generation import SamplingSettings
 
 
 class ContextFull(ValueError):
-    """The conversation has more tokens than the model attends to."""
+    """A message has more tokens than the model attends to."""
 
 
 class Chat:
-    """`messages` are all messages so far. `cut` says why the last answer is incomplete; None: it is complete."""
+    """`messages` are all messages that the model reads. `cut` says why the last answer is incomplete; None: it is
+    complete. `dropped` says, once in a conversation, that its beginning is not read any more."""
 
     def __init__(
         self,
@@ -27,9 +38,10 @@ class Chat:
         *,
         system: str | None = None,
         max_tokens: int | None = None,
-        temperature: float = 0.8,
-        top_k: int | None = None,
-        seed: int = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | str | None = None,
+        invariant: bool = False,
+        **sampling: Unpack[SamplingSettings],
     ) -> None:
         """max_tokens: the most tokens of an answer; None: as many as the context has room for."""
         if model.chat_template is None:
@@ -41,45 +53,65 @@ class Chat:
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"max_tokens: got {max_tokens}; accepted: an int ≥ 1")
         self._model, self._template, self._max_tokens = model, model.chat_template, max_tokens
-        self._sampling = {"temperature": temperature, "top_k": top_k, "seed": seed}
-        self._system: list[Message] = [] if system is None else [{"role": "system", "content": system}]
-        self._stop = model.eos_token_ids | end_of_turn(self._template, model.tokenizer)
-        self.clear()
+        sampling.setdefault("temperature", 0.8)
+        self._sampling = Sampling(**sampling)
+        self._eos = model.eos_token_ids | end_of_turn(self._template, model.tokenizer)
+        at, compute = place(model, device, dtype)
+        size = model.config.block_size
+        self._decoder = open_decoder(model, 1, size, self._sampling, device=at, dtype=compute, invariant=invariant)
+        self.system = system
+        self.reset()
 
-    def clear(self) -> None:
-        """Begin a new conversation."""
-        self.messages = [*self._system]
+    def reset(self) -> None:
+        """Begin a new conversation; the system message stays."""
+        self.messages: list[Message] = []
         self.cut: str | None = None
+        self.dropped: str | None = None
+        self._said = False
 
     def answer(self, text: str) -> Iterator[str]:
         """Yields the answer as it is generated. When it ends, `text` and the answer are appended to `messages`."""
         model, size = self._model, self._model.config.block_size
-        messages: list[Message] = [*self.messages, {"role": "user", "content": text}]
-        prompt = self._template.render(messages, generation_prompt=True).text
-        encoded = model.tokenizer.encode_marked([prompt], add_special_tokens=False)[0].tokens
-        tokens = [int(token) for token in encoded]
+        messages, tokens = self._fitting([*self.messages, {"role": "user", "content": text}])
         room = size + 1 - len(tokens)  # the model does not read the last token that it writes
-        if room < 1:
-            raise ContextFull(
-                f"context: got a conversation of {len(tokens):,} tokens; accepted: at most {size:,}, the model's block_size"
-            )
         most = room if self._max_tokens is None else min(room, self._max_tokens)
-        written: list[int] = []
-
-        def counted() -> Iterator[int]:
-            for token in model.tokens(tokens, most, stop=self._stop, **self._sampling):  # type: ignore[arg-type]
-                written.append(token)
-                yield token
-
-        pieces: list[str] = []
-        for piece in stream_text(model.tokenizer, counted(), after=tokens):
-            pieces.append(piece)
-            yield piece
+        request = Request(tokens, most, self._sampling, eos=self._eos)
+        pieces, finish = list[str](), None
+        for piece in write(self._decoder, [request], model.tokenizer):
+            pieces.append(piece.text)
+            finish = piece.finish
+            yield piece.text
         self.messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
         self.cut = None
-        if len(written) == most:
+        if finish == "length":
             why = f"the context is full, {size:,} tokens" if most == room else f"max_tokens is {most:,}"
             self.cut = f"answer: cut after {most:,} tokens, because {why}"
+
+    def _fitting(self, messages: list[Message]) -> tuple[list[Message], list[int]]:
+        """The messages and their tokens, without the oldest turns if there is no room for an answer otherwise: for max_tokens
+        if they are given, else for a quarter of the context."""
+        size = self._model.config.block_size
+        wanted = min(size, size // 4 if self._max_tokens is None else self._max_tokens)
+        tokens = self._encode(messages)
+        dropped = 0
+        self.dropped = None
+        while len(tokens) > size + 1 - max(1, wanted) and len(messages) > 1:
+            messages, dropped = messages[2:], dropped + 1
+            tokens = self._encode(messages)
+        if len(tokens) > size:
+            raise ContextFull(
+                f"context: got a message of {len(tokens):,} tokens; accepted: at most {size:,}, the model's block_size"
+            )
+        if dropped and not self._said:
+            self._said = True
+            self.dropped = f"context: full, {size:,} tokens; the oldest of the conversation is not read any more"
+        return messages, tokens
+
+    def _encode(self, messages: list[Message]) -> list[int]:
+        system: list[Message] = [] if self.system is None else [{"role": "system", "content": self.system}]
+        prompt = self._template.render([*system, *messages], generation_prompt=True).text
+        (encoded,) = self._model.tokenizer.encode_marked([prompt], add_special_tokens=False)
+        return [int(token) for token in encoded.tokens]
 
 
 def end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> frozenset[int]:

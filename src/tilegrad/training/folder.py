@@ -54,15 +54,16 @@ if TYPE_CHECKING:
 MARKER, LOCK = ".tilegrad-run", "run.lock"
 _MARK = b'{"format": "tilegrad run", "version": 1}\n'
 _LOCK = re.compile(rb"(?:\d+(?: [0-9a-f]+)?\n)?")  # the content of a lock: a process's id and its token
+_MODELS = "the folder of a run, a checkpoint in it, or a folder of weights"
 _LISTED = 3  # names that an error lists
 SHARED_S = 5.0  # seconds that a network file system may take to show a new file
 
 
-def locate(path: Path) -> tuple[Path, Path | None]:
+def locate(path: Path, *, accepted: str = "the folder of a run, or a checkpoint in it") -> tuple[Path, Path | None]:
     """(folder, checkpoint) of a path to resume from: a run's folder, or a checkpoint in it."""
     if not path.is_dir():
         what = "got a file" if path.exists() else f"no such folder{did_you_mean(path.name, _neighbours(path))}"
-        raise FileNotFoundError(f"{path}: {what}; accepted: the folder of a run, or a checkpoint in it")
+        raise FileNotFoundError(f"{path}: {what}; accepted: {accepted}")
     return (path.parent.parent, path) if is_checkpoint(path) else (path, None)
 
 
@@ -120,7 +121,9 @@ def best_of(folder: Path) -> Best | None:
 def weights_of(run: Path, *, best: bool) -> tuple[Path, Path]:
     """(folder, checkpoint) to generate from or to export: the newest or best checkpoint of the folder `run`, or `run` itself
     if it is a checkpoint."""
-    folder, given = locate(run)
+    folder, given = locate(run, accepted=_MODELS)
+    if given is None and not best and not holds_a_run(folder):
+        raise ValueError(f"{folder}: got neither checkpoints/ nor config.json in it; accepted: {_MODELS}")
     if given is not None and best:
         raise ValueError(f"best: got True with the checkpoint {run}; accepted: True with a run's folder")
     path = given or latest_checkpoint(folder / "best" if best else _newest(folder).parent)

@@ -15,7 +15,6 @@ import time
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +30,6 @@ from ..engine.parallel import check_agreed
 from ..engine.planning import step_report
 from ..engine.state import counters, restore_counters
 from ..memory.page import human
-from ..model.generate import NonFiniteLogits, generate
 from ..text.atomic import named, write_whole
 from ..text.environment import environment
 from .checkpointer import Checkpointer
@@ -40,6 +38,7 @@ from .dataset import Dataset
 from .evaluation import Evaluator
 from .folder import Best, resume_command, write_run
 from .frozen import Base
+from .generation import NonFiniteLogits, draw
 from .log import RunLog, read_log
 from .loggers import chosen_loggers
 from .ranks import Ranks
@@ -471,10 +470,8 @@ class Run:
         if not n or not prompt or not math.isfinite(self.train_loss):
             return ""
         try:
-            lora = self.engine.spec.lora
-            drawn = generate(model, params, prompt, n, temperature=0.8, top_k=50, seed=t.seed, lora=lora)
-            ends = eos_token_ids(self.folder / "data", self.dataset.tokenizer)
-            tokens = list(takewhile(lambda token: token not in ends, drawn))
+            lora, ends = self.engine.spec.lora, eos_token_ids(self.folder / "data", self.dataset.tokenizer)
+            tokens = list(draw(model, params, prompt, n, eos=ends, lora=lora, temperature=0.8, top_k=50, seed=t.seed))
         except NonFiniteLogits:  # these weights generate nothing
             return ""
         return decode_known(self.dataset.tokenizer, [*prompt, *tokens])

@@ -1,0 +1,60 @@
+"""`tilegrad evaluate`: how well a model knows a text."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from dataclasses import asdict
+
+from .arguments import DTYPES, Commands, add_command, add_dtype, add_model
+
+
+def _evaluate(args: argparse.Namespace) -> int:
+    from ..text.table import table
+    from ..training.api import evaluate
+    from .progress import watch
+
+    with watch(sys.stderr if args.json else sys.stdout) as show:
+        found = evaluate(
+            args.run_folder,
+            args.data or (),
+            best=args.best,
+            init=args.init,
+            batch_size=args.batch_size,
+            seq_len=args.seq_len,
+            device=args.device,
+            dtype=args.dtype,
+            show=lambda event, numbers: None if args.json and event == "data" else show(event, numbers),
+        )
+    if args.json:
+        finite = {k: v if v is None or math.isfinite(v) else None for k, v in asdict(found).items()}
+        print(json.dumps(finite, indent=1))
+        return 0
+    rows = [("loss", f"{found.loss:.4f}")]
+    if found.perplexity is not None:
+        rows.append(("perplexity", f"{found.perplexity:,.2f}"))
+    if found.bits_per_byte is not None:
+        rows.append(("bits per byte", f"{found.bits_per_byte:.4f}"))
+    if found.bytes is not None:
+        rows.append(("bytes", f"{found.bytes:,}"))
+    rows += [("tokens", f"{found.tokens:,}"), ("seconds", f"{found.seconds:.1f}")]
+    print(table(("", "result"), rows))
+    return 0
+
+
+def add_evaluation(commands: Commands) -> None:
+    evaluate = add_command(commands, "evaluate", "loss, perplexity and bits per byte of a model on any text", _evaluate)
+    add_model(evaluate)
+    evaluate.add_argument(
+        "--data",
+        nargs="+",
+        metavar="FILE",
+        help="text files and folders (default: what the run holds out for validation)",
+    )
+    evaluate.add_argument("--batch-size", type=int, metavar="N", help="windows in a batch (default: the run's)")
+    evaluate.add_argument("--seq-len", type=int, metavar="N", help="tokens in a window (default: the run's)")
+    evaluate.add_argument("--device", help="default: cuda where there is one, else cpu")
+    add_dtype(evaluate, "default: the run's; for a folder of weights bfloat16 on CUDA, else float32", choices=DTYPES)
+    evaluate.add_argument("--json", action="store_true", help="JSON instead of the table")

@@ -1,0 +1,301 @@
+"""`tilegrad generate` and `tilegrad chat`: what a trained model writes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .arguments import DTYPES, Commands, Parser, add_command, add_dtype, add_model
+from .faults import complain
+
+if TYPE_CHECKING:
+    from ..training.api import TrainedModel
+    from ..training.chat import Chat
+    from ..training.generation import Generated, Generation, SamplingSettings
+
+PROMPT = "Call me "  # the default of generate
+_SHOWN_S = 5.0  # between two lines of progress
+
+
+def _generate(args: argparse.Namespace) -> int:
+    from ..training.generation import Generation
+
+    if args.logprobs and not args.json:
+        raise ValueError("logprobs: got --logprobs without --json, which prints them; accepted: both")
+    prompts = _prompts(args)
+    generation = Generation(
+        _load(args),
+        prompts,
+        max_tokens=args.max_tokens,
+        stop=args.stop or (),
+        eos=not args.no_eos,
+        num_samples=args.num_samples,
+        batch_size=args.batch_size,
+        device=_device(args),
+        dtype=args.dtype,
+        invariant=args.invariant,
+        **_sampling(args),
+    )
+    if generation.warning is not None:
+        complain(generation.warning)
+    started_at = time.perf_counter()
+    one = generation.sequences == 1 and not args.json
+    tokens = _stream(generation) if one else _print_all(generation, args)
+    if args.verbose:
+        seconds = time.perf_counter() - started_at
+        complain(f"{tokens:,} tokens in {seconds:.2f} s, {tokens / seconds:,.1f} tokens/s")
+    return 0
+
+
+def _prompts(args: argparse.Namespace) -> list[str]:
+    """The prompts of the command line, of a file or of stdin."""
+    ways = {"PROMPT": args.text or None, "--prompt": args.prompt, "--prompt-file": args.prompt_file}
+    given = {name: value for name, value in ways.items() if value is not None}
+    if len(given) > 1:
+        (a, b), *_ = zip(given.items(), [*given.items()][1:], strict=False)
+        raise ValueError(f"prompt: got {_shown(*a)} and {_shown(*b)}; accepted: one of them")
+    if args.prompt_file is not None:
+        return _lines(args.prompt_file)
+    words: list[str] = args.text or [PROMPT if args.prompt is None else args.prompt]
+    if words.count("-") > 1:
+        raise ValueError("prompt: got '-', which reads stdin, more than once; accepted: once")
+    return [_read_stdin() if word == "-" else word for word in words]
+
+
+def _shown(name: str, value: str | list[str]) -> str:
+    words = shlex.join(value) if isinstance(value, list) else value
+    return repr(words) if name == "PROMPT" else f"{name} {words!r}"
+
+
+def _lines(name: str) -> list[str]:
+    """A prompt for each line of a file; - is stdin."""
+    from ..text.untrusted import decoded
+
+    text = _read_stdin() if name == "-" else decoded(Path(name))
+    lines = text.replace("\r\n", "\n").removesuffix("\n").split("\n")
+    empty = next((number for number, line in enumerate(lines, 1) if not line), None)
+    if empty is not None:
+        raise ValueError(f"{name}: got no text in line {empty}; accepted: a prompt in each line")
+    return lines
+
+
+def _read_stdin() -> str:
+    try:
+        return sys.stdin.read().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"stdin: got bytes that are not {error.encoding}: {error.reason}") from error
+
+
+def _stream(generation: Generation) -> int:
+    """Print the prompt and its continuation as it comes; returned is the number of tokens."""
+    print(generation.prompts[0], end="", flush=True)
+    tokens = 0
+    try:
+        for tokens, piece in enumerate(generation.pieces(), 1):  # noqa: B007, counted
+            print(piece.text, end="", flush=True)
+    finally:  # Ctrl-C as well: what is written stays, on lines of its own
+        print(flush=True)
+    return tokens
+
+
+def _print_all(generation: Generation, args: argparse.Namespace) -> int:
+    """Print sequences in the order of the prompts, each when it and those before it are complete; returned is the number of
+    tokens."""
+    from .progress import watch
+
+    out = None if sys.stdout.isatty() else sys.stdout  # a bar on stderr moves what is printed in the same terminal
+    tokens, started_at, shown_at = 0, time.perf_counter(), time.perf_counter()
+    many = generation.sequences > 1
+    with watch(sys.stderr) as show:
+        for number, found in enumerate(generation.results(logprobs=args.logprobs), 1):
+            tokens += len(found.tokens)
+            print(_as_json(found) if args.json else _as_text(found, number, generation), file=out, flush=True)
+            now = time.perf_counter()
+            if many and (sys.stderr.isatty() or now - shown_at > _SHOWN_S):
+                shown_at = now
+                rate = tokens / (now - started_at)
+                numbers = {"sequence": number, "sequences": generation.sequences, "tokens_per_second": rate}
+                show("generate", numbers | {"tokens": tokens})
+    return tokens
+
+
+def _as_json(found: Generated) -> str:
+    content = asdict(found)
+    if found.logprobs is None:
+        del content["logprobs"]
+    return json.dumps(content)  # ASCII: a line in any encoding, and for any reader
+
+
+def _as_text(found: Generated, number: int, generation: Generation) -> str:
+    return f"── {number} of {generation.sequences} ──\n{found.prompt}{found.text}"
+
+
+def _chat(args: argparse.Namespace) -> int:
+    from ..training.chat import Chat, ContextFull
+
+    if args.once is not None and not args.once.strip():
+        raise ValueError(f"once: got {args.once!r}; accepted: a text")
+    chat = Chat(
+        _load(args),
+        system=args.system,
+        max_tokens=args.max_tokens,
+        device=_device(args),
+        dtype=args.dtype,
+        invariant=args.invariant,
+        **_sampling(args),
+    )
+    if args.once is not None:
+        _answer(chat, args.once)
+        return 0
+    by_hand = sys.stdin.isatty()
+    if by_hand:
+        print("/exit or Ctrl-D ends the conversation, /reset begins another, /system TEXT changes the system message.")
+    while (line := _read_line("> " if by_hand else "")) not in (None, "/exit"):
+        command, _, rest = line.partition(" ")
+        if line == "/reset":
+            chat.reset()
+        elif command == "/system":
+            chat.system = rest.strip() or None
+        elif line:
+            try:
+                _answer(chat, line)
+            except ContextFull as error:
+                complain(error)
+    return 0
+
+
+def _answer(chat: Chat, text: str) -> None:
+    try:
+        for piece in chat.answer(text):
+            if chat.dropped is not None:
+                complain(chat.dropped)
+                chat.dropped = None
+            print(piece, end="", flush=True)
+    except KeyboardInterrupt:
+        print()
+        raise
+    print()
+    if chat.cut is not None:
+        complain(chat.cut)
+
+
+def _read_line(prompt: str) -> str | None:
+    """A line without spaces around it; None at the end of the input."""
+    with suppress(ImportError):
+        import readline  # noqa: F401, input() then has arrow keys and a history
+    try:
+        return input(prompt).strip()
+    except (EOFError, KeyboardInterrupt) as end:
+        if prompt:
+            print()  # so that the shell's prompt begins a new line
+        if isinstance(end, KeyboardInterrupt):
+            raise
+        return None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"input: got bytes that are not {error.encoding}: {error.reason}") from error
+
+
+def _load(args: argparse.Namespace) -> TrainedModel:
+    from ..training.api import load
+
+    return load(args.run_folder, best=args.best, init=args.init)
+
+
+def _device(args: argparse.Namespace) -> str:
+    import torch
+
+    return str(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _sampling(args: argparse.Namespace) -> SamplingSettings:
+    return {
+        "temperature": args.temperature,
+        "top_k": args.top_k,
+        "top_p": args.top_p,
+        "min_p": args.min_p,
+        "repetition_penalty": args.repetition_penalty,
+        "seed": args.seed,
+    }
+
+
+def add_generation(commands: Commands) -> None:
+    text = add_command(commands, "generate", "generate text with a trained model", _generate)
+    add_model(text)
+    text.add_argument(
+        "text", nargs="*", metavar="PROMPT", help=f"texts to continue; - reads stdin (default: {PROMPT!r})"
+    )
+    text.add_argument("--prompt", metavar="TEXT", help="the same as one PROMPT")
+    text.add_argument("--prompt-file", metavar="FILE", help="a text to continue in each line; - reads stdin")
+    text.add_argument(
+        "--max-tokens", type=int, default=80, metavar="N", help="the most tokens of a sequence (default: %(default)s)"
+    )
+    text.add_argument(
+        "--num-samples", type=int, default=1, metavar="N", help="sequences for each prompt (default: %(default)s)"
+    )
+    text.add_argument("--batch-size", type=int, metavar="N", help="sequences at a time (default: at most 32)")
+    text.add_argument(
+        "--stop", action="append", metavar="TEXT", help="end a sequence before this text; may be given several times"
+    )
+    text.add_argument(
+        "--no-eos", action="store_true", help="continue after a token that ends a text (default: end before it)"
+    )
+    text.add_argument("--json", action="store_true", help="print a line of JSON for each sequence")
+    text.add_argument("--logprobs", action="store_true", help="with --json: the log-probability of each token")
+    text.add_argument("--verbose", action="store_true", help="print tokens per second, on stderr")
+    _add_sampling(text)
+
+    chat = add_command(commands, "chat", "talk with a model, by its tokenizer's chat template", _chat)
+    add_model(chat)
+    chat.add_argument("--system", metavar="TEXT", help="the system message, before the first of yours")
+    chat.add_argument("--once", metavar="PROMPT", help="answer this and end")
+    chat.add_argument(
+        "--max-tokens", type=int, metavar="N", help="tokens of an answer (default: as many as the context has room for)"
+    )
+    _add_sampling(chat)
+
+
+def _add_sampling(command: Parser) -> None:
+    command.add_argument(
+        "--temperature",
+        type=float,
+        default=0.8,
+        metavar="X",
+        help="0 = always the likeliest token (default: %(default)s)",
+    )
+    command.add_argument("--top-k", type=int, metavar="N", help="sample only from the N likeliest tokens")
+    command.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="sample only from the likeliest tokens that have this probability together (default: %(default)s)",
+    )
+    command.add_argument(
+        "--min-p",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="sample only from tokens with this share of the likeliest one's probability (default: %(default)s)",
+    )
+    command.add_argument(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="above 1: tokens that the text has already are less likely (default: %(default)s)",
+    )
+    command.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="the same seed gives the same text (default: %(default)s)"
+    )
+    command.add_argument("--device", help="default: cuda where there is one, else cpu")
+    add_dtype(command, "default: bfloat16 on CUDA, else that of the weights", choices=DTYPES)
+    command.add_argument(
+        "--invariant", action="store_true", help="the same bits in any batch, and as in training; slower"
+    )
