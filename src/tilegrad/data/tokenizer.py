@@ -282,7 +282,7 @@ class TextStream:
         self._shown = len(tokenizer.decode(self._chunk))
 
     def add(self, token: int) -> str:
-        if token >= self._tokenizer.vocab_size:  # the tokenizer does not have it: an incomplete character before it stays �
+        if token >= self._tokenizer.vocab_size:  # the tokenizer lacks it: an incomplete character before it stays �
             text = self.rest() + "�"
             self._chunk, self._shown = [], 0
             return text
