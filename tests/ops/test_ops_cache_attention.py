@@ -165,11 +165,11 @@ def test_on_a_device_and_captured(kernel: str) -> None:
         step = step_of(spec)
         tensors = {name: getattr(step.mask, name) for name in ("sinks", "alibi_slopes")}
         mask = replace(step.mask, **{name: x.cuda() for name, x in tensors.items() if x is not None})
-        moved = {name: x.cuda() for name, x in step._asdict().items() if isinstance(x, Tensor)}
-        check(step._replace(**moved, mask=mask), kernel)
+        there: dict[str, Any] = {n: x.cuda() for n, x in step._asdict().items() if isinstance(x, Tensor)}
+        check(step._replace(**there, mask=mask), kernel)
     step = step_of(PLAIN)
     assert step.mask.sinks is not None
-    moved = {name: x.cuda() for name, x in step._asdict().items() if isinstance(x, Tensor)}
+    moved: dict[str, Any] = {n: x.cuda() for n, x in step._asdict().items() if isinstance(x, Tensor)}
     step = step._replace(**moved, mask=replace(step.mask, sinks=step.mask.sinks.cuda()))
     eager, o = step.run(kernel), step.q.new_empty(len(step.q), 64)
     shapes = cache_attention_workspace(len(step.q), 4, 2, 16, 70, step.mask, step.q.dtype, step.q.device, kernel=kernel)
