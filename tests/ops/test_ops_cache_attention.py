@@ -25,10 +25,10 @@ from tilegrad.kernels.cache_attention import (
     cache_attention_workspace,
     cache_write_fwd,
     cache_write_workspace,
-    triton_ops,
+    torch_ops,
 )
 from tilegrad.kernels.cpu import library
-from tilegrad.kernels.scratch import Form
+from tilegrad.kernels.scratch import Form, blocks
 
 MISSING = library.library()
 needs_library = pytest.mark.skipif(isinstance(MISSING, str), reason=f"the native kernel {MISSING}")
@@ -42,7 +42,7 @@ def _interpreted(request: pytest.FixtureRequest) -> Iterator[None]:
     by_triton = "kernel" in request.fixturenames and request.node.callspec.params.get("kernel") == "triton"
     if by_triton:
         pytest.importorskip("triton", reason="needs Triton")
-    with interpreting() if by_triton else nullcontext():
+    with interpreting() if by_triton and not request.node.get_closest_marker("gpu") else nullcontext():
         yield
 
 
@@ -148,6 +148,38 @@ def test_every_pair_of_options(kernel: str) -> None:
     assert set.union(*map(pairs, specs)) == all_pairs(axes, allowed)
     for spec in specs:
         check(step_of(spec), kernel)
+
+
+def test_sequences_together_over_the_whole_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The torch kernel as on a GPU, where the host reads no position."""
+    monkeypatch.setattr(torch_ops, "_sequences", lambda cache: min(4, cache.shape[0]))
+    monkeypatch.setattr(torch_ops, "_columns", lambda _positions, _mask, capacity: blocks(capacity, 32))
+    for spec in covering(AXES | INTERPRETED, allowed):
+        check(step_of(spec), "torch")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ["torch", "triton"])
+def test_on_a_device_and_captured(kernel: str) -> None:
+    for spec in covering(AXES | {"dtype": (torch.float32, torch.bfloat16, torch.float16)}, allowed):
+        step = step_of(spec)
+        tensors = {name: getattr(step.mask, name) for name in ("sinks", "alibi_slopes")}
+        mask = replace(step.mask, **{name: x.cuda() for name, x in tensors.items() if x is not None})
+        there: dict[str, Any] = {n: x.cuda() for n, x in step._asdict().items() if isinstance(x, Tensor)}
+        check(step._replace(**there, mask=mask), kernel)
+    step = step_of(PLAIN)
+    assert step.mask.sinks is not None
+    moved: dict[str, Any] = {n: x.cuda() for n, x in step._asdict().items() if isinstance(x, Tensor)}
+    step = step._replace(**moved, mask=replace(step.mask, sinks=step.mask.sinks.cuda()))
+    eager, o = step.run(kernel), step.q.new_empty(len(step.q), 64)
+    shapes = cache_attention_workspace(len(step.q), 4, 2, 16, 70, step.mask, step.q.dtype, step.q.device, kernel=kernel)
+    scratch = {name: x.cuda() for name, x in poisoned(shapes).items()}
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        caches: Any = {"k_cache": step.k_cache, "v_cache": step.v_cache}
+        cache_attention_fwd(*step[:5], 4, 2, o=o, **caches, scratch=scratch, kernel=kernel)
+    graph.replay()
+    assert same(o, eager)
 
 
 PLAIN: Spec = {
@@ -290,8 +322,6 @@ def test_rows_are_written_to_their_slots(kernel: str, dtype: torch.dtype, fused:
 
 
 def test_many_rows_are_written_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tilegrad.kernels.cache_attention import torch_ops
-
     monkeypatch.setattr(torch_ops, "ROWS", 3)
     k, v = randn(2, 10, 6)
     caches = torch.zeros(2, 2, 2, 6, 3, dtype=torch.float64)
@@ -374,5 +404,8 @@ def test_the_table() -> None:
     ],
 )
 def test_splits_depend_on_the_capacity_alone(capacity: int, d: int, dtype: torch.dtype, share: int) -> None:
+    pytest.importorskip("triton", reason="needs Triton")
+    from tilegrad.kernels.cache_attention import triton_ops
+
     for b in (1, 64):
         assert triton_ops._share(Form((b, 2, capacity, d), dtype, CPU)) == share
