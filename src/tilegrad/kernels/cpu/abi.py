@@ -1,9 +1,9 @@
 """The structures of the native library's C ABI: each of its functions takes a pointer to one.
 
 They repeat C++ definitions field by field: Call and CacheWrite of csrc/attention, Norm and Gelu of csrc/rows/norm_gelu.h,
-Sample of csrc/rows/sampling.h, Gemm of csrc/gemm/gemm.h. The library reports the offset of each field (csrc/layout.h), and loading
-compares them (`mismatch`). Packing is derived from the same definitions: struct.Struct fills a structure in half the time of
-ctypes.
+Sample of csrc/rows/sampling.h, Gemm of csrc/gemm/gemm.h. The library reports the offset of each field (csrc/layout.h), and
+loading compares them (`mismatch`). Packing is derived from the same definitions: struct.Struct fills a structure in half the
+time of ctypes.
 """
 
 from __future__ import annotations
