@@ -89,7 +89,8 @@ def _commands(cxx: str, flags: Sequence[str], folder: Path) -> Iterator[list[str
         yield [cxx, *flags, f"-I{SOURCES}", *defines, f'-DDIGEST="{digest()}"', "-c", source, "-o", target]
     for isa, own in isas.items():
         double = ["-DWITH_DOUBLE"] if isa == "portable" else []
-        names = ["attention/kernels"] if isa == "amx" else ["attention/kernels", "rows/norm_gelu"]  # AMX: products only
+        names = ["attention/kernels"]  # AMX: products of tiles only
+        names += [] if isa == "amx" else ["rows/norm_gelu", "gemm/fixed_order"]
         for name in names:
             source, target = str(SOURCES / f"{name}.cpp"), str(folder / f"{Path(name).name}_{isa}.o")
             yield [cxx, *flags, f"-I{SOURCES}", *own, *double, f"-DISA={isa}", "-c", source, "-o", target]

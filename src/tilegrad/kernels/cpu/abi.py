@@ -1,7 +1,7 @@
 """The structures of the native library's C ABI: each of its functions takes a pointer to one.
 
-They repeat C++ definitions field by field: Call of csrc/attention/call.h, Norm and Gelu of csrc/rows/norm_gelu.h, Gemm of
-csrc/gemm/gemm.h. The library reports the offset of each field (csrc/layout.h), and loading compares them (`mismatch`). Packing
+They repeat C++ definitions field by field: Call of csrc/attention/call.h, Norm and Gelu of csrc/rows/norm_gelu.h, Gemm and
+FixedOrder of csrc/gemm. The library reports the offset of each field (csrc/layout.h), and loading compares them (`mismatch`). Packing
 is derived from the same definitions: struct.Struct fills a structure in half the time of ctypes.
 """
 
@@ -68,7 +68,16 @@ class Gemm(ctypes.Structure):
     ]
 
 
-STRUCTURES: tuple[type[ctypes.Structure], ...] = (View, Rows, Call, Norm, Gelu, Gemm)
+class FixedOrder(ctypes.Structure):
+    _fields_ = [
+        *_fields("n m k threads isa dtype w_dtype b_dtype", _INT),
+        *_fields("x w y", Rows),
+        *_fields("b scratch", _POINTER),
+        *_fields("scale", _DOUBLE),
+    ]
+
+
+STRUCTURES: tuple[type[ctypes.Structure], ...] = (View, Rows, Call, Norm, Gelu, Gemm, FixedOrder)
 
 
 def _format(structure: type[ctypes.Structure]) -> str:
@@ -91,6 +100,7 @@ def packer(structure: type[ctypes.Structure]) -> Callable[..., bytes]:
 
 
 pack_call, pack_norm, pack_gelu, pack_gemm = packer(Call), packer(Norm), packer(Gelu), packer(Gemm)
+pack_fixed_order = packer(FixedOrder)
 
 
 class _Place(ctypes.Structure):

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "attention/call.h"
+#include "gemm/fixed_order.h"
 #include "gemm/gemm.h"
 #include "rows/norm_gelu.h"
 
@@ -36,6 +37,9 @@ constexpr Place LAYOUT[] = {
     AT(Gelu, h), AT(Gelu, a), AT(Gelu, da), AT(Gelu, dh), END(Gelu),
     AT(Gemm, transpose_a), AT(Gemm, transpose_b), AT(Gemm, m), AT(Gemm, n), AT(Gemm, k), AT(Gemm, lda), AT(Gemm, ldb), AT(Gemm, ldc),
     AT(Gemm, accumulate), AT(Gemm, threads), AT(Gemm, a), AT(Gemm, b), AT(Gemm, c), END(Gemm),
+    AT(FixedOrder, n), AT(FixedOrder, m), AT(FixedOrder, k), AT(FixedOrder, threads), AT(FixedOrder, isa), AT(FixedOrder, dtype),
+    AT(FixedOrder, w_dtype), AT(FixedOrder, b_dtype), AT(FixedOrder, x), AT(FixedOrder, w), AT(FixedOrder, y), AT(FixedOrder, b),
+    AT(FixedOrder, scratch), AT(FixedOrder, scale), END(FixedOrder),
     {nullptr, nullptr, 0},
 };
 // clang-format on

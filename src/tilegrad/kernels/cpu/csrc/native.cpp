@@ -1,6 +1,7 @@
 // The C ABI, and the selection of the instruction set.
 
 #include "attention/call.h"
+#include "gemm/fixed_order.h"
 #include "gemm/gemm.h"
 #include "layout.h"
 #include "rows/norm_gelu.h"
@@ -17,14 +18,17 @@ namespace portable {
 Kernels float_kernels();
 Kernels double_kernels();
 NormGeluKernels norm_gelu_kernels();
+FixedOrderKernels fixed_order_kernels();
 }  // namespace portable
 namespace avx2 {
 Kernels float_kernels();
 NormGeluKernels norm_gelu_kernels();
+FixedOrderKernels fixed_order_kernels();
 }  // namespace avx2
 namespace avx512 {
 Kernels float_kernels();
 NormGeluKernels norm_gelu_kernels();
+FixedOrderKernels fixed_order_kernels();
 }  // namespace avx512
 namespace amx {
 Kernels bfloat16_kernels();
@@ -94,6 +98,16 @@ NormGeluKernels norm_gelu_kernels([[maybe_unused]] int64_t isa) {
     if (isa == AVX2) return avx2::norm_gelu_kernels();
 #endif
     return portable::norm_gelu_kernels();
+}
+
+FixedOrderKernels fixed_order_kernels([[maybe_unused]] int64_t isa) {
+#if defined(WITH_avx512)
+    if (isa >= AVX512) return avx512::fixed_order_kernels();
+#endif
+#if defined(WITH_avx2)
+    if (isa == AVX2) return avx2::fixed_order_kernels();
+#endif
+    return portable::fixed_order_kernels();
 }
 
 // fn(call, begin, end) over 0 … n, in ranges of whole `unit`s, one per thread.
@@ -188,4 +202,30 @@ EXPORT void tilegrad_native_gelu(const Gelu* call) {
 }
 
 EXPORT void tilegrad_native_gemm(const tilegrad::Gemm* call) { tilegrad::gemm(*call); }
+
+// Scratch bytes of one thread of a product of many rows that are enough for every instruction set of this machine.
+EXPORT int64_t tilegrad_native_panel_bytes() {
+    int64_t most = 0;
+    for (int64_t isa = 0; tilegrad::supported() >> isa; ++isa) {
+        const int64_t bytes = tilegrad::fixed_order_kernels(isa).panel_bytes;
+        if ((tilegrad::supported() >> isa & 1) && bytes > most) most = bytes;
+    }
+    return most;
+}
+
+EXPORT void tilegrad_native_fixed_order(const tilegrad::FixedOrder* call) {
+    struct Context {
+        const tilegrad::FixedOrder& call;
+        void (*work)(const tilegrad::FixedOrder&, int64_t*, int);
+        int64_t next;
+    } context{*call, tilegrad::fixed_order_kernels(call->isa).work, 0};
+    if (!call->n || !call->m) return;
+    tilegrad::run_on_threads(
+        int(call->threads),
+        [](void* p, int worker) {
+            auto& c = *static_cast<Context*>(p);
+            c.work(c.call, &c.next, worker);
+        },
+        &context);
+}
 }
