@@ -1,6 +1,6 @@
 """The structures of the native library's C ABI: each of its functions takes a pointer to one.
 
-They repeat C++ definitions field by field: Call of csrc/attention/call.h, Norm and Gelu of csrc/rows/norm_gelu.h, Gemm and
+They repeat C++ definitions field by field: Call of csrc/attention/call.h, Norm and Activation of csrc/rows/norm_gelu.h, Gemm and
 FixedOrder of csrc/gemm. The library reports the offset of each field (csrc/layout.h), and loading compares them (`mismatch`). Packing
 is derived from the same definitions: struct.Struct fills a structure in half the time of ctypes.
 """
@@ -57,8 +57,8 @@ class Norm(ctypes.Structure):
     ]
 
 
-class Gelu(ctypes.Structure):
-    _fields_ = [*_fields("n threads isa dtype", _INT), *_fields("h a da dh", _POINTER)]
+class Activation(ctypes.Structure):
+    _fields_ = [*_fields("n threads isa dtype kind", _INT), *_fields("h up a da dh", _POINTER)]
 
 
 class Gemm(ctypes.Structure):
@@ -77,7 +77,7 @@ class FixedOrder(ctypes.Structure):
     ]
 
 
-STRUCTURES: tuple[type[ctypes.Structure], ...] = (View, Rows, Call, Norm, Gelu, Gemm, FixedOrder)
+STRUCTURES: tuple[type[ctypes.Structure], ...] = (View, Rows, Call, Norm, Activation, Gemm, FixedOrder)
 
 
 def _format(structure: type[ctypes.Structure]) -> str:
@@ -99,8 +99,8 @@ def packer(structure: type[ctypes.Structure]) -> Callable[..., bytes]:
     return function
 
 
-pack_call, pack_norm, pack_gelu, pack_gemm = packer(Call), packer(Norm), packer(Gelu), packer(Gemm)
-pack_fixed_order = packer(FixedOrder)
+pack_call, pack_norm, pack_activation = packer(Call), packer(Norm), packer(Activation)
+pack_gemm, pack_fixed_order = packer(Gemm), packer(FixedOrder)
 
 
 class _Place(ctypes.Structure):

@@ -51,7 +51,7 @@ def library() -> ctypes.CDLL | str:
     found.tilegrad_native_run.argtypes = (ctypes.c_char_p, ctypes.c_int64)
     found.tilegrad_native_run.restype = None
     found.tilegrad_native_panel_bytes.restype = ctypes.c_int64
-    for name in ("norm_fwd", "norm_bwd", "gelu", "gemm", "fixed_order"):
+    for name in ("norm_fwd", "norm_bwd", "activation", "gemm", "fixed_order"):
         function = getattr(found, f"tilegrad_native_{name}")
         function.argtypes, function.restype = (ctypes.c_char_p,), None
     return found

@@ -132,8 +132,8 @@ void parallel_for(const T& call, int64_t n, int64_t unit, void (*fn)(const T&, i
 }  // namespace
 }  // namespace tilegrad
 
+using tilegrad::Activation;
 using tilegrad::Call;
-using tilegrad::Gelu;
 using tilegrad::Norm;
 
 extern "C" {
@@ -196,9 +196,9 @@ EXPORT void tilegrad_native_norm_bwd(const Norm* call) {
     if (call->dw || call->db) tilegrad::parallel_for(*call, call->c, 4 * rows.lanes, rows.norm_columns);
 }
 
-EXPORT void tilegrad_native_gelu(const Gelu* call) {
+EXPORT void tilegrad_native_activation(const Activation* call) {
     const tilegrad::NormGeluKernels rows = tilegrad::norm_gelu_kernels(call->isa);
-    tilegrad::parallel_for(*call, call->n, rows.lanes, rows.gelu);
+    tilegrad::parallel_for(*call, call->n, rows.lanes, rows.activation);
 }
 
 EXPORT void tilegrad_native_gemm(const tilegrad::Gemm* call) { tilegrad::gemm(*call); }

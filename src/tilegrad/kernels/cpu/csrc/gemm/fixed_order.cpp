@@ -29,7 +29,7 @@ constexpr int COLUMNS = 4;
 constexpr int64_t X_ROWS = 48, W_ROWS = 128;   // of a block of y: multiples of ROWS and COLUMNS
 constexpr int64_t DEPTH = 1024;                // columns of a panel
 constexpr int64_t STREAMED = 64;               // rows of w in a piece of the stream schedule
-constexpr int64_t AHEAD = 1024;                // bytes from a load to the prefetch of the same row
+constexpr int64_t AHEAD = 2048;                // bytes from a load to the prefetch of the same row
 
 // A float32 that counts as its nearest bfloat16.
 struct Rounded {
@@ -100,28 +100,34 @@ struct Product {
         return sizeof(X) == 2 ? float(BFloat16::of(b)) : b;
     }
 
-    // R rows from n on, C rows of w from m on: the rows of w after `last` are the last one again, and are not written.
+    // R rows from n on, C rows of w from m on: the rows of w after `last` are the last one again, and are not written. What is
+    // prefetched is AHEAD bytes after what is loaded: at the end of a row it is the beginning of a row of the next tile.
     template <int R, int C>
     static inline __attribute__((always_inline)) void stream_tile(const FixedOrder& call, int64_t n, int64_t m, int64_t last) {
-        constexpr int UNROLL = 64 / (N * int(sizeof(W))) > 0 ? 64 / (N * int(sizeof(W))) : 1;  // a cache line of w
+        constexpr int STEP = at_least(N, 64 / int(sizeof(W)));  // elements of a cache line of w, or of a register
+        const int64_t whole = call.k - call.k % STEP, ahead = AHEAD / sizeof(W);
         const X* x[R];
-        const W* w[C];
+        const W *w[C], *fetched[C];
         for (int r = 0; r < R; ++r) x[r] = x_row(call, n + r);
-        for (int c = 0; c < C; ++c) w[c] = w_row(call, at_most(m + c, last));
+        for (int c = 0; c < C; ++c) fetched[c] = (w[c] = w_row(call, at_most(m + c, last))) + ahead;
         V32 acc[R][C] = {};
         int64_t i = 0;
-        for (; i + UNROLL * N <= call.k; i += UNROLL * N) {
+        const int64_t ends[] = {at_least(whole - ahead, 0) / STEP * STEP, whole};
+        for (const int64_t end : ends) {
+            for (; i < end; i += STEP) {
 #pragma GCC unroll 8
-            for (int c = 0; c < C; ++c) __builtin_prefetch(reinterpret_cast<const char*>(w[c] + i) + AHEAD);
+                for (int c = 0; c < C; ++c) __builtin_prefetch(fetched[c] + i);
 #pragma GCC unroll 8
-            for (int u = 0; u < UNROLL; ++u) {
-                V32 xi[R];
-                for (int r = 0; r < R; ++r) xi[r] = widen(x[r] + i + u * N);
-                for (int c = 0; c < C; ++c) {
-                    const V32 wi = widen(w[c] + i + u * N);
-                    for (int r = 0; r < R; ++r) acc[r][c] += xi[r] * wi;
+                for (int u = 0; u < STEP; u += N) {
+                    V32 xi[R];
+                    for (int r = 0; r < R; ++r) xi[r] = widen(x[r] + i + u);
+                    for (int c = 0; c < C; ++c) {
+                        const V32 wi = widen(w[c] + i + u);
+                        for (int r = 0; r < R; ++r) acc[r][c] += xi[r] * wi;
+                    }
                 }
             }
+            for (int c = 0; c < C; ++c) fetched[c] += C * call.w.stride - call.k;
         }
         for (; i < call.k; i += N) {
             const int64_t left = call.k - i;
