@@ -343,7 +343,9 @@ def test_gelu_is_native_where_it_is_contiguous_and_a_name_runs_or_raises() -> No
     ):
         with pytest.raises(ValueError, match=f"got 'native', which can't run this call: {why}; accepted: 'torch'"):
             activation_fwd(x, kind, a=torch.empty_like(x), kernel="native")
-    with pytest.raises(ValueError, match="can't run this call: has gelu and, for invariant problems, tanh and swiglu, not swiglu"):
+    with pytest.raises(
+        ValueError, match="can't run this call: has gelu and, for invariant problems, tanh and swiglu, not swiglu"
+    ):
         swiglu_fwd(h, h, a=torch.empty_like(h), kernel="native")
     a, b = torch.empty_like(h), torch.empty_like(h)
     activation_fwd(h, "gelu", a=a, kernel="native")

@@ -147,7 +147,7 @@ REFUSED: Mapping[tuple[str, ...], Rule] = {  # which values of these keys are re
     ),
     ("train.invariant", "train.dtype"): lambda invariant, dtype: invariant == "true" and dtype == '"float64"',
     **{
-        ("train.invariant", f"lora.{key}", "train.init"): lambda invariant, value, _: (
+        ("train.invariant", f"lora.{key}"): lambda invariant, value: (
             invariant == "true" and value not in (ABSENT, "none")
         )
         for key in ("rank", "alpha", "layers", "dropout", "adapter")

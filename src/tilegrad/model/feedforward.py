@@ -62,7 +62,9 @@ class FeedForward:
             dh=at.rows(f"{name}.dh", f) if gated else da,
             adapter=Adapter.declare(at, block, "ffn.in", layers, {"up": (0, 0), "gate": (1, 0)}, seed),
             down_adapter=Adapter.declare(at, block, "ffn.down", (down,), {"down": (0, 0)}, seed),
-            backward_scratch=at.scratch(kind, activation_workspace(at.form(f), kind, invariant=at.invariant)) if up.b else {},
+            backward_scratch=at.scratch(kind, activation_workspace(at.form(f), kind, invariant=at.invariant))
+            if up.b
+            else {},
         )
 
     def forward(self, x: Buffer, *, y: Buffer) -> None:

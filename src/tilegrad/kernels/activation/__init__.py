@@ -84,9 +84,7 @@ ACTIVATION = Table(
 )
 
 
-def activation_workspace(
-    h: TensorLike, kind: str, *, invariant: bool = False, kernel: str | None = None
-) -> Shapes:
+def activation_workspace(h: TensorLike, kind: str, *, invariant: bool = False, kernel: str | None = None) -> Shapes:
     """Name → (shape, dtype) of the scratch of a backward with column sums; "swiglu" is also a kind here."""
     return ACTIVATION.workspace(Problem(h, kind, (), invariant), kernel=kernel)
 
@@ -108,9 +106,7 @@ def _check_sums(h: Tensor, **sums: Tensor | None) -> bool:
 
 
 @op()
-def activation_fwd(
-    h: Tensor, kind: str, *, a: Tensor, invariant: bool = False, kernel: str | None = None
-) -> None:
+def activation_fwd(h: Tensor, kind: str, *, a: Tensor, invariant: bool = False, kernel: str | None = None) -> None:
     """a = kind(h); a may be h."""
     _check(kind, h, a=a)
     ACTIVATION.run("fwd", Problem(h, kind, (a,), invariant), h, kind, options=NO_SUMS, a=a, kernel=kernel)
@@ -132,9 +128,7 @@ def activation_bwd(
 
 
 @op()
-def swiglu_fwd(
-    gate: Tensor, up: Tensor, *, a: Tensor, invariant: bool = False, kernel: str | None = None
-) -> None:
+def swiglu_fwd(gate: Tensor, up: Tensor, *, a: Tensor, invariant: bool = False, kernel: str | None = None) -> None:
     """a = silu(gate) ∘ up"""
     for name, other in (("up", up), ("a", a)):
         check_tensor(name, other, tuple(gate.shape), gate.dtype, gate.device)

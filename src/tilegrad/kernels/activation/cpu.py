@@ -17,7 +17,12 @@ KINDS = {"gelu": 0, "tanh": 1, "swiglu": 2}  # `ActivationKind` of csrc/rows/nor
 
 
 def workspace(
-    x: TensorLike, kind: str, others: tuple[Tensor, ...] = (), invariant: bool = False, *, sums: bool = True  # noqa: FBT001, FBT002
+    x: TensorLike,
+    kind: str,
+    others: tuple[Tensor, ...] = (),
+    invariant: bool = False,
+    *,
+    sums: bool = True,
 ) -> Shapes:
     return {} if kind == "gelu" else torch_ops.workspace(x, kind, others, sums=sums)
 

@@ -181,7 +181,12 @@ def _programs(h: TensorLike) -> int:
 
 
 def workspace(
-    x: TensorLike, kind: str, others: tuple[Tensor, ...] = (), invariant: bool = False, *, sums: bool = True  # noqa: FBT001, FBT002
+    x: TensorLike,
+    kind: str,
+    others: tuple[Tensor, ...] = (),
+    invariant: bool = False,
+    *,
+    sums: bool = True,
 ) -> Shapes:
     return {"partials": ((2 if kind == "swiglu" else 1, _programs(x), x.shape[1]), torch.float32)} if sums else {}
 

@@ -1,8 +1,8 @@
 """The structures of the native library's C ABI: each of its functions takes a pointer to one.
 
-They repeat C++ definitions field by field: Call of csrc/attention/call.h, Norm and Activation of csrc/rows/norm_gelu.h, Gemm and
-FixedOrder of csrc/gemm. The library reports the offset of each field (csrc/layout.h), and loading compares them (`mismatch`). Packing
-is derived from the same definitions: struct.Struct fills a structure in half the time of ctypes.
+They repeat C++ definitions field by field: Call of csrc/attention/call.h, Norm and Activation of csrc/rows/norm_gelu.h, Gemm
+and FixedOrder of csrc/gemm. The library reports the offset of each field (csrc/layout.h), and loading compares them
+(`mismatch`). Packing is derived from the same definitions: struct.Struct fills a structure in half the time of ctypes.
 """
 
 from __future__ import annotations

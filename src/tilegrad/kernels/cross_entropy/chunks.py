@@ -22,9 +22,7 @@ def chunks(n: int, most: int, multiple: int = 1) -> Iterator[slice]:
     return blocks(n, min(most, -(-size // multiple) * multiple))
 
 
-def products_workspace(
-    x: TensorLike, w: TensorLike, rows: int, *, backward: bool, invariant: bool = False
-) -> Shapes:
+def products_workspace(x: TensorLike, w: TensorLike, rows: int, *, backward: bool, invariant: bool = False) -> Shapes:
     """Scratch of l = x wᵀ on `rows` rows and, in a backward, of dx and dw. "w" is w rounded once for all chunks."""
     v, c = w.shape
     shapes: Shapes = {}

@@ -47,7 +47,7 @@ def _block_rows(x: TensorLike, w: TensorLike) -> int:
     return int(max(1, min(rows, BLOCK // max(w.shape[0], 1)))) if converted else rows
 
 
-def workspace(x: TensorLike, w: TensorLike, invariant: bool = False, *, backward: bool) -> Shapes:  # noqa: FBT001, FBT002
+def workspace(x: TensorLike, w: TensorLike, invariant: bool = False, *, backward: bool) -> Shapes:
     acc, logits, (v, c), rows = accumulation_dtype(x.dtype), _logits_dtype(x), w.shape, _rows(x, w)
     shapes: Shapes = {
         "logits": ((rows, v), logits),
@@ -68,7 +68,14 @@ def workspace(x: TensorLike, w: TensorLike, invariant: bool = False, *, backward
 
 
 def run(
-    x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, invariant: bool, *, out: Outputs, scratch: Scratch  # noqa: FBT001
+    x: Tensor,
+    w: Tensor,
+    targets: Tensor,
+    inv_total: Tensor,
+    invariant: bool,
+    *,
+    out: Outputs,
+    scratch: Scratch,
 ) -> None:
     loss, dx, dw, accumulate = out
     linear = of("linear", scratch)

@@ -122,14 +122,21 @@ def chunks_of(x: TensorLike, w: TensorLike) -> Iterator[slice]:
     return chunks(x.shape[0], _rows(x, w), ROWS)
 
 
-def workspace(x: TensorLike, w: TensorLike, invariant: bool = False, *, backward: bool) -> Shapes:  # noqa: FBT001, FBT002
+def workspace(x: TensorLike, w: TensorLike, invariant: bool = False, *, backward: bool) -> Shapes:
     rows = _rows(x, w)
     shapes: Shapes = {"logits": ((rows, _lead(w)), x.dtype), "nll": ((x.shape[0],), torch.float32)}
     return shapes | products_workspace(x, w, rows, backward=backward, invariant=invariant)
 
 
 def run(
-    x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, invariant: bool, *, out: Outputs, scratch: Scratch  # noqa: FBT001
+    x: Tensor,
+    w: Tensor,
+    targets: Tensor,
+    inv_total: Tensor,
+    invariant: bool,
+    *,
+    out: Outputs,
+    scratch: Scratch,
 ) -> None:
     loss, dx, dw, accumulate = out
     linear, v, nll = of("linear", scratch), w.shape[0], scratch["nll"]

@@ -35,7 +35,7 @@ from ..table import Kernel, Table, Where
 from ..table import Problem as SumProblem
 
 NO_BIAS, BIAS = {"bias": False}, {"bias": True}  # options of a `workspace`
-FEW_ROWS = 4  # up to this many rows fixed_order is faster than the other kernels, whose BLAS copies w
+FEW_ROWS = 12  # up to this many rows fixed_order is faster than the other kernels, whose BLAS copies w
 FEW_ROWS_ELEMENTS = 1 << 16  # of w; a smaller one is in the caches
 
 
@@ -91,8 +91,9 @@ def _fixed_order_refuses(problem: Problem) -> str | None:
     x, w, invariant, backward = problem
     if backward:
         return "has the forward only"
-    if not invariant and (x.shape[0] > FEW_ROWS or w.shape[-2] * w.shape[-1] < FEW_ROWS_ELEMENTS):
-        return f"is for invariant problems, and for up to {FEW_ROWS} rows with a w of {FEW_ROWS_ELEMENTS} elements or more"
+    few = x.shape[0] <= FEW_ROWS and w.shape[-2] * w.shape[-1] >= FEW_ROWS_ELEMENTS and w.dtype == x.dtype
+    if not invariant and not few:
+        return f"is for invariant problems, and for {FEW_ROWS} rows or fewer with a w of x's dtype that is no small one"
     if any(isinstance(each, Tensor) and each.stride(-1) != 1 and each.shape[-1] > 1 for each in (x, w)):
         return "takes rows with contiguous columns"
     return rows.refusal(x)
@@ -120,7 +121,13 @@ LINEAR = Table(
 
 
 def linear_workspace(
-    x: TensorLike, w: TensorLike, *, backward: bool, bias: bool = True, invariant: bool = False, kernel: str | None = None
+    x: TensorLike,
+    w: TensorLike,
+    *,
+    backward: bool,
+    bias: bool = True,
+    invariant: bool = False,
+    kernel: str | None = None,
 ) -> Shapes:
     """Name → (shape, dtype) of the scratch. For w (H, D, D) it is the scratch of one head, because heads run one by one."""
     shapes = LINEAR.workspace(Problem(x, w, invariant and not backward, backward), kernel=kernel, bias=bias)

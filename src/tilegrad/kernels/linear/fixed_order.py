@@ -20,7 +20,7 @@ STREAMED = 12  # most rows that are multiplied without panels
 LEAST = 1 << 15  # multiplications of a thread
 
 
-def workspace(x: TensorLike, w: TensorLike, invariant: bool = False, backward: bool = False, *, bias: bool) -> Shapes:  # noqa: FBT001, FBT002  # the fields of a Problem
+def workspace(x: TensorLike, w: TensorLike, invariant: bool = False, backward: bool = False, *, bias: bool) -> Shapes:
     """Grows with the number of threads."""
     if x.shape[0] <= STREAMED:
         return {}

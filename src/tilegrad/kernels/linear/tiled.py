@@ -12,7 +12,7 @@ from . import LINEAR, Problem
 ROWS, COLS = 512, 1024  # of a tile of y
 
 
-def workspace(x: TensorLike, w: TensorLike, invariant: bool = False, backward: bool = False, *, bias: bool) -> Shapes:  # noqa: FBT001, FBT002  # the fields of a Problem
+def workspace(x: TensorLike, w: TensorLike, invariant: bool = False, backward: bool = False, *, bias: bool) -> Shapes:
     n, (cout, cin), acc = x.shape[0], w.shape[-2:], accumulation_dtype(x.dtype)
     rows, cols = min(n, ROWS), min(cout, COLS)
     shapes: Shapes = {"x32": ((rows, cin), acc), "y32": ((rows, cols), acc)}

@@ -25,7 +25,7 @@ def _columns(w: TensorLike) -> int:
     return int(max(1, min(w.shape[-2], TILE // _padded(w.shape[-1]))))
 
 
-def workspace(x: TensorLike, w: TensorLike, invariant: bool = False, backward: bool = False, *, bias: bool) -> Shapes:  # noqa: FBT001, FBT002  # the fields of a Problem
+def workspace(x: TensorLike, w: TensorLike, invariant: bool = False, backward: bool = False, *, bias: bool) -> Shapes:
     (k, m), acc = (w.shape[-1], _columns(w)), accumulation_dtype(x.dtype)
     shapes: Shapes = {"products": ((m, _padded(k)), acc)}
     if x.dtype != acc:
