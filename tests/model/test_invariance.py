@@ -72,7 +72,8 @@ def differing(
 ) -> list[object]:
     """What changes the bits of the first sequences' rows: (threads, sequences, tokens)."""
     tokens = tokens_of(config, 64, LONGEST)
-    want, found = None, []
+    want: Tensor | None = None
+    found: list[object] = []
     for count in (1, 2):
         torch.set_num_threads(count)
         engine = new_engine(config, dtype, 64, LONGEST, invariant=invariant)

@@ -133,7 +133,7 @@ def run(
     w: Tensor,
     targets: Tensor,
     inv_total: Tensor,
-    invariant: bool,
+    invariant: bool = False,
     *,
     out: Outputs,
     scratch: Scratch,

@@ -174,6 +174,22 @@ inline V32 gelu_slope(V32 h) {
     return -z > FAR ? V32{} : slope;
 }
 
+template <class E>
+void gelu_of(const Activation& call, int64_t begin, int64_t end) {
+    const E *h = reinterpret_cast<const E*>(call.h), *da = reinterpret_cast<const E*>(call.da);
+    E* out = reinterpret_cast<E*>(call.a ? call.a : call.dh);
+    int64_t i = begin;
+    for (; i + N <= end; i += N)
+        narrow(out + i, call.a ? gelu_fwd(widen(h + i)) : widen(da + i) * gelu_slope(widen(h + i)));
+    float tail_h[N] = {}, tail_da[N] = {};
+    for (int64_t j = i; j < end; ++j) {
+        tail_h[j - i] = h[j];
+        if (!call.a) tail_da[j - i] = da[j];
+    }
+    const V32 tail = call.a ? gelu_fwd(load(tail_h)) : load(tail_da) * gelu_slope(load(tail_h));
+    for (int64_t j = i; j < end; ++j) convert(out[j], tail[j - i]);
+}
+
 // silu(h) = h σ(h), with e = exp(−|h|): h / (1 + e) or, for h < 0, h e / (1 + e), which is 0 below −88
 inline V32 silu(V32 h) {
     V32 e = exponential(h < 0.0f ? h : -h);
@@ -181,33 +197,27 @@ inline V32 silu(V32 h) {
     return h < -88.0f ? V32{} : h * s;
 }
 
-inline V32 activated(int64_t kind, V32 h, V32 up) {
-    return kind == GELU ? gelu_fwd(h) : kind == TANH ? hyperbolic_tangent(h).value : silu(h) * up;
-}
+inline V32 activated(int64_t kind, V32 h, V32 up) { return kind == TANH ? hyperbolic_tangent(h).value : silu(h) * up; }
 
-// One register, whole or the first n of its elements, is computed by the same function.
+// a = tanh(h), or silu(h) ∘ up. A whole register and a part of one are computed by the same function.
 template <class E>
-void activation_of(const Activation& call, int64_t begin, int64_t end) {
-    const E *h = reinterpret_cast<const E*>(call.h), *da = reinterpret_cast<const E*>(call.da);
-    const E* up = reinterpret_cast<const E*>(call.up ? call.up : call.h);
-    E* out = reinterpret_cast<E*>(call.a ? call.a : call.dh);
+void forward_of(const Activation& call, int64_t begin, int64_t end) {
+    const E *h = reinterpret_cast<const E*>(call.h), *up = reinterpret_cast<const E*>(call.up ? call.up : call.h);
+    E* a = reinterpret_cast<E*>(call.a);
     int64_t i = begin;
-    for (; i + N <= end; i += N) {
-        const V32 hi = widen(h + i);
-        narrow(out + i, call.a ? activated(call.kind, hi, widen(up + i)) : widen(da + i) * gelu_slope(hi));
-    }
-    float tail_h[N] = {}, tail_da[N] = {}, tail_up[N] = {};
+    for (; i + N <= end; i += N) narrow(a + i, activated(call.kind, widen(h + i), widen(up + i)));
+    float tail_h[N] = {}, tail_up[N] = {};
     for (int64_t j = i; j < end; ++j) {
         tail_h[j - i] = h[j];
         tail_up[j - i] = up[j];
-        if (!call.a) tail_da[j - i] = da[j];
     }
-    const V32 tail = call.a ? activated(call.kind, load(tail_h), load(tail_up)) : load(tail_da) * gelu_slope(load(tail_h));
-    for (int64_t j = i; j < end; ++j) convert(out[j], tail[j - i]);
+    const V32 tail = activated(call.kind, load(tail_h), load(tail_up));
+    for (int64_t j = i; j < end; ++j) convert(a[j], tail[j - i]);
 }
 
 void activation(const Activation& call, int64_t begin, int64_t end) {
-    call.dtype == FLOAT32 ? activation_of<float>(call, begin, end) : activation_of<BFloat16>(call, begin, end);
+    if (call.kind == GELU) call.dtype == FLOAT32 ? gelu_of<float>(call, begin, end) : gelu_of<BFloat16>(call, begin, end);
+    else call.dtype == FLOAT32 ? forward_of<float>(call, begin, end) : forward_of<BFloat16>(call, begin, end);
 }
 
 }  // namespace
