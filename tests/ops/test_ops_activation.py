@@ -337,13 +337,15 @@ def test_gelu_is_native_where_it_is_contiguous_and_a_name_runs_or_raises() -> No
     assert [ACTIVATION.select(Problem(h, kind, (h,))).name for kind in KINDS] == ["native", "torch", "torch"]
     assert ACTIVATION.select(Problem(h, "gelu", (h.t().contiguous().t(),))).name == "torch"
     for kind, x, why in (
-        ("relu", h, "has gelu, not relu"),
+        ("relu", h, "has gelu and, for invariant problems, tanh and swiglu, not relu"),
         ("gelu", h.t(), "takes contiguous tensors"),
         ("gelu", h.double(), "takes float32 and bfloat16, not float64"),
     ):
         with pytest.raises(ValueError, match=f"got 'native', which can't run this call: {why}; accepted: 'torch'"):
             activation_fwd(x, kind, a=torch.empty_like(x), kernel="native")
-    with pytest.raises(ValueError, match="can't run this call: has gelu, not swiglu"):
+    with pytest.raises(
+        ValueError, match="can't run this call: has gelu and, for invariant problems, tanh and swiglu, not swiglu"
+    ):
         swiglu_fwd(h, h, a=torch.empty_like(h), kernel="native")
     a, b = torch.empty_like(h), torch.empty_like(h)
     activation_fwd(h, "gelu", a=a, kernel="native")

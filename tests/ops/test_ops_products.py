@@ -32,8 +32,9 @@ MODELS = (  # (N, Cin, Cout) of the presets' products, with fewer rows and a sma
     (32, 768, 5025), (32, 1600, 1600), (96, 576, 1536), (96, 1536, 576), (96, 576, 192), (16, 32, 32), (256, 16, 16),
 )  # fmt: skip
 RAGGED = ((2, 2, 2), (17, 33, 65), (113, 37, 50), (63, 1001, 31), (1003, 7, 129), (33, 656, 799))
+NATIVE = next(row for row in LINEAR.rows if row.name == "native")
 needs_blas = pytest.mark.skipif(
-    LINEAR.rows[0].refuses(Problem(torch.empty(2, 2), torch.empty(2, 2))) is not None, reason="needs torch's OpenBLAS"
+    NATIVE.refuses(Problem(torch.empty(2, 2), torch.empty(2, 2))) is not None, reason="needs torch's OpenBLAS"
 )
 
 
@@ -271,10 +272,8 @@ def test_strides_that_blas_can_not_read_are_refused() -> None:
 
 def test_the_table_says_why_products_are_not_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     x, w = torch.empty(8, 6), torch.empty(4, 6)
-    native = LINEAR.rows[0]
-    assert native.name == "native"
-    assert native.refuses(Problem(x.double(), w.double())) == "takes float32 only"
-    assert str(native.refuses(Problem(x[:1], w))).startswith("takes matrices")
+    assert NATIVE.refuses(Problem(x.double(), w.double())) == "takes float32 only"
+    assert str(NATIVE.refuses(Problem(x[:1], w))).startswith("takes matrices")
     monkeypatch.setattr(library, "blas", lambda: "needs a torch with OpenBLAS")
     assert LINEAR.select(Problem(x, w)).name == "torch"
     if not isinstance(library.library(), str):

@@ -60,6 +60,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "train.dtype": ('"auto"', '"float32"', '"float64"', '"bfloat16"'),
     "train.linear": ('"plain"', ABSENT),
     "train.deterministic": YES_NO,
+    "train.invariant": YES_NO,
     "train.seed": ("0", "12345678901"),
     "train.log": ('"auto"', '"none"', '["tensorboard"]', "[]"),
     "train.epochs": (ABSENT, "none"),  # tests/train/test_epochs.py has the others
@@ -144,6 +145,13 @@ REFUSED: Mapping[tuple[str, ...], Rule] = {  # which values of these keys are re
     ("model.vocab_size", "data.tokenizer", "data.bpe_vocab_size"): lambda size, tokenizer, bpe: (
         tokenizer == '"bpe"' and int(size) < int(bpe)
     ),
+    ("train.invariant", "train.dtype"): lambda invariant, dtype: invariant == "true" and dtype == '"float64"',
+    **{
+        ("train.invariant", f"lora.{key}"): lambda invariant, value: (
+            invariant == "true" and value not in (ABSENT, "none")
+        )
+        for key in ("rank", "alpha", "layers", "dropout", "adapter")
+    },
     **{
         (f"lora.{key}", "train.init"): lambda value, init: value not in (ABSENT, "none") and init == "none"
         for key in ("rank", "alpha", "layers", "dropout", "adapter")  # any of them

@@ -46,7 +46,7 @@ def _plan(args: argparse.Namespace) -> int:
     device = torch.device(t.device)
     spec = StepSpec(
         run.model, t.batch_size, t.seq_len, getattr(torch, t.dtype), device,
-        linear=t.linear, deterministic=t.deterministic or t.device == "cpu", world=args.world_size,
+        linear=t.linear, deterministic=t.deterministic or t.device == "cpu", invariant=t.invariant, world=args.world_size,
         documents=run.documents, lora=run.lora, freeze=t.freeze, **sharding_of(args),
     )  # fmt: skip
     largest, largest_sentence = _largest_batch(spec, t.memory_budget) if args.fit else ({}, "")

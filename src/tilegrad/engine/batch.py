@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from ..kernels import gpu
+from ..kernels.cpu.library import library
+from ..kernels.cpu.rows import DTYPES
 from ..kernels.fp8_linear import FP8_LINEAR, Problem
 from ..kernels.scratch import Form
 from ..model.config import LIMITS as MODEL_LIMITS
@@ -54,6 +56,7 @@ def check_spec(spec: StepSpec) -> None:
     _check_documents(spec)
     if spec.linear not in get_args(Linear):
         raise ValueError(f"linear: got {spec.linear!r}; accepted: {' or '.join(map(repr, get_args(Linear)))}")
+    _check_invariant(spec)
     patterns: object = spec.freeze
     if not isinstance(patterns, tuple) or not all(isinstance(pattern, str) for pattern in patterns):
         raise ValueError(
@@ -67,6 +70,29 @@ def check_spec(spec: StepSpec) -> None:
         reason = FP8_LINEAR.rows[0].refuses(Problem(form, form)) if bfloat16 else "needs dtype bfloat16"
         if reason is not None:
             raise ValueError(f"linear: got 'fp8', which {reason}; accepted: 'plain' here")
+
+
+def _check_invariant(spec: StepSpec) -> None:
+    """Refuse invariance where a kernel of the forward does not have it."""
+    if not isinstance(spec.invariant, bool):
+        raise ValueError(f"invariant: got {shown(spec.invariant)}; accepted: True or False")
+    if not spec.invariant:
+        return
+    reason = None
+    if spec.device.type != "cpu":
+        reason = f"on {spec.device}, where a linear product with a fixed order of additions is missing"
+    elif spec.dtype not in DTYPES:
+        reason = f"with dtype {spec.dtype}, whose kernels have no fixed order of additions (those of float32 and bfloat16 do)"
+    elif spec.linear != "plain":
+        reason = f"with linear {spec.linear!r}, whose scales depend on the whole batch"
+    elif spec.lora is not None:
+        reason = "with lora, whose products of rank r have no fixed order of additions (merge the adapter first)"
+    elif spec.context != 1:
+        reason = f"with context {spec.context}, where ranks share a sequence"
+    elif isinstance(library(), str):
+        reason = f"without the native library, which {library()}"
+    if reason is not None:
+        raise ValueError(f"invariant: got True {reason}; accepted: False here")
 
 
 def _check_documents(spec: StepSpec) -> None:

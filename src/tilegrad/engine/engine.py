@@ -58,6 +58,9 @@ class Engine:
     freeze=("wte.*", …) freezes the parameters whose names match a pattern. A frozen parameter has no gradient, master or
     moment; on CUDA it is in the compute dtype. `params` has all parameters, `grads` only the trained ones.
 
+    With invariant=True the bits of a row of the forward, and so of its logits, depend on the tokens of its sequence up to that
+    row alone: not on the batch, its other sequences, what follows in the sequence, or the number of threads. It is for a CPU.
+
     >>> import torch, tilegrad
     >>> config = tilegrad.ModelConfig(vocab_size=5, block_size=8, n_layer=1, n_head=2, n_embd=16)
     >>> engine = tilegrad.Engine(config, batch_size=2, seq_len=4)
@@ -89,7 +92,7 @@ class Engine:
         betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.1, max_norm: float = 1.0,
         linear: Linear = "plain", deterministic: bool = True, capture: bool = True,
         mesh: Mesh | None = None, shard: Shard = "optimizer", bucket_bytes: int = BUCKET_BYTES, context: int = 1,
-        documents: int = 0, lora: LoraConfig | None = None, freeze: Sequence[str] = (),
+        documents: int = 0, lora: LoraConfig | None = None, freeze: Sequence[str] = (), invariant: bool = False,
     ) -> None:  # fmt: skip
         check_device(str(device))
         mesh = Mesh(device, alone=True) if mesh is None else mesh
@@ -101,6 +104,7 @@ class Engine:
             linear=linear, deterministic=deterministic or self.device.type == "cpu",
             world=mesh.world, shard=shard, bucket_bytes=bucket_bytes, context=context, documents=documents,
             lora=lora, freeze=tuple(freeze) if isinstance(freeze, list) else cast(tuple[str, ...], freeze),
+            invariant=invariant,
         )  # fmt: skip
         check_spec(spec)
         self.spec = spec = replace(spec, recompute=choose_recompute(spec, memory_budget))

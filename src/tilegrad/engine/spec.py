@@ -23,6 +23,7 @@ BUCKET_BYTES = 64 << 20
 class StepSpec:
     """The model, the largest batch, how it is computed, and the ranks: `world` of them, of which `context` share a sequence.
     `lora` adds adapters and freezes every other parameter. `freeze` has fnmatch patterns of the names of frozen parameters.
+    invariant: the bits of a row of the forward depend on the tokens of its sequence up to that row alone.
 
     >>> import torch, tilegrad
     >>> from dataclasses import replace
@@ -47,6 +48,7 @@ class StepSpec:
     documents: int = 0  # the most in a row of packed rows; 0: a row is one sequence
     lora: LoraConfig | None = None
     freeze: tuple[str, ...] = ()
+    invariant: bool = False
 
     def declare(
         self, ranks: Ranks | None = None, batch_size: int | None = None, local_seq_len: int | None = None, *,
@@ -75,4 +77,5 @@ class StepSpec:
             documents=self.documents,
             lora=lora,
             freeze=self.freeze,
+            invariant=self.invariant,
         )

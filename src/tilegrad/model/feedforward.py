@@ -27,6 +27,7 @@ class FeedForward:
     gate: LinearLayer | None  # swiglu
     down: LinearLayer
     activation: str
+    invariant: bool
     keeps_a: bool  # whether a is saved for the backward
     h: Buffer
     g: Buffer  # h itself without a gate
@@ -52,6 +53,7 @@ class FeedForward:
             gate=gate,
             down=down,
             activation=kind,
+            invariant=at.invariant,
             keeps_a=keeps_a,
             h=h,
             g=at.rows(f"{name}.g", f) if gated else h,
@@ -60,7 +62,9 @@ class FeedForward:
             dh=at.rows(f"{name}.dh", f) if gated else da,
             adapter=Adapter.declare(at, block, "ffn.in", layers, {"up": (0, 0), "gate": (1, 0)}, seed),
             down_adapter=Adapter.declare(at, block, "ffn.down", (down,), {"down": (0, 0)}, seed),
-            backward_scratch=at.scratch(kind, activation_workspace(at.form(f), kind)) if up.b else {},
+            backward_scratch=at.scratch(kind, activation_workspace(at.form(f), kind, invariant=at.invariant))
+            if up.b
+            else {},
         )
 
     def forward(self, x: Buffer, *, y: Buffer) -> None:
@@ -84,9 +88,9 @@ class FeedForward:
         self.up.forward(x, y=self.h, adapter=to_up)
         if self.gate is not None:
             self.gate.forward(x, y=self.g, adapter=to_gate)
-            swiglu_fwd(self.g, self.h, a=self.a)
+            swiglu_fwd(self.g, self.h, a=self.a, invariant=self.invariant)
         else:
-            activation_fwd(self.h, self.activation, a=self.a)
+            activation_fwd(self.h, self.activation, a=self.a, invariant=self.invariant)
 
     def backward(self, dy: Buffer, *, dx: Buffer, bias_grad: bool, recompute: bool) -> None:
         """Forms dx, down's weight gradient and, if `bias_grad`, its bias gradient. recompute: a was not saved."""
@@ -98,10 +102,14 @@ class FeedForward:
         if self.gate is not None:
             dh, g_sum = self.dh, self.sums[1]
             swiglu_bwd(
-                da, g, h, dgate=da, dup=dh, a=a, dgate_sum=g_sum, dup_sum=h_sum, accumulate=accumulate, scratch=scratch
-            )
+                da, g, h, dgate=da, dup=dh, a=a, dgate_sum=g_sum, dup_sum=h_sum, accumulate=accumulate,
+                invariant=self.invariant, scratch=scratch,
+            )  # fmt: skip
         else:
-            activation_bwd(da, h, self.activation, dh=da, a=a, dh_sum=h_sum, accumulate=accumulate, scratch=scratch)
+            activation_bwd(
+                da, h, self.activation, dh=da, a=a, dh_sum=h_sum, accumulate=accumulate,
+                invariant=self.invariant, scratch=scratch,
+            )  # fmt: skip
         self.down.backward_weight(dy, self.a if a is None else a, bias_grad=bias_grad)
         if self.down_adapter is not None:
             self.down_adapter.backward_weight(self.a if a is None else a)

@@ -106,6 +106,7 @@ class Declare:
     documents    the most documents in a row of t tokens; 0: a row is one sequence
     lora         adapters of the blocks' linear layers; every other parameter is frozen
     freeze       patterns of the names of frozen parameters, as fnmatch reads them
+    invariant    the bits of a row of the forward depend on the tokens of its sequence up to that row alone
     cache        a program of a decoder: the prefill of packed prompts (documents > 0), or a step on one token of each sequence.
                  Every parameter is frozen
     scales       the scale states of tensors that are rounded to float8, by name
@@ -123,6 +124,7 @@ class Declare:
     documents: int = 0
     lora: LoraConfig | None = None
     freeze: tuple[str, ...] = ()
+    invariant: bool = False
     cache: CacheSize | None = None
     params: dict[str, Param] = field(default_factory=dict)
     scales: dict[str, Buffer] = field(default_factory=dict)

@@ -48,6 +48,7 @@ class LinearLayer:
     w: Param
     b: Param | None
     per_head: bool
+    invariant: bool
     fp8: Fp8 | None
     forward_scratch: Scratch
     backward_scratch: Scratch
@@ -74,11 +75,16 @@ class LinearLayer:
         site = name.rsplit(".", 1)[-1]  # layers of one kind run one after another and share their scratch
         x = at.form(inputs)
         in_fp8 = fp8 and not per_head and at.linear == "fp8"
-        forward = fp8_linear_workspace(x, w.value) if in_fp8 else linear_workspace(x, w.value, backward=False)
+        forward = (
+            fp8_linear_workspace(x, w.value)
+            if in_fp8
+            else linear_workspace(x, w.value, backward=False, invariant=at.invariant)
+        )
         return cls(
             w=w,
             b=b,
             per_head=per_head,
+            invariant=at.invariant,
             fp8=Fp8.declare(at, name, site, inputs) if in_fp8 else None,
             forward_scratch=at.scratch(site, forward),
             backward_scratch=at.scratch(f"{site}_bwd", linear_workspace(x, w.value, backward=True)),
@@ -99,7 +105,8 @@ class LinearLayer:
                 low_rank_linear_fwd(x, w, b, u, bs, parts, y=y, base_scratch=base, scratch=scratch)
         else:
             run = per_head_linear_fwd if self.per_head else linear_fwd
-            run(x, self.w.value, self.b.value if self.b else None, y=y, scratch=self.forward_scratch)
+            w, b, scratch = self.w.value, self.b.value if self.b else None, self.forward_scratch
+            run(x, w, b, y=y, invariant=self.invariant, scratch=scratch)
 
     def forward_activation(self, h: Buffer, kind: str, *, y: Buffer) -> None:
         """y = act(h) W' + b in float8; act(h) is not kept."""

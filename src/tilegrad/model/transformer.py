@@ -75,6 +75,7 @@ class Head:
 
     w: Param
     kind: str
+    invariant: bool
     targets: Buffer
     inv_total: Buffer
     loss: Buffer
@@ -88,13 +89,14 @@ class Head:
         w = wte if tied else at.param("lm_head.weight", c.vocab_size, c.n_embd, init=WEIGHT)
         x = at.form(c.n_embd)
         if c.loss == "cross_entropy":
-            forward = cross_entropy_workspace(x, w.value, backward=False)
-            backward = cross_entropy_workspace(x, w.value, backward=True)
+            forward = cross_entropy_workspace(x, w.value, backward=False, invariant=at.invariant)
+            backward = cross_entropy_workspace(x, w.value, backward=True, invariant=at.invariant)
         else:
             forward = backward = embedding_mse_workspace(x, w.value)
         return cls(
             w=w,
             kind=c.loss,
+            invariant=at.invariant,
             targets=at.buffer("inputs.targets", (at.n,), torch.int64, role="inputs"),
             inv_total=at.buffer("inputs.inv_total", (), at.accumulation_dtype, role="inputs"),
             loss=at.buffer("head.loss", (), at.accumulation_dtype, role="inputs"),  # read after the program: persistent
@@ -103,13 +105,17 @@ class Head:
         )
 
     def forward(self, n: Buffer) -> None:
-        run = cross_entropy_fwd if self.kind == "cross_entropy" else embedding_mse_fwd
-        run(n, self.w.value, self.targets, self.inv_total, loss=self.loss, scratch=self.forward_scratch)
+        given, scratch = (n, self.w.value, self.targets, self.inv_total), self.forward_scratch
+        if self.kind == "cross_entropy":
+            cross_entropy_fwd(*given, loss=self.loss, invariant=self.invariant, scratch=scratch)
+        else:
+            embedding_mse_fwd(*given, loss=self.loss, scratch=scratch)
 
     def backward(self, n: Buffer) -> None:
         given, scratch = (n, self.w.value, self.targets, self.inv_total), self.backward_scratch
         if self.kind == "cross_entropy":
-            cross_entropy_bwd(*given, dx=n, dw=self.w.grad, accumulate=self.w.accumulate, scratch=scratch)
+            dw, accumulate, invariant = self.w.grad, self.w.accumulate, self.invariant
+            cross_entropy_bwd(*given, dx=n, dw=dw, accumulate=accumulate, invariant=invariant, scratch=scratch)
         else:
             embedding_mse_bwd(*given, dx=n, dwte=self.w.grad, accumulate=self.w.accumulate, scratch=scratch)
 
@@ -117,7 +123,9 @@ class Head:
         given, scratch = (n, self.w.value, self.targets, self.inv_total), self.backward_scratch
         loss, dx, dw, accumulate = self.loss, n, self.w.grad, self.w.accumulate
         if self.kind == "cross_entropy":
-            cross_entropy_step(*given, loss=loss, dx=dx, dw=dw, accumulate=accumulate, scratch=scratch)
+            cross_entropy_step(
+                *given, loss=loss, dx=dx, dw=dw, accumulate=accumulate, invariant=self.invariant, scratch=scratch
+            )
         else:
             embedding_mse_step(*given, loss=loss, dx=dx, dwte=dw, accumulate=accumulate, scratch=scratch)
 
@@ -235,7 +243,7 @@ def declare(
     config: ModelConfig, b: int, t: int, dtype: torch.dtype, device: torch.device | str,
     recompute: Sequence[frozenset[Recomputed]] = (), *, accumulate: bool = True, linear: Linear = "plain",
     deterministic: bool = True, context: Ranks | None = None, documents: int = 0, lora: LoraConfig | None = None,
-    freeze: tuple[str, ...] = (),
+    freeze: tuple[str, ...] = (), invariant: bool = False,
 ) -> Transformer:  # fmt: skip
     """The model on handles, for b sequences of t tokens.
 
@@ -247,10 +255,12 @@ def declare(
     documents       the most documents in a row of packed rows; 0: a row is one sequence
     lora            adapters of the blocks' linear layers; every other parameter is frozen
     freeze          patterns of the names of frozen parameters; each must match at least one
+    invariant       the bits of a row of the forward depend on the tokens of its sequence up to that row alone
     """
     at = Declare(
-        config, b, t, dtype, torch.device(device), accumulate, linear, deterministic, context, documents, lora, freeze
-    )
+        config, b, t, dtype, torch.device(device), accumulate, linear, deterministic, context, documents, lora, freeze,
+        invariant,
+    )  # fmt: skip
     model = declare_at(at, recompute)
     _check_frozen(model, freeze)
     return model

@@ -90,8 +90,9 @@ def _commands(cxx: str, flags: Sequence[str], folder: Path) -> Iterator[list[str
         yield [cxx, *flags, f"-I{SOURCES}", *defines, f'-DDIGEST="{digest()}"', "-c", source, "-o", target]
     for isa, own in isas.items():
         double = ["-DWITH_DOUBLE"] if isa == "portable" else []
-        rows = [] if isa == "amx" else ["rows/norm_gelu", "rows/sampling"]  # AMX: products only
-        for name in ("attention/kernels", *rows):
+        names = ["attention/kernels"]  # AMX: products of tiles only
+        names += [] if isa == "amx" else ["rows/norm_gelu", "rows/sampling", "gemm/fixed_order"]
+        for name in names:
             source, target = str(SOURCES / f"{name}.cpp"), str(folder / f"{Path(name).name}_{isa}.o")
             special = OWN_FLAGS.get(name, ())
             yield [cxx, *flags, *special, f"-I{SOURCES}", *own, *double, f"-DISA={isa}", "-c", source, "-o", target]

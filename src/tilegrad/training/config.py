@@ -71,6 +71,7 @@ class TrainConfig:
     dtype: str = "auto"
     linear: Linear = "plain"
     deterministic: bool = True
+    invariant: bool = False
     seed: int = 0
     init: str | None = None  # a folder of weights to begin with
     log: str | tuple[str, ...] = "auto"  # loggers besides log.jsonl; auto: TensorBoard where it is installed
@@ -111,8 +112,9 @@ class TrainConfig:
             raise ValueError(f"dtype: got {self.dtype!r}; accepted: 'auto', {', '.join(map(repr, DTYPES))}")
         if self.linear not in get_args(Linear):
             raise ValueError(f"linear: got {self.linear!r}; accepted: 'plain' or 'fp8'")
-        if not isinstance(self.deterministic, bool):
-            raise ValueError(f"deterministic: got {self.deterministic!r}; accepted: True or False")
+        for name in ("deterministic", "invariant"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}: got {getattr(self, name)!r}; accepted: True or False")
         given: object = self.log
         names = [*given] if isinstance(given, list | tuple) else [given]
         accepted = LOGGERS if isinstance(given, list | tuple) else ("auto", "none", *LOGGERS)

@@ -110,7 +110,7 @@ def evaluate_weights(
         t = config.train
         engine = Engine(
             config.model, t.batch_size, t.seq_len, t.device, DTYPES[t.dtype],
-            deterministic=t.deterministic, documents=config.documents,
+            deterministic=t.deterministic, invariant=t.invariant, documents=config.documents,
         )  # fmt: skip
         for name, value in params.items():
             write_param(engine, name, value)

@@ -153,6 +153,7 @@ class Run:
             max_norm=t.max_norm or math.inf,
             linear=t.linear,
             deterministic=t.deterministic,
+            invariant=t.invariant,
             lora=self.config.lora,
             freeze=t.freeze,
             mesh=mesh,

@@ -65,6 +65,7 @@ def check_same(mesh: Mesh, spec: StepSpec, adamw: AdamW, seed: int) -> None:
             "documents": spec.documents,
             "lora": None if spec.lora is None else asdict(spec.lora),
             "freeze": spec.freeze,
+            "invariant": spec.invariant,
             "recompute": [sorted(block) for block in spec.recompute],  # str() of a set differs between processes
             **asdict(adamw),
             "tilegrad": __version__,

@@ -9,6 +9,9 @@ The backward reads h, so a need not be saved: if an output a is passed, the back
 dh may be da, a may be h; dgate may be da, a may be gate. For (N, C) it can also write column sums: Σ_n dh, or Σ_n dgate and
 Σ_n dup, is the bias gradient of the projection before the activation (accumulate=False overwrites it).
 
+invariant=True: the bits of a number of a depend on the same numbers of h, gate and up alone. torch computes the last numbers
+of a thread's share by other functions than the others, so gelu, tanh and swiglu are then the native kernel's.
+
 `ACTIVATION` is the table of kernels. Each module offers `workspace` (for column sums), `fwd`, `bwd` and, if it supports
 swiglu, `swiglu_fwd` and `swiglu_bwd`.
 """
@@ -24,7 +27,7 @@ from ..checks import check_given, check_tensor
 from ..cpu import rows
 from ..op import op
 from ..scratch import Shapes, TensorLike, accumulation_dtype
-from ..table import Kernel, Table, Where, takes_all
+from ..table import Kernel, Table, Where
 
 KINDS = ("gelu", "tanh", "relu")
 NO_SUMS = {"sums": False}  # option of a `workspace`
@@ -32,16 +35,17 @@ NO_SUMS = {"sums": False}  # option of a `workspace`
 
 class Problem(NamedTuple):
     """An activation as the table sees it: the input, and the other tensors that the call reads and writes, all of one shape and
-    dtype. A `Form` counts as contiguous."""
+    dtype. A `Form` counts as contiguous. invariant: the bits of a number of a must not depend on where it is."""
 
     x: TensorLike
     kind: str
     others: tuple[Tensor, ...] = ()
+    invariant: bool = False
 
 
 def _native_refuses(problem: Problem) -> str | None:
-    if problem.kind != "gelu":
-        return f"has gelu, not {problem.kind}"
+    if problem.kind == "relu" or (problem.kind != "gelu" and not problem.invariant):
+        return f"has gelu and, for invariant problems, tanh and swiglu, not {problem.kind}"
     refusal = rows.refusal(problem.x)
     return "takes contiguous tensors" if refusal is None and not _contiguous(problem) else refusal
 
@@ -51,6 +55,12 @@ def _triton_refuses(problem: Problem) -> str | None:
     if refusal is None and not _contiguous(problem) and not all(map(_in_rows, (problem.x, *problem.others))):
         return "takes contiguous tensors, or rows with contiguous columns"
     return refusal
+
+
+def _torch_refuses(problem: Problem) -> str | None:
+    if problem.invariant and problem.kind != "relu":
+        return "computes the last numbers of a thread's share by other functions, and the problem is invariant"
+    return None
 
 
 def _contiguous(problem: Problem) -> bool:
@@ -69,14 +79,14 @@ ACTIVATION = Table(
     (
         Kernel("native", "activation.cpu", _native_refuses),
         Kernel("triton", "activation.triton_ops", _triton_refuses),
-        Kernel("torch", "activation.torch_ops", takes_all),
+        Kernel("torch", "activation.torch_ops", _torch_refuses),
     ),
 )
 
 
-def activation_workspace(h: TensorLike, kind: str, *, kernel: str | None = None) -> Shapes:
+def activation_workspace(h: TensorLike, kind: str, *, invariant: bool = False, kernel: str | None = None) -> Shapes:
     """Name → (shape, dtype) of the scratch of a backward with column sums; "swiglu" is also a kind here."""
-    return ACTIVATION.workspace(Problem(h, kind), kernel=kernel)
+    return ACTIVATION.workspace(Problem(h, kind, (), invariant), kernel=kernel)
 
 
 def _check(kind: str, h: Tensor, **others: Tensor | None) -> None:
@@ -96,32 +106,33 @@ def _check_sums(h: Tensor, **sums: Tensor | None) -> bool:
 
 
 @op()
-def activation_fwd(h: Tensor, kind: str, *, a: Tensor, kernel: str | None = None) -> None:
+def activation_fwd(h: Tensor, kind: str, *, a: Tensor, invariant: bool = False, kernel: str | None = None) -> None:
     """a = kind(h); a may be h."""
     _check(kind, h, a=a)
-    ACTIVATION.run("fwd", Problem(h, kind, (a,)), h, kind, options=NO_SUMS, a=a, kernel=kernel)
+    ACTIVATION.run("fwd", Problem(h, kind, (a,), invariant), h, kind, options=NO_SUMS, a=a, kernel=kernel)
 
 
 @op(accumulates=("dh_sum",))
 def activation_bwd(
     da: Tensor, h: Tensor, kind: str, *,
-    dh: Tensor, a: Tensor | None = None, dh_sum: Tensor | None = None, accumulate: bool = True, **where: Unpack[Where],
+    dh: Tensor, a: Tensor | None = None, dh_sum: Tensor | None = None, accumulate: bool = True, invariant: bool = False,
+    **where: Unpack[Where],
 ) -> None:  # fmt: skip
     """dh = da ∘ kind'(h)   a = kind(h)   dh_sum += Σ_n dh; dh may be da, and a may be h."""
     _check(kind, h, da=da, dh=dh, a=a)
     options = {"sums": _check_sums(h, dh_sum=dh_sum)}
-    problem = Problem(h, kind, (da, dh) if a is None else (da, dh, a))
+    problem = Problem(h, kind, (da, dh) if a is None else (da, dh, a), invariant)
     ACTIVATION.run(
         "bwd", problem, da, h, kind, options=options, dh=dh, a=a, dh_sum=dh_sum, accumulate=accumulate, **where
     )
 
 
 @op()
-def swiglu_fwd(gate: Tensor, up: Tensor, *, a: Tensor, kernel: str | None = None) -> None:
+def swiglu_fwd(gate: Tensor, up: Tensor, *, a: Tensor, invariant: bool = False, kernel: str | None = None) -> None:
     """a = silu(gate) ∘ up"""
     for name, other in (("up", up), ("a", a)):
         check_tensor(name, other, tuple(gate.shape), gate.dtype, gate.device)
-    problem = Problem(gate, "swiglu", (up, a))
+    problem = Problem(gate, "swiglu", (up, a), invariant)
     ACTIVATION.run("swiglu_fwd", problem, gate, up, options=NO_SUMS, a=a, kernel=kernel)
 
 
@@ -129,7 +140,8 @@ def swiglu_fwd(gate: Tensor, up: Tensor, *, a: Tensor, kernel: str | None = None
 def swiglu_bwd(
     da: Tensor, gate: Tensor, up: Tensor, *,
     dgate: Tensor, dup: Tensor, a: Tensor | None = None,
-    dgate_sum: Tensor | None = None, dup_sum: Tensor | None = None, accumulate: bool = True, **where: Unpack[Where],
+    dgate_sum: Tensor | None = None, dup_sum: Tensor | None = None, accumulate: bool = True, invariant: bool = False,
+    **where: Unpack[Where],
 ) -> None:  # fmt: skip
     """dup = da ∘ silu(gate)   dgate = da ∘ up ∘ silu'(gate)   a = silu(gate) ∘ up   dgate_sum += Σ_n dgate
     dup_sum += Σ_n dup; dgate may be da, and a may be gate."""
@@ -141,6 +153,6 @@ def swiglu_bwd(
     options = {"sums": _check_sums(gate, dgate_sum=dgate_sum, dup_sum=dup_sum)}
     others = (da, up, dgate, dup) if a is None else (da, up, dgate, dup, a)
     ACTIVATION.run(
-        "swiglu_bwd", Problem(gate, "swiglu", others), da, gate, up, options=options,
+        "swiglu_bwd", Problem(gate, "swiglu", others, invariant), da, gate, up, options=options,
         dgate=dgate, dup=dup, a=a, dgate_sum=dgate_sum, dup_sum=dup_sum, accumulate=accumulate, **where,
     )  # fmt: skip

@@ -1,4 +1,5 @@
-"""gelu in C++: one pass over contiguous memory. The loops are in cpu/csrc/rows/norm_gelu.cpp."""
+"""Activations in C++: one pass over contiguous memory. The loops are in cpu/csrc/rows/norm_gelu.cpp. Each number is computed
+by the same function, wherever it is. The gradients of tanh and swiglu are torch's."""
 
 from __future__ import annotations
 
@@ -6,32 +7,60 @@ import torch
 from torch import Tensor
 
 from ..column_sum import cpu as column_sum
-from ..cpu.abi import pack_gelu
+from ..cpu.abi import pack_activation
 from ..cpu.library import isa, native
 from ..cpu.rows import DTYPES
 from ..scratch import Scratch, Shapes, TensorLike
+from . import torch_ops
+
+KINDS = {"gelu": 0, "tanh": 1, "swiglu": 2}  # `ActivationKind` of csrc/rows/norm_gelu.h
 
 
-def workspace(x: TensorLike, kind: str, others: tuple[Tensor, ...] = (), *, sums: bool = True) -> Shapes:
-    return {}
+def workspace(
+    x: TensorLike,
+    kind: str,
+    others: tuple[Tensor, ...] = (),
+    invariant: bool = False,
+    *,
+    sums: bool = True,
+) -> Shapes:
+    return {} if kind == "gelu" else torch_ops.workspace(x, kind, others, sums=sums)
 
 
 def fwd(h: Tensor, kind: str, *, a: Tensor, scratch: Scratch) -> None:
-    _run(h, a=a.data_ptr())
+    _run(h, kind, a=a.data_ptr())
 
 
 def bwd(
     da: Tensor, h: Tensor, kind: str, *,
     dh: Tensor, a: Tensor | None, dh_sum: Tensor | None, accumulate: bool, scratch: Scratch,
 ) -> None:  # fmt: skip
-    _run(h, da=da.data_ptr(), dh=dh.data_ptr())
-    if dh_sum is not None:
-        column_sum.fwd(dh, sums=dh_sum, accumulate=accumulate, scratch={})
+    if kind != "gelu":
+        torch_ops.bwd(da, h, kind, dh=dh, a=None, dh_sum=dh_sum, accumulate=accumulate, scratch=scratch)
+    else:
+        _run(h, kind, da=da.data_ptr(), dh=dh.data_ptr())
+        if dh_sum is not None:
+            column_sum.fwd(dh, sums=dh_sum, accumulate=accumulate, scratch={})
     if a is not None:
         fwd(h, kind, a=a, scratch=scratch)
 
 
-def _run(h: Tensor, **addresses: int) -> None:
+def swiglu_fwd(gate: Tensor, up: Tensor, *, a: Tensor, scratch: Scratch) -> None:
+    _run(gate, "swiglu", up=up.data_ptr(), a=a.data_ptr())
+
+
+def swiglu_bwd(
+    da: Tensor, gate: Tensor, up: Tensor, *,
+    dgate: Tensor, dup: Tensor, a: Tensor | None, dgate_sum: Tensor | None, dup_sum: Tensor | None, accumulate: bool,
+    scratch: Scratch,
+) -> None:  # fmt: skip
+    sums = {"dgate_sum": dgate_sum, "dup_sum": dup_sum}
+    torch_ops.swiglu_bwd(da, gate, up, dgate=dgate, dup=dup, a=None, **sums, accumulate=accumulate, scratch=scratch)
+    if a is not None:
+        swiglu_fwd(gate, up, a=a, scratch=scratch)
+
+
+def _run(h: Tensor, kind: str, **addresses: int) -> None:
     n, threads, dtype = h.numel(), torch.get_num_threads(), DTYPES[h.dtype]
-    call = pack_gelu(n=n, threads=threads, isa=isa(), dtype=dtype, h=h.data_ptr(), **addresses)
-    native().tilegrad_native_gelu(call)
+    call = pack_activation(n=n, threads=threads, isa=isa(), dtype=dtype, kind=KINDS[kind], h=h.data_ptr(), **addresses)
+    native().tilegrad_native_activation(call)

@@ -13,7 +13,14 @@ _aten = torch.ops.aten
 _SATURATED = 80.0  # σ(80) is 1 in float64, and exp(80) is finite in float32
 
 
-def workspace(x: TensorLike, kind: str, others: tuple[Tensor, ...] = (), *, sums: bool = True) -> Shapes:
+def workspace(
+    x: TensorLike,
+    kind: str,
+    others: tuple[Tensor, ...] = (),
+    invariant: bool = False,
+    *,
+    sums: bool = True,
+) -> Shapes:
     return below("column_sum", column_sum_workspace(x)) if sums else {}
 
 

@@ -1,9 +1,9 @@
 """The structures of the native library's C ABI: each of its functions takes a pointer to one.
 
-They repeat C++ definitions field by field: Call and CacheWrite of csrc/attention, Norm and Gelu of csrc/rows/norm_gelu.h,
-Sample of csrc/rows/sampling.h, Gemm of csrc/gemm/gemm.h. The library reports the offset of each field (csrc/layout.h), and
-loading compares them (`mismatch`). Packing is derived from the same definitions: struct.Struct fills a structure in half the
-time of ctypes.
+They repeat C++ definitions field by field: Call and CacheWrite of csrc/attention, Norm and Activation of
+csrc/rows/norm_gelu.h, Sample of csrc/rows/sampling.h, Gemm and FixedOrder of csrc/gemm. The library reports the offset of each
+field (csrc/layout.h), and loading compares them (`mismatch`). Packing is derived from the same definitions: struct.Struct fills
+a structure in half the time of ctypes.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Norm(ctypes.Structure):
     ]
 
 
-class Gelu(ctypes.Structure):
-    _fields_ = [*_fields("n threads isa dtype", _INT), *_fields("h a da dh", _POINTER)]
+class Activation(ctypes.Structure):
+    _fields_ = [*_fields("n threads isa dtype kind", _INT), *_fields("h up a da dh", _POINTER)]
 
 
 class Sample(ctypes.Structure):
@@ -84,7 +84,18 @@ class Gemm(ctypes.Structure):
     ]
 
 
-STRUCTURES: tuple[type[ctypes.Structure], ...] = (View, Rows, Call, CacheWrite, Norm, Gelu, Sample, Gemm)
+class FixedOrder(ctypes.Structure):
+    _fields_ = [
+        *_fields("n m k threads isa dtype w_dtype b_dtype", _INT),
+        *_fields("x w y", Rows),
+        *_fields("b scratch", _POINTER),
+        *_fields("scale", _DOUBLE),
+    ]
+
+
+STRUCTURES: tuple[type[ctypes.Structure], ...] = (
+    View, Rows, Call, CacheWrite, Norm, Activation, Sample, Gemm, FixedOrder,
+)  # fmt: skip
 
 
 def _format(structure: type[ctypes.Structure]) -> str:
@@ -106,7 +117,8 @@ def packer(structure: type[ctypes.Structure]) -> Callable[..., bytes]:
     return function
 
 
-pack_call, pack_norm, pack_gelu, pack_gemm = packer(Call), packer(Norm), packer(Gelu), packer(Gemm)
+pack_call, pack_norm, pack_activation = packer(Call), packer(Norm), packer(Activation)
+pack_gemm, pack_fixed_order = packer(Gemm), packer(FixedOrder)
 pack_sample, pack_cache_write = packer(Sample), packer(CacheWrite)
 
 

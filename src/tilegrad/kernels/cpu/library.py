@@ -50,7 +50,8 @@ def library() -> ctypes.CDLL | str:
     found.tilegrad_native_scratch.argtypes = (ctypes.c_char_p, ctypes.c_int64)
     found.tilegrad_native_run.argtypes = (ctypes.c_char_p, ctypes.c_int64)
     found.tilegrad_native_run.restype = None
-    for name in ("norm_fwd", "norm_bwd", "gelu", "sample", "gemm", "cache_write"):
+    found.tilegrad_native_panel_bytes.restype = ctypes.c_int64
+    for name in ("norm_fwd", "norm_bwd", "activation", "sample", "gemm", "fixed_order", "cache_write"):
         function = getattr(found, f"tilegrad_native_{name}")
         function.argtypes, function.restype = (ctypes.c_char_p,), None
     return found

@@ -8,12 +8,13 @@
 inv_total is 1 / (number of targets of the whole step), a 0-d tensor, so that micro-batches add up to one large batch. Rows are
 processed in chunks: the logits of a chunk are overwritten by their gradient, and dx may be x. `cross_entropy_step` is forward
 and backward on one set of logits. `cross_entropy_bwd` computes them again in the same chunks, so its dx and dw have the same
-bits. `CROSS_ENTROPY` is the table of kernels: each module offers `workspace` and `run`. The products are those of `linear`.
+bits. `CROSS_ENTROPY` is the table of kernels: each module offers `workspace` and `run`. The products are those of `linear`;
+invariant=True is that of `linear_fwd`, for the logits.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, Unpack
+from typing import NamedTuple, Unpack, cast
 
 import torch
 from torch import Tensor
@@ -26,10 +27,11 @@ from ..table import BACKWARD, FORWARD, Where
 
 
 class Problem(NamedTuple):
-    """A loss as the table sees it: shapes, dtypes, and the device of x."""
+    """A loss as the table sees it: shapes, dtypes, and the device of x. invariant: as in `linear_fwd`."""
 
     x: TensorLike
     w: TensorLike
+    invariant: bool = False
 
 
 def _triton_refuses(problem: Problem) -> str | None:
@@ -50,44 +52,51 @@ class Outputs(NamedTuple):
 CROSS_ENTROPY = gpu.triton_else_torch("cross_entropy", _triton_refuses)
 
 
-def cross_entropy_workspace(x: TensorLike, w: TensorLike, *, backward: bool, kernel: str | None = None) -> Shapes:
+def cross_entropy_workspace(
+    x: TensorLike, w: TensorLike, *, backward: bool, invariant: bool = False, kernel: str | None = None
+) -> Shapes:
     """Name → (shape, dtype) of the scratch of `_fwd` or, with backward=True, of `_bwd` and `_step`."""
-    return CROSS_ENTROPY.workspace(Problem(x, w), kernel=kernel, backward=backward)
+    return CROSS_ENTROPY.workspace(Problem(x, w, invariant), kernel=kernel, backward=backward)
 
 
 @op()
 def cross_entropy_fwd(
-    x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, *, loss: Tensor, **where: Unpack[Where]
-) -> None:
+    x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, *,
+    loss: Tensor, invariant: bool = False, **where: Unpack[Where],
+) -> None:  # fmt: skip
     """loss (0-d), overwritten."""
-    _run(x, w, targets, inv_total, Outputs(loss), FORWARD, where)
+    _run(Problem(x, w, invariant), targets, inv_total, Outputs(loss), FORWARD, where)
 
 
 @op(accumulates=("dw",))
 def cross_entropy_bwd(
     x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, *,
-    dx: Tensor | None = None, dw: Tensor | None = None, accumulate: bool = True, **where: Unpack[Where],
+    dx: Tensor | None = None, dw: Tensor | None = None, accumulate: bool = True, invariant: bool = False,
+    **where: Unpack[Where],
 ) -> None:  # fmt: skip
     """dx is overwritten, dw accumulated (accumulate=False: overwritten). Computes the logits again."""
-    _run(x, w, targets, inv_total, Outputs(None, dx, dw, accumulate), BACKWARD, where)
+    _run(Problem(x, w, invariant), targets, inv_total, Outputs(None, dx, dw, accumulate), BACKWARD, where)
 
 
 @op(accumulates=("dw",))
 def cross_entropy_step(
     x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, *,
-    loss: Tensor, dx: Tensor | None = None, dw: Tensor | None = None, accumulate: bool = True, **where: Unpack[Where],
+    loss: Tensor, dx: Tensor | None = None, dw: Tensor | None = None, accumulate: bool = True, invariant: bool = False,
+    **where: Unpack[Where],
 ) -> None:  # fmt: skip
     """Forward and backward in one pass over the logits."""
-    _run(x, w, targets, inv_total, Outputs(loss, dx, dw, accumulate), BACKWARD, where)
+    _run(Problem(x, w, invariant), targets, inv_total, Outputs(loss, dx, dw, accumulate), BACKWARD, where)
 
 
 def _run(
-    x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, out: Outputs, options: dict[str, bool], where: Where
+    problem: Problem, targets: Tensor, inv_total: Tensor, out: Outputs, options: dict[str, bool], where: Where
 ) -> None:
+    x, w = cast(Tensor, problem.x), cast(Tensor, problem.w)
     check_loss(x, w, targets, inv_total, out, "w")
     if out.dw is not None and not out.accumulate and not x.shape[0]:
         out.dw.zero_()
-    CROSS_ENTROPY.run("run", Problem(x, w), x, w, targets, inv_total, options=options, out=out, **where)
+    invariant = problem.invariant
+    CROSS_ENTROPY.run("run", problem, x, w, targets, inv_total, invariant, options=options, out=out, **where)
 
 
 def check_loss(x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, out: Outputs, name: str) -> None:

@@ -22,7 +22,7 @@ def chunks(n: int, most: int, multiple: int = 1) -> Iterator[slice]:
     return blocks(n, min(most, -(-size // multiple) * multiple))
 
 
-def products_workspace(x: TensorLike, w: TensorLike, rows: int, *, backward: bool) -> Shapes:
+def products_workspace(x: TensorLike, w: TensorLike, rows: int, *, backward: bool, invariant: bool = False) -> Shapes:
     """Scratch of l = x wᵀ on `rows` rows and, in a backward, of dx and dw. "w" is w rounded once for all chunks."""
     v, c = w.shape
     shapes: Shapes = {}
@@ -30,7 +30,7 @@ def products_workspace(x: TensorLike, w: TensorLike, rows: int, *, backward: boo
         shapes["w"] = ((v, c), x.dtype)
         w = Form((v, c), x.dtype, x.device)
     chunk = Form((rows, c), x.dtype, x.device)
-    products = linear_workspace(chunk, w, backward=False, bias=False)
+    products = linear_workspace(chunk, w, backward=False, bias=False, invariant=invariant)
     if backward:
         products = larger(products, linear_workspace(chunk, w, backward=True, bias=False))
     return shapes | below("linear", products)

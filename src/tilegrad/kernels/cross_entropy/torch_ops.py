@@ -47,7 +47,7 @@ def _block_rows(x: TensorLike, w: TensorLike) -> int:
     return int(max(1, min(rows, BLOCK // max(w.shape[0], 1)))) if converted else rows
 
 
-def workspace(x: TensorLike, w: TensorLike, *, backward: bool) -> Shapes:
+def workspace(x: TensorLike, w: TensorLike, invariant: bool = False, *, backward: bool) -> Shapes:
     acc, logits, (v, c), rows = accumulation_dtype(x.dtype), _logits_dtype(x), w.shape, _rows(x, w)
     shapes: Shapes = {
         "logits": ((rows, v), logits),
@@ -64,10 +64,19 @@ def workspace(x: TensorLike, w: TensorLike, *, backward: bool) -> Shapes:
             shapes["x32"] = ((rows, c), acc)
         if x.dtype != logits:
             shapes["dlogits"] = ((rows, v), x.dtype)
-    return shapes | products_workspace(x, w, rows, backward=backward)
+    return shapes | products_workspace(x, w, rows, backward=backward, invariant=invariant)
 
 
-def run(x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, *, out: Outputs, scratch: Scratch) -> None:
+def run(
+    x: Tensor,
+    w: Tensor,
+    targets: Tensor,
+    inv_total: Tensor,
+    invariant: bool = False,
+    *,
+    out: Outputs,
+    scratch: Scratch,
+) -> None:
     loss, dx, dw, accumulate = out
     linear = of("linear", scratch)
     if "w" in scratch:
@@ -80,7 +89,7 @@ def run(x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, *, out: Output
         rows = {name: scratch[name][:m] for name in ("logits", "index", "valid")}
         scale = scratch["statistics"][0, :m]
         mask_targets(targets[i], inv_total, valid=rows["valid"], index=rows["index"], scale=scale)
-        linear_fwd(x[i], w, None, y=rows["logits"], scratch=linear)
+        linear_fwd(x[i], w, None, y=rows["logits"], invariant=invariant, scratch=linear)
         for j in blocks(m, _block_rows(x, w)):
             _probabilities(rows, j, scale, scratch, loss=loss, gradients=gradients)
         if gradients:

@@ -122,13 +122,22 @@ def chunks_of(x: TensorLike, w: TensorLike) -> Iterator[slice]:
     return chunks(x.shape[0], _rows(x, w), ROWS)
 
 
-def workspace(x: TensorLike, w: TensorLike, *, backward: bool) -> Shapes:
+def workspace(x: TensorLike, w: TensorLike, invariant: bool = False, *, backward: bool) -> Shapes:
     rows = _rows(x, w)
     shapes: Shapes = {"logits": ((rows, _lead(w)), x.dtype), "nll": ((x.shape[0],), torch.float32)}
-    return shapes | products_workspace(x, w, rows, backward=backward)
+    return shapes | products_workspace(x, w, rows, backward=backward, invariant=invariant)
 
 
-def run(x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, *, out: Outputs, scratch: Scratch) -> None:
+def run(
+    x: Tensor,
+    w: Tensor,
+    targets: Tensor,
+    inv_total: Tensor,
+    invariant: bool = False,
+    *,
+    out: Outputs,
+    scratch: Scratch,
+) -> None:
     loss, dx, dw, accumulate = out
     linear, v, nll = of("linear", scratch), w.shape[0], scratch["nll"]
     if "w" in scratch:
@@ -137,7 +146,7 @@ def run(x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, *, out: Output
     for i in chunks_of(x, w):
         logits = scratch["logits"][: i.stop - i.start, :v]
         for j in columns:
-            linear_fwd(x[i], w[j], None, y=logits[:, j], scratch=linear)
+            linear_fwd(x[i], w[j], None, y=logits[:, j], invariant=invariant, scratch=linear)
         given = (targets[i], inv_total, logits, nll[i], targets.stride(0), logits.stride(0), v)
         warps = max(4, tile >> 9)
         launch(_softmax_kernel, (logits.shape[0],), *given, GRADIENT=gradient, TILE=tile, num_warps=warps)

@@ -6,8 +6,15 @@
 
 `linear_bwd` is the whole backward. `linear_bwd_input` computes only dx, and may add to it. `linear_bwd_weight` computes only dw
 and db. A program may run other ops between the two. Rows may be strided, columns must be contiguous. For bfloat16, dw and db
-are float32; on a CPU w and b may be too. On CUDA y may be float32 (the logits of a loss). `LINEAR` is the table of kernels:
-each module offers `workspace`, `fwd`, `bwd_input` and `bwd_weight`. db is computed by `column_sum`, which has its own table.
+are float32; on a CPU w and b may be too. On CUDA y may be float32 (the logits of a loss). db is computed by `column_sum`,
+which has its own table.
+
+invariant=True: the bits of a row of y depend on that row of x, on w and on b alone, not on the other rows, their number or the
+number of threads. A BLAS chooses another order of additions for another number of rows, so only kernels with a fixed order
+take such a problem.
+
+`LINEAR` is the table of kernels: each module offers `workspace` and `fwd` and, if it takes a problem with backward=True,
+`bwd_input` and `bwd_weight`.
 """
 
 from __future__ import annotations
@@ -27,14 +34,19 @@ from ..scratch import Form, Shapes, TensorLike, accumulation_dtype, below, of
 from ..table import Kernel, Table, Where
 from ..table import Problem as SumProblem
 
-GRADIENT = {"backward": True, "bias": False}  # options of a `workspace`
+NO_BIAS, BIAS = {"bias": False}, {"bias": True}  # options of a `workspace`
+FEW_ROWS = 12  # up to this many rows fixed_order is faster than the other kernels, whose BLAS copies w
+FEW_ROWS_ELEMENTS = 1 << 16  # of w; a smaller one is in the caches
 
 
 class Problem(NamedTuple):
-    """A product as the table sees it: shapes, dtypes, and the device of x."""
+    """A product as the table sees it: shapes, dtypes, and the device of x. invariant: the bits of a row of y must depend on
+    that row of x alone. backward: dx or dw."""
 
     x: TensorLike
     w: TensorLike
+    invariant: bool = False
+    backward: bool = False
 
 
 @cache
@@ -46,23 +58,28 @@ def _bf16_on_cpu(x: TensorLike) -> bool:
     return x.dtype == torch.bfloat16 and x.device.type == "cpu"
 
 
+def _by_rows(problem: Problem) -> str | None:
+    other_order = "adds in an order that depends on the number of rows, and the problem is invariant"
+    return other_order if problem.invariant else None
+
+
 def _native_refuses(problem: Problem) -> str | None:
-    x, w = problem
+    x, w, *_ = problem
     if x.dtype != torch.float32:
         return "takes float32 only"
     if min(*x.shape, *w.shape[-2:]) < 2:
         return "takes matrices, not vectors: BLAS multiplies vectors by another function"
     found = rows.refusal(x) or library.blas()
-    return found if isinstance(found, str) else None
+    return found if isinstance(found, str) else _by_rows(problem)
 
 
 def _torch_refuses(problem: Problem) -> str | None:
     left = "does not take bfloat16 on a CPU: torch's product there can't write float32"
-    return left if _bf16_on_cpu(problem.x) else None
+    return left if _bf16_on_cpu(problem.x) else _by_rows(problem)
 
 
 def _tiled_refuses(problem: Problem) -> str | None:
-    return None if _bf16_on_cpu(problem.x) else "is for bfloat16 on a CPU"
+    return _by_rows(problem) if _bf16_on_cpu(problem.x) else "is for bfloat16 on a CPU"
 
 
 def _bf16_refuses(problem: Problem) -> str | None:
@@ -70,22 +87,50 @@ def _bf16_refuses(problem: Problem) -> str | None:
     return _tiled_refuses(problem) or (None if _has_bf16_products() else without)
 
 
+def _fixed_order_refuses(problem: Problem) -> str | None:
+    x, w, invariant, backward = problem
+    if backward:
+        return "has the forward only"
+    few = x.shape[0] <= FEW_ROWS and w.shape[-2] * w.shape[-1] >= FEW_ROWS_ELEMENTS and w.dtype == x.dtype
+    if not invariant and not few:
+        return f"is for invariant problems, and for {FEW_ROWS} rows or fewer with a w of x's dtype that is no small one"
+    if any(isinstance(each, Tensor) and each.stride(-1) != 1 and each.shape[-1] > 1 for each in (x, w)):
+        return "takes rows with contiguous columns"
+    return rows.refusal(x)
+
+
+def _torch_fixed_order_refuses(problem: Problem) -> str | None:
+    if problem.backward or not problem.invariant:
+        return "is for invariant problems, which are forwards"
+    if problem.x.device.type != "cpu":
+        return f"runs on the CPU, not on {problem.x.device.type}, where a product with a fixed order is missing"
+    return None
+
+
 LINEAR = Table(
     "linear",
     (
+        Kernel("fixed_order", "linear.fixed_order", _fixed_order_refuses),
         Kernel("native", "linear.cpu", _native_refuses),
         Kernel("torch", "linear.torch_ops", _torch_refuses),
         Kernel("bf16", "linear.bf16", _bf16_refuses),
         Kernel("tiled", "linear.tiled", _tiled_refuses),
+        Kernel("torch_fixed_order", "linear.torch_fixed_order", _torch_fixed_order_refuses),
     ),
 )
 
 
 def linear_workspace(
-    x: TensorLike, w: TensorLike, *, backward: bool, bias: bool = True, kernel: str | None = None
+    x: TensorLike,
+    w: TensorLike,
+    *,
+    backward: bool,
+    bias: bool = True,
+    invariant: bool = False,
+    kernel: str | None = None,
 ) -> Shapes:
     """Name → (shape, dtype) of the scratch. For w (H, D, D) it is the scratch of one head, because heads run one by one."""
-    shapes = LINEAR.workspace(Problem(x, w), kernel=kernel, backward=backward, bias=bias)
+    shapes = LINEAR.workspace(Problem(x, w, invariant and not backward, backward), kernel=kernel, bias=bias)
     if backward and bias:
         dy = Form((x.shape[0], w.shape[-2]), x.dtype, x.device)
         shapes |= below("column_sum", column_sum_workspace(dy))
@@ -93,14 +138,16 @@ def linear_workspace(
 
 
 def rounds_weights(x: TensorLike, w: TensorLike) -> bool:
-    """Whether each product rounds a float32 w to x's dtype. A caller with many products of one w should round it once."""
-    return w.dtype != x.dtype and LINEAR.select(Problem(x, w)).name == "bf16"
+    """Whether each product rounds a float32 w to x's dtype into scratch. A caller with many products of one w should round it
+    once."""
+    return w.dtype != x.dtype and LINEAR.select(Problem(x, w, backward=True)).name == "bf16"
 
 
 @op()
 def linear_fwd(
-    x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scale: float = 1.0, **where: Unpack[Where]
-) -> None:
+    x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scale: float = 1.0, invariant: bool = False,
+    **where: Unpack[Where],
+) -> None:  # fmt: skip
     """y = x wᵀ + b, or y = scale · x wᵀ. On CUDA y may be float32 for a bfloat16 x, but only without b and scale."""
     (n, cin), cout = x.shape, w.shape[0]
     check_param("w", w, (cout, cin), x)
@@ -109,8 +156,8 @@ def linear_fwd(
     float32 = b is None and x.device.type != "cpu" and y.dtype == accumulation_dtype(x.dtype)
     check_tensor("y", y, (n, cout), y.dtype if float32 else x.dtype, x.device)
     _check_scale(scale, alone=b is None and y.dtype == x.dtype)
-    options = {"backward": False, "bias": b is not None}
-    LINEAR.run("fwd", Problem(x, w), x, w, b, options=options, y=y, scale=scale, **where)
+    options = NO_BIAS if b is None else BIAS
+    LINEAR.run("fwd", Problem(x, w, invariant), x, w, b, options=options, y=y, scale=scale, **where)
 
 
 @op(accumulates=("dw", "db"))
@@ -134,7 +181,8 @@ def linear_bwd_input(
     check_param("w", w, (dy.shape[1], dx.shape[1]), dy)
     check_tensor("dx", dx, (dy.shape[0], w.shape[1]), dy.dtype, dy.device)
     _check_scale(scale, alone=not accumulate)
-    LINEAR.run("bwd_input", Problem(dx, w), dy, w, options=GRADIENT, dx=dx, accumulate=accumulate, scale=scale, **where)
+    problem = Problem(dx, w, backward=True)
+    LINEAR.run("bwd_input", problem, dy, w, options=NO_BIAS, dx=dx, accumulate=accumulate, scale=scale, **where)
 
 
 @op(accumulates=("dw", "db"))
@@ -154,15 +202,18 @@ def linear_bwd_weight(
         scratch = of("column_sum", where.get("scratch") or {})
         COLUMN_SUM.run("fwd", SumProblem(dy), dy, sums=db, accumulate=accumulate, scratch=scratch)
     if dw is not None:
-        LINEAR.run("bwd_weight", Problem(x, w), dy, x, options=GRADIENT, dw=dw, accumulate=accumulate, **where)
+        problem = Problem(x, w, backward=True)
+        LINEAR.run("bwd_weight", problem, dy, x, options=NO_BIAS, dw=dw, accumulate=accumulate, **where)
 
 
 @op()
-def per_head_linear_fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, **where: Unpack[Where]) -> None:
+def per_head_linear_fwd(
+    x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, invariant: bool = False, **where: Unpack[Where]
+) -> None:
     """y[:, h·D:(h+1)·D] = x[:, h·D:(h+1)·D] w[h]ᵀ + b[h]       x, y (N, H·D)   w (H, D, D) = (head, out, in)   b (H, D)"""
     _check_heads(x, w, b=b, y=y)
     for h, own in _heads(w):
-        linear_fwd(x[:, own], w[h], None if b is None else b[h], y=y[:, own], **where)
+        linear_fwd(x[:, own], w[h], None if b is None else b[h], y=y[:, own], invariant=invariant, **where)
 
 
 @op(accumulates=("dw", "db"))

@@ -16,7 +16,7 @@ from .torch_ops import product
 COLS = 1024  # rows of dw per tile
 
 
-def workspace(x: TensorLike, w: TensorLike, *, backward: bool, bias: bool) -> Shapes:
+def workspace(x: TensorLike, w: TensorLike, invariant: bool = False, backward: bool = False, *, bias: bool) -> Shapes:
     (cout, cin), acc, shapes = w.shape[-2:], accumulation_dtype(x.dtype), Shapes()
     if w.dtype == acc:
         shapes |= {"w16": ((cout, cin), x.dtype)}

@@ -13,7 +13,7 @@ from ..cpu.library import native
 from ..scratch import Scratch, Shapes, TensorLike
 
 
-def workspace(x: TensorLike, w: TensorLike, *, backward: bool, bias: bool) -> Shapes:
+def workspace(x: TensorLike, w: TensorLike, invariant: bool = False, backward: bool = False, *, bias: bool) -> Shapes:
     return {}
 
 

@@ -12,7 +12,7 @@ from . import LINEAR, Problem
 ROWS, COLS = 512, 1024  # of a tile of y
 
 
-def workspace(x: TensorLike, w: TensorLike, *, backward: bool, bias: bool) -> Shapes:
+def workspace(x: TensorLike, w: TensorLike, invariant: bool = False, backward: bool = False, *, bias: bool) -> Shapes:
     n, (cout, cin), acc = x.shape[0], w.shape[-2:], accumulation_dtype(x.dtype)
     rows, cols = min(n, ROWS), min(cout, COLS)
     shapes: Shapes = {"x32": ((rows, cin), acc), "y32": ((rows, cols), acc)}
@@ -50,7 +50,7 @@ def bwd_weight(dy: Tensor, x: Tensor, *, dw: Tensor, accumulate: bool, scratch: 
 
 
 def _product(a: Tensor, b: Tensor, *, out: Tensor, accumulate: bool) -> None:
-    LINEAR.select(Problem(a, b)).load().product(a, b, out=out, accumulate=accumulate)
+    LINEAR.select(Problem(a, b, backward=True)).load().product(a, b, out=out, accumulate=accumulate)
 
 
 def tile_of(buffer: Tensor, like: Tensor) -> Tensor:

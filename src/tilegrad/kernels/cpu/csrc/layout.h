@@ -6,6 +6,7 @@
 
 #include "attention/cache_write.h"
 #include "attention/call.h"
+#include "gemm/fixed_order.h"
 #include "gemm/gemm.h"
 #include "rows/norm_gelu.h"
 #include "rows/sampling.h"
@@ -37,13 +38,16 @@ constexpr Place LAYOUT[] = {
     AT(Norm, n), AT(Norm, c), AT(Norm, threads), AT(Norm, isa), AT(Norm, accumulate), AT(Norm, dtype), AT(Norm, param_dtype),
     AT(Norm, x), AT(Norm, y), AT(Norm, dy), AT(Norm, dx), AT(Norm, w), AT(Norm, b), AT(Norm, mean), AT(Norm, rstd),
     AT(Norm, dw), AT(Norm, db), AT(Norm, eps), END(Norm),
-    AT(Gelu, n), AT(Gelu, threads), AT(Gelu, isa), AT(Gelu, dtype),
-    AT(Gelu, h), AT(Gelu, a), AT(Gelu, da), AT(Gelu, dh), END(Gelu),
+    AT(Activation, n), AT(Activation, threads), AT(Activation, isa), AT(Activation, dtype), AT(Activation, kind),
+    AT(Activation, h), AT(Activation, up), AT(Activation, a), AT(Activation, da), AT(Activation, dh), END(Activation),
     AT(Sample, n), AT(Sample, v), AT(Sample, threads), AT(Sample, isa), AT(Sample, mass_bits),
     AT(Sample, logits), AT(Sample, seen), AT(Sample, numbers), AT(Sample, places), AT(Sample, settings), AT(Sample, seeds),
     AT(Sample, sequences), AT(Sample, drawn), AT(Sample, tokens), AT(Sample, logprobs), END(Sample),
     AT(Gemm, transpose_a), AT(Gemm, transpose_b), AT(Gemm, m), AT(Gemm, n), AT(Gemm, k), AT(Gemm, lda), AT(Gemm, ldb), AT(Gemm, ldc),
     AT(Gemm, accumulate), AT(Gemm, threads), AT(Gemm, a), AT(Gemm, b), AT(Gemm, c), END(Gemm),
+    AT(FixedOrder, n), AT(FixedOrder, m), AT(FixedOrder, k), AT(FixedOrder, threads), AT(FixedOrder, isa), AT(FixedOrder, dtype),
+    AT(FixedOrder, w_dtype), AT(FixedOrder, b_dtype), AT(FixedOrder, x), AT(FixedOrder, w), AT(FixedOrder, y), AT(FixedOrder, b),
+    AT(FixedOrder, scratch), AT(FixedOrder, scale), END(FixedOrder),
     {nullptr, nullptr, 0},
 };
 // clang-format on

@@ -2,6 +2,7 @@
 
 #include "attention/cache_write.h"
 #include "attention/call.h"
+#include "gemm/fixed_order.h"
 #include "gemm/gemm.h"
 #include "layout.h"
 #include "rows/norm_gelu.h"
@@ -20,16 +21,19 @@ Kernels float_kernels();
 Kernels double_kernels();
 NormGeluKernels norm_gelu_kernels();
 SamplingKernels sampling_kernels();
+FixedOrderKernels fixed_order_kernels();
 }  // namespace portable
 namespace avx2 {
 Kernels float_kernels();
 NormGeluKernels norm_gelu_kernels();
 SamplingKernels sampling_kernels();
+FixedOrderKernels fixed_order_kernels();
 }  // namespace avx2
 namespace avx512 {
 Kernels float_kernels();
 NormGeluKernels norm_gelu_kernels();
 SamplingKernels sampling_kernels();
+FixedOrderKernels fixed_order_kernels();
 }  // namespace avx512
 namespace amx {
 Kernels bfloat16_kernels();
@@ -111,6 +115,16 @@ SamplingKernels sampling_kernels([[maybe_unused]] int64_t isa) {
     return portable::sampling_kernels();
 }
 
+FixedOrderKernels fixed_order_kernels([[maybe_unused]] int64_t isa) {
+#if defined(WITH_avx512)
+    if (isa >= AVX512) return avx512::fixed_order_kernels();
+#endif
+#if defined(WITH_avx2)
+    if (isa == AVX2) return avx2::fixed_order_kernels();
+#endif
+    return portable::fixed_order_kernels();
+}
+
 // fn(call, begin, end) over 0 … n, in ranges of whole `unit`s, one per thread.
 template <class T>
 void parallel_for(const T& call, int64_t n, int64_t unit, void (*fn)(const T&, int64_t, int64_t)) {
@@ -133,8 +147,8 @@ void parallel_for(const T& call, int64_t n, int64_t unit, void (*fn)(const T&, i
 }  // namespace
 }  // namespace tilegrad
 
+using tilegrad::Activation;
 using tilegrad::Call;
-using tilegrad::Gelu;
 using tilegrad::Norm;
 
 extern "C" {
@@ -201,9 +215,9 @@ EXPORT void tilegrad_native_norm_bwd(const Norm* call) {
     if (call->dw || call->db) tilegrad::parallel_for(*call, call->c, 4 * rows.lanes, rows.norm_columns);
 }
 
-EXPORT void tilegrad_native_gelu(const Gelu* call) {
+EXPORT void tilegrad_native_activation(const Activation* call) {
     const tilegrad::NormGeluKernels rows = tilegrad::norm_gelu_kernels(call->isa);
-    tilegrad::parallel_for(*call, call->n, rows.lanes, rows.gelu);
+    tilegrad::parallel_for(*call, call->n, rows.lanes, rows.activation);
 }
 
 EXPORT void tilegrad_native_sample(const tilegrad::Sample* call) {
@@ -211,4 +225,30 @@ EXPORT void tilegrad_native_sample(const tilegrad::Sample* call) {
 }
 
 EXPORT void tilegrad_native_gemm(const tilegrad::Gemm* call) { tilegrad::gemm(*call); }
+
+// Scratch bytes of one thread of a product of many rows that are enough for every instruction set of this machine.
+EXPORT int64_t tilegrad_native_panel_bytes() {
+    int64_t most = 0;
+    for (int64_t isa = 0; tilegrad::supported() >> isa; ++isa) {
+        const int64_t bytes = tilegrad::fixed_order_kernels(isa).panel_bytes;
+        if ((tilegrad::supported() >> isa & 1) && bytes > most) most = bytes;
+    }
+    return most;
+}
+
+EXPORT void tilegrad_native_fixed_order(const tilegrad::FixedOrder* call) {
+    struct Context {
+        const tilegrad::FixedOrder& call;
+        void (*work)(const tilegrad::FixedOrder&, int64_t*, int);
+        int64_t next;
+    } context{*call, tilegrad::fixed_order_kernels(call->isa).work, 0};
+    if (!call->n || !call->m) return;
+    tilegrad::run_on_threads(
+        int(call->threads),
+        [](void* p, int worker) {
+            auto& c = *static_cast<Context*>(p);
+            c.work(c.call, &c.next, worker);
+        },
+        &context);
+}
 }

@@ -1,4 +1,4 @@
-// Norms, gelu and column sums on rows of float32 or bfloat16: one pass over memory, where torch ops need five to ten. Compiled
+// Norms, activations and column sums on rows of float32 or bfloat16: one pass over memory, where torch ops need five to ten. Compiled
 // once per instruction set. The equations are in kernels/norm, kernels/activation and kernels/linear.
 
 #include "rows/norm_gelu.h"
@@ -175,7 +175,7 @@ inline V32 gelu_slope(V32 h) {
 }
 
 template <class E>
-void gelu_of(const Gelu& call, int64_t begin, int64_t end) {
+void gelu_of(const Activation& call, int64_t begin, int64_t end) {
     const E *h = reinterpret_cast<const E*>(call.h), *da = reinterpret_cast<const E*>(call.da);
     E* out = reinterpret_cast<E*>(call.a ? call.a : call.dh);
     int64_t i = begin;
@@ -190,13 +190,39 @@ void gelu_of(const Gelu& call, int64_t begin, int64_t end) {
     for (int64_t j = i; j < end; ++j) convert(out[j], tail[j - i]);
 }
 
-void gelu(const Gelu& call, int64_t begin, int64_t end) {
-    call.dtype == FLOAT32 ? gelu_of<float>(call, begin, end) : gelu_of<BFloat16>(call, begin, end);
+// silu(h) = h σ(h), with e = exp(−|h|): h / (1 + e) or, for h < 0, h e / (1 + e), which is 0 below −88
+inline V32 silu(V32 h) {
+    V32 e = exponential(h < 0.0f ? h : -h);
+    V32 s = (h < 0.0f ? e : all(1.0f)) / (1.0f + e);
+    return h < -88.0f ? V32{} : h * s;
+}
+
+inline V32 activated(int64_t kind, V32 h, V32 up) { return kind == TANH ? hyperbolic_tangent(h).value : silu(h) * up; }
+
+// a = tanh(h), or silu(h) ∘ up. A whole register and a part of one are computed by the same function.
+template <class E>
+void forward_of(const Activation& call, int64_t begin, int64_t end) {
+    const E *h = reinterpret_cast<const E*>(call.h), *up = reinterpret_cast<const E*>(call.up ? call.up : call.h);
+    E* a = reinterpret_cast<E*>(call.a);
+    int64_t i = begin;
+    for (; i + N <= end; i += N) narrow(a + i, activated(call.kind, widen(h + i), widen(up + i)));
+    float tail_h[N] = {}, tail_up[N] = {};
+    for (int64_t j = i; j < end; ++j) {
+        tail_h[j - i] = h[j];
+        tail_up[j - i] = up[j];
+    }
+    const V32 tail = activated(call.kind, load(tail_h), load(tail_up));
+    for (int64_t j = i; j < end; ++j) convert(a[j], tail[j - i]);
+}
+
+void activation(const Activation& call, int64_t begin, int64_t end) {
+    if (call.kind == GELU) call.dtype == FLOAT32 ? gelu_of<float>(call, begin, end) : gelu_of<BFloat16>(call, begin, end);
+    else call.dtype == FLOAT32 ? forward_of<float>(call, begin, end) : forward_of<BFloat16>(call, begin, end);
 }
 
 }  // namespace
 
-NormGeluKernels norm_gelu_kernels() { return {norm_fwd, norm_rows, norm_columns, gelu, N}; }
+NormGeluKernels norm_gelu_kernels() { return {norm_fwd, norm_rows, norm_columns, activation, N}; }
 
 }  // namespace ISA
 }  // namespace tilegrad

@@ -21,19 +21,25 @@ struct Norm {
     double eps;                         // forward; 0: mean and rstd are inputs
 };
 
-// kernels/activation: h, a, da, dh (n)
-struct Gelu {
-    int64_t n, threads, isa, dtype;
-    char *h, *a, *da, *dh;   // a: forward; da, dh: backward
+// kernels/activation: h, up, a, da, dh (n)
+struct Activation {
+    int64_t n, threads, isa, dtype, kind;
+    char *h, *up, *a, *da, *dh;   // a: forward; da, dh: gelu's backward; up: a = silu(h) ∘ up
 };
 
-// Functions of one instruction set. Ranges are rows (norm_fwd, norm_rows), columns (norm_columns) or elements (gelu). The
+enum ActivationKind : int64_t {
+    GELU,
+    TANH,
+    SWIGLU,
+};
+
+// Functions of one instruction set. Ranges are rows (norm_fwd, norm_rows), columns (norm_columns) or elements (activation). The
 // results do not depend on how ranges are split among threads.
 struct NormGeluKernels {
     void (*norm_fwd)(const Norm&, int64_t begin, int64_t end);
     void (*norm_rows)(const Norm&, int64_t begin, int64_t end);
     void (*norm_columns)(const Norm&, int64_t begin, int64_t end);
-    void (*gelu)(const Gelu&, int64_t begin, int64_t end);
+    void (*activation)(const Activation&, int64_t begin, int64_t end);
     int64_t lanes;
 };
 

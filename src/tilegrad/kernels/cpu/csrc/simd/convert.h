@@ -60,8 +60,12 @@ typedef uint16_t U16 __attribute__((vector_size(WIDTH / 2)));
 typedef uint16_t U16Unaligned __attribute__((vector_size(WIDTH / 2), aligned(2), may_alias));
 
 inline V32 widen(const BFloat16* p) {
+#if defined(__aarch64__)  // one instruction; GCC makes two of the lines below
+    return (V32)vshll_n_u16(vld1_u16(reinterpret_cast<const uint16_t*>(p)), 16);
+#else
     const U16 bits = *reinterpret_cast<const U16Unaligned*>(p);
     return (V32)(__builtin_convertvector(bits, U32) << 16);
+#endif
 }
 
 inline void narrow(BFloat16* p, V32 v) {  // BFloat16::of

@@ -1,0 +1,274 @@
+// y = scale · x wᵀ + b for rows of float32 or bfloat16. Compiled once per instruction set.
+//
+// Each number of y has one register of partial sums. Its element l adds the products k = l, l + N, l + 2N, … in this order, and
+// a fixed tree adds the elements. Columns after the last whole register are 0. So the bits of a row of y depend on that row of x,
+// on w and on b, and on nothing else: not on the other rows, the threads or the schedule. There are two schedules:
+//
+//   stream   few rows: registers are loaded from x and w where they are. w is read once, W rows at a time, from memory
+//   panels   many rows: blocks of x and w are converted to float32 panels in scratch, which all tiles of the block read
+//
+// If x is bfloat16, a float32 w or b is rounded to bfloat16, as if it had been rounded before the call.
+
+#include "gemm/fixed_order.h"
+
+#include "simd/convert.h"
+
+namespace tilegrad {
+namespace ISA {
+namespace {
+
+constexpr int N = Lanes<float>::N;
+
+// ROWS × COLUMNS registers of partial sums, the others for x and w.
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int ROWS = 6;
+#else
+constexpr int ROWS = 3;
+#endif
+constexpr int COLUMNS = 4;
+constexpr int64_t X_ROWS = 48, W_ROWS = 128;   // of a block of y: multiples of ROWS and COLUMNS
+constexpr int64_t DEPTH = 1024;                // columns of a panel
+constexpr int64_t STREAMED = 64;               // rows of w in a piece of the stream schedule
+constexpr int64_t AHEAD = 2048;                // bytes from a load to the prefetch of the same row
+
+// A float32 that counts as its nearest bfloat16.
+struct Rounded {
+    float value;
+    operator float() const { return BFloat16::of(value); }
+};
+
+inline V32 widen(const Rounded* p) {
+    const U32 u = (U32)load(&p->value);
+    const U32 nearest = (u + 0x7fff + ((u >> 16) & 1)) & 0xffff0000u;
+    return (V32)((u & 0x7fffffff) > 0x7f800000 ? u | 0x400000 : nearest);
+}
+using tilegrad::ISA::widen;
+
+// The first n elements, then zeros.
+template <class E>
+inline V32 widen_part(const E* p, int64_t n) {
+    float part[N] = {};
+    for (int64_t i = 0; i < n; ++i) part[i] = p[i];
+    return load(part);
+}
+
+typedef float Four __attribute__((vector_size(16)));
+
+#if defined(__clang__)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+typedef int32_t Index __attribute__((vector_size(16)));
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Index{__VA_ARGS__})
+#endif
+
+// Element i plus element i + 4 j of a register, for i < 4: a tree over j.
+inline Four folded(V32 v) {
+    Four part[N / 4];
+    memcpy(part, &v, sizeof v);
+    for (int n = N / 8; n; n /= 2)
+        for (int i = 0; i < n; ++i) part[i] += part[i + n];
+    return part[0];
+}
+
+// The sums of four registers, each (0 + 2) + (1 + 3) of the folded one.
+inline Four sums(V32 v0, V32 v1, V32 v2, V32 v3) {
+    const Four a = folded(v0), b = folded(v1), c = folded(v2), d = folded(v3);
+    const Four ab = SHUFFLE(a, b, 0, 4, 1, 5) + SHUFFLE(a, b, 2, 6, 3, 7);
+    const Four cd = SHUFFLE(c, d, 0, 4, 1, 5) + SHUFFLE(c, d, 2, 6, 3, 7);
+    return SHUFFLE(ab, cd, 0, 1, 4, 5) + SHUFFLE(ab, cd, 2, 3, 6, 7);
+}
+
+#undef SHUFFLE
+
+template <class X, class W>
+struct Product {
+    static const X* x_row(const FixedOrder& call, int64_t n) { return reinterpret_cast<const X*>(call.x.data) + n * call.x.stride; }
+    static const W* w_row(const FixedOrder& call, int64_t m) { return reinterpret_cast<const W*>(call.w.data) + m * call.w.stride; }
+
+    // Writes `count` ≤ 4 numbers of row n from column m on.
+    static inline __attribute__((always_inline)) void put(const FixedOrder& call, int64_t n, int64_t m, int64_t count, Four total) {
+        total *= float(call.scale);
+        if (call.b)
+            for (int64_t i = 0; i < count; ++i) total[i] += bias(call, m + i);
+        X* y = reinterpret_cast<X*>(call.y.data) + n * call.y.stride + m;
+        for (int64_t i = 0; i < count; ++i) convert(y[i], total[i]);
+    }
+
+    static float bias(const FixedOrder& call, int64_t m) {
+        const float b = call.b_dtype == FLOAT32 ? reinterpret_cast<const float*>(call.b)[m]
+                                                : float(reinterpret_cast<const BFloat16*>(call.b)[m]);
+        return sizeof(X) == 2 ? float(BFloat16::of(b)) : b;
+    }
+
+    // R rows from n on, C rows of w from m on: the rows of w after `last` are the last one again, and are not written. What is
+    // prefetched is AHEAD bytes after what is loaded: at the end of a row it is the beginning of a row of the next tile.
+    template <int R, int C>
+    static inline __attribute__((always_inline)) void stream_tile(const FixedOrder& call, int64_t n, int64_t m, int64_t last) {
+        constexpr int STEP = at_least(N, 64 / int(sizeof(W)));  // elements of a cache line of w, or of a register
+        const int64_t whole = call.k - call.k % STEP, ahead = AHEAD / sizeof(W);
+        const X* x[R];
+        const W *w[C], *fetched[C];
+        for (int r = 0; r < R; ++r) x[r] = x_row(call, n + r);
+        for (int c = 0; c < C; ++c) fetched[c] = (w[c] = w_row(call, at_most(m + c, last))) + ahead;
+        V32 acc[R][C] = {};
+        int64_t i = 0;
+        const int64_t ends[] = {at_least(whole - ahead, 0) / STEP * STEP, whole};
+        for (const int64_t end : ends) {
+            for (; i < end; i += STEP) {
+#pragma GCC unroll 8
+                for (int c = 0; c < C; ++c) __builtin_prefetch(fetched[c] + i);
+#pragma GCC unroll 8
+                for (int u = 0; u < STEP; u += N) {
+                    V32 xi[R];
+                    for (int r = 0; r < R; ++r) xi[r] = widen(x[r] + i + u);
+                    for (int c = 0; c < C; ++c) {
+                        const V32 wi = widen(w[c] + i + u);
+                        for (int r = 0; r < R; ++r) acc[r][c] += xi[r] * wi;
+                    }
+                }
+            }
+            for (int c = 0; c < C; ++c) fetched[c] += C * call.w.stride - call.k;
+        }
+        for (; i < call.k; i += N) {
+            const int64_t left = call.k - i;
+            V32 xi[R];
+            for (int r = 0; r < R; ++r) xi[r] = left < N ? widen_part(x[r] + i, left) : widen(x[r] + i);
+            for (int c = 0; c < C; ++c) {
+                const V32 wi = left < N ? widen_part(w[c] + i, left) : widen(w[c] + i);
+                for (int r = 0; r < R; ++r) acc[r][c] += xi[r] * wi;
+            }
+        }
+        for (int r = 0; r < R; ++r)
+            for (int c = 0; c < C; c += 4)
+                put(call, n + r, m + c, at_most(4, last + 1 - m - c),
+                    sums(acc[r][c], acc[r][c + 1], acc[r][c + 2], acc[r][c + 3]));
+    }
+
+    template <int R, int C>
+    static __attribute__((noinline)) void stream_rows(const FixedOrder& call, int64_t n, int64_t m, int64_t last) {
+        stream_tile<R, C>(call, n, m, last);
+    }
+
+    static void stream(const FixedOrder& call, int64_t* next) {
+        const int64_t pieces = call.threads * 4;
+        const int64_t size = at_most(STREAMED, round_up(at_least((call.m + pieces - 1) / pieces, 1), 2 * COLUMNS));
+        for (int64_t first; (first = __atomic_fetch_add(next, size, __ATOMIC_RELAXED)) < call.m;) {
+            const int64_t last = at_most(first + size, call.m) - 1;
+            if (call.n == 1) {
+                for (int64_t m = first; m <= last; m += 2 * COLUMNS) stream_rows<1, 2 * COLUMNS>(call, 0, m, last);
+                continue;
+            }
+            for (int64_t m = first; m <= last; m += COLUMNS)
+                for (int64_t n = 0; n < call.n; n += ROWS) switch (at_most(ROWS, call.n - n)) {
+                        case 1: stream_rows<1, COLUMNS>(call, n, m, last); break;
+                        case 2: stream_rows<2, COLUMNS>(call, n, m, last); break;
+                        case 3: stream_rows<3, COLUMNS>(call, n, m, last); break;
+#if defined(__AVX512F__) || defined(__aarch64__)
+                        case 4: stream_rows<4, COLUMNS>(call, n, m, last); break;
+                        case 5: stream_rows<5, COLUMNS>(call, n, m, last); break;
+                        case 6: stream_rows<6, COLUMNS>(call, n, m, last); break;
+#endif
+                    }
+        }
+    }
+
+    // to[i][r] = register i of row r: `rows` of them, and zeros up to R
+    template <int R, class E>
+    static inline __attribute__((always_inline)) void pack(float* to, const E* from, int64_t stride, int64_t rows, int64_t k) {
+        for (int r = 0; r < R; ++r) {
+            const E* row = from + r * stride;
+            float* at = to + r * N;
+            int64_t i = 0;
+            if (r < rows)
+                for (; i + N <= k; i += N, at += R * N) store(at, widen(row + i));
+            for (; i < k; i += N, at += R * N) store(at, r < rows ? widen_part(row + i, k - i) : V32{});
+        }
+    }
+
+    // The sums of a tile over `registers` of panels x and w. `partial` has its sums so far (unless `first`) and later (unless
+    // `last`, when they are written to y: `rows` × `columns` numbers from (n, m) on).
+    static __attribute__((noinline)) void panel_tile(
+        const FixedOrder& call, const float* __restrict__ x, const float* __restrict__ w, int64_t registers,
+        float* __restrict__ partial, bool first, bool last, int64_t n, int64_t rows, int64_t m, int64_t columns) {
+        V32 acc[ROWS][COLUMNS];
+        for (int r = 0; r < ROWS; ++r)
+            for (int c = 0; c < COLUMNS; ++c) acc[r][c] = first ? V32{} : load(partial + (r * COLUMNS + c) * N);
+        for (int64_t i = 0; i < registers; ++i, x += ROWS * N, w += COLUMNS * N) {
+            V32 wi[COLUMNS];
+            for (int c = 0; c < COLUMNS; ++c) wi[c] = load(w + c * N);
+#pragma GCC unroll 8
+            for (int r = 0; r < ROWS; ++r) {
+                const V32 xi = load(x + r * N);
+                for (int c = 0; c < COLUMNS; ++c) acc[r][c] += xi * wi[c];
+            }
+        }
+        if (last) {
+            for (int r = 0; r < ROWS; ++r) {
+                const Four total = sums(acc[r][0], acc[r][1], acc[r][2], acc[r][3]);
+                if (r < rows) put(call, n + r, m, columns, total);
+            }
+        } else {
+            for (int r = 0; r < ROWS; ++r)
+                for (int c = 0; c < COLUMNS; ++c) store(partial + (r * COLUMNS + c) * N, acc[r][c]);
+        }
+    }
+
+    static constexpr int64_t X_PANEL = X_ROWS * DEPTH, W_PANEL = COLUMNS * DEPTH, PARTIAL = X_ROWS * W_ROWS * N;
+
+    // One block of y: X_ROWS rows from n on, `width` columns from m on.
+    static void block(const FixedOrder& call, float* scratch, int64_t n, int64_t m, int64_t width) {
+        float *x_panel = scratch, *w_panel = x_panel + X_PANEL, *partial = w_panel + W_PANEL;
+        const int64_t rows = at_most(X_ROWS, call.n - n), columns = at_most(width, call.m - m);
+        for (int64_t k = 0; k < call.k; k += DEPTH) {
+            const int64_t depth = at_most(DEPTH, call.k - k), registers = (depth + N - 1) / N;
+            for (int64_t r = 0; r < rows; r += ROWS)
+                pack<ROWS>(x_panel + r * DEPTH, x_row(call, n + r) + k, call.x.stride, rows - r, depth);
+            float* sums_of_tile = partial;
+            for (int64_t c = 0; c < columns; c += COLUMNS) {
+                pack<COLUMNS>(w_panel, w_row(call, m + c) + k, call.w.stride, columns - c, depth);
+                for (int64_t r = 0; r < rows; r += ROWS, sums_of_tile += ROWS * COLUMNS * N)
+                    panel_tile(call, x_panel + r * DEPTH, w_panel, registers, sums_of_tile, k == 0, k + DEPTH >= call.k, n + r,
+                               at_most(ROWS, rows - r), m + c, at_most(COLUMNS, columns - c));
+            }
+        }
+    }
+
+    static void panels(const FixedOrder& call, int64_t* next, int worker) {
+        float* scratch = reinterpret_cast<float*>(call.scratch) + worker * (X_PANEL + W_PANEL + PARTIAL);
+        const int64_t down = (call.n + X_ROWS - 1) / X_ROWS;
+        int64_t width = W_ROWS;
+        while (width > 4 * COLUMNS && down * ((call.m + width - 1) / width) < 4 * call.threads) width /= 2;
+        const int64_t blocks = down * ((call.m + width - 1) / width);
+        for (int64_t i; (i = __atomic_fetch_add(next, 1, __ATOMIC_RELAXED)) < blocks;)
+            block(call, scratch, i % down * X_ROWS, i / down * width, width);
+    }
+
+    static void work(const FixedOrder& call, int64_t* next, int worker) {
+        if (!call.k) return zeros(call, next);
+        call.scratch ? panels(call, next, worker) : stream(call, next);
+    }
+
+    static void zeros(const FixedOrder& call, int64_t* next) {
+        for (int64_t n; (n = __atomic_fetch_add(next, 1, __ATOMIC_RELAXED)) < call.n;)
+            for (int64_t m = 0; m < call.m; m += 4) put(call, n, m, at_most(4, call.m - m), Four{});
+    }
+};
+
+void work(const FixedOrder& call, int64_t* next, int worker) {
+    if (call.dtype == BFLOAT16)
+        call.w_dtype == BFLOAT16 ? Product<BFloat16, BFloat16>::work(call, next, worker)
+                                 : Product<BFloat16, Rounded>::work(call, next, worker);
+    else
+        call.w_dtype == BFLOAT16 ? Product<float, BFloat16>::work(call, next, worker)
+                                 : Product<float, float>::work(call, next, worker);
+}
+
+using Any = Product<float, float>;
+constexpr int64_t PANEL_BYTES = 4 * (Any::X_PANEL + Any::W_PANEL + Any::PARTIAL);
+
+}  // namespace
+
+FixedOrderKernels fixed_order_kernels() { return {work, PANEL_BYTES}; }
+
+}  // namespace ISA
+}  // namespace tilegrad

@@ -1,0 +1,40 @@
+"""Products with a fixed order of additions in C++: cpu/csrc/gemm/fixed_order.cpp. float32 and bfloat16, on a CPU.
+
+The bits of a row of y depend on that row of x, on w and on b alone, because one register has the partial sums of each number.
+Up to STREAMED rows x and w are read where they are, so w is read once from memory. More rows are multiplied in panels, which
+are in scratch. If x is bfloat16, a float32 w or b is rounded to bfloat16 in registers, to the bits of one rounded before.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..checks import check_columns
+from ..cpu.abi import pack_fixed_order
+from ..cpu.library import isa, native
+from ..cpu.rows import DTYPES, address, rows
+from ..scratch import Scratch, Shapes, TensorLike
+
+STREAMED = 12  # most rows that are multiplied without panels
+LEAST = 1 << 15  # multiplications of a thread
+
+
+def workspace(x: TensorLike, w: TensorLike, invariant: bool = False, backward: bool = False, *, bias: bool) -> Shapes:
+    """Grows with the number of threads."""
+    if x.shape[0] <= STREAMED:
+        return {}
+    floats = native().tilegrad_native_panel_bytes() // 4
+    return {"panels": ((torch.get_num_threads(), floats), torch.float32)}
+
+
+def fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scale: float, scratch: Scratch) -> None:
+    for name, given in (("y", y), ("b", b)):
+        if given is not None:
+            check_columns(name, given)
+    (n, k), m = x.shape, w.shape[0]
+    threads = min(torch.get_num_threads(), 1 + n * m * k // LEAST)
+    dtypes = (DTYPES[x.dtype], DTYPES[w.dtype], DTYPES[w.dtype if b is None else b.dtype])
+    panels = address(scratch.get("panels"))
+    call = pack_fixed_order(n, m, k, threads, isa(), *dtypes, rows(x), rows(w), rows(y), address(b), panels, scale)
+    native().tilegrad_native_fixed_order(call)

@@ -1,0 +1,159 @@
+"""An invariant forward: the bits of a row depend on the tokens of its sequence up to that row, and on nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tilegrad import Engine, ModelConfig
+from tilegrad.kernels.cpu import library
+from tilegrad.model.lora import LoraConfig
+
+pytestmark = pytest.mark.skipif(isinstance(library.library(), str), reason=f"the library {library.library()}")
+GPT2 = ModelConfig(vocab_size=61, block_size=64, n_layer=2, n_head=4, n_embd=40)
+LLAMA = replace(
+    GPT2,
+    n_kv_head=2,
+    activation="swiglu",
+    norm="rmsnorm",
+    position="rope",
+    bias=False,
+    tie_embeddings=False,
+    ffn_dim=53,
+)
+FAMILIES = {
+    "gpt2": GPT2,
+    "llama": LLAMA,
+    "mistral": replace(LLAMA, window=7),
+    "qwen2": replace(LLAMA, qkv_bias=True),
+    "qwen3": replace(LLAMA, qk_norm=True, head_size=6),
+    "per head, tanh": replace(GPT2, projection="per_head", activation="tanh"),
+}
+DTYPES = (torch.float32, torch.bfloat16)
+LONGEST = 29
+LENGTHS = (1, 4, 5, 16)
+ODD_LENGTHS = (2, 3, 6, 7, 11, 27)  # attention adds the last two or three columns of these in another order
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def new_engine(config: ModelConfig, dtype: torch.dtype, b: int, t: int, *, invariant: bool = True) -> Engine:
+    """Weights and biases of every size: those of a new model are too small to be seen in the sums."""
+    engine = Engine(config, b, t, dtype=dtype, invariant=invariant)
+    g = torch.Generator().manual_seed(3)
+    for p in engine.params.values():
+        p.copy_(torch.randn(p.shape, generator=g) * (1.0 if p.ndim == 1 else p.shape[-1] ** -0.5))
+    return engine
+
+
+def hidden(engine: Engine, tokens: Tensor) -> Tensor:
+    """The head's input, (B, T, C)."""
+    b, t = tokens.shape
+    engine.forward(tokens, torch.zeros_like(tokens))
+    return engine._model(b, t).ln_f.y.view(b, t, -1).clone()
+
+
+def tokens_of(config: ModelConfig, b: int, t: int) -> Tensor:
+    return torch.randint(0, config.vocab_size, (b, t), generator=torch.Generator().manual_seed(1))
+
+
+def differing(
+    config: ModelConfig, dtype: torch.dtype, lengths: tuple[int, ...], *, invariant: bool = True
+) -> list[object]:
+    """What changes the bits of the first sequences' rows: (threads, sequences, tokens)."""
+    tokens = tokens_of(config, 64, LONGEST)
+    want: Tensor | None = None
+    found: list[object] = []
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        engine = new_engine(config, dtype, 64, LONGEST, invariant=invariant)
+        cases = [(b, LONGEST) for b in (64, 1, 2, 17)] + [(3, t) for t in lengths]
+        for b, t in cases:
+            got = hidden(engine, tokens[:b, :t])
+            want = got if want is None else want
+            if not torch.equal(got, want[:b, :t]):
+                found.append((count, b, t))
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_hidden_states_have_the_same_bits_alone_in_a_batch_and_as_a_prefix(name: str, dtype: torch.dtype) -> None:
+    assert differing(FAMILIES[name], dtype, LENGTHS) == []
+
+
+@pytest.mark.skip(reason="attention adds the last columns of a row in another order")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("window", [None, 5, 9])
+def test_hidden_states_of_odd_lengths_and_windows_have_the_same_bits(
+    name: str, dtype: torch.dtype, window: int | None
+) -> None:
+    assert differing(replace(FAMILIES[name], window=window), dtype, ODD_LENGTHS) == []
+
+
+def test_canary_products_that_are_not_invariant_are_seen() -> None:
+    wide = replace(GPT2, n_embd=128, n_layer=1)
+    assert differing(wide, torch.float32, LENGTHS) == []
+    assert differing(wide, torch.float32, LENGTHS, invariant=False) != []
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_losses_of_a_sequence_have_the_same_bits_in_every_batch(name: str, dtype: torch.dtype) -> None:
+    """One target, so that the loss is that row's. Steps in one call and in two give the same gradients."""
+    config = FAMILIES[name]
+    tokens = tokens_of(config, 9, 16)
+    targets = torch.full_like(tokens, -1)
+    targets[0, 5] = 7
+    engine = new_engine(config, dtype, 9, 16)
+    losses = {engine.forward(tokens[:b, :t], targets[:b, :t]) for b in (1, 2, 9) for t in (8, 9, 16)}
+    assert len(losses) == 1
+    engine.gradients(tokens, targets)
+    once = {key: g.clone() for key, g in engine.grads.items()}
+    engine.zero_gradients()
+    engine.forward(tokens, targets)
+    engine.backward()
+    assert {engine.loss} == losses and all(torch.equal(engine.grads[key], g) for key, g in once.items())
+
+
+def test_what_is_recomputed_has_the_same_bits() -> None:
+    tokens = tokens_of(LLAMA, 8, 32)
+    engines = [Engine(LLAMA, 8, 32, memory_budget=budget, invariant=True) for budget in (None, 1 << 34)]
+    for engine in engines:
+        engine.gradients(tokens, tokens)
+    assert any(engines[0].recompute) and not any(engines[1].recompute)
+    assert all(torch.equal(g, engines[1].grads[key]) for key, g in engines[0].grads.items())
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"dtype": torch.float64}, "with dtype torch.float64"),
+        ({"lora": LoraConfig(2)}, "with lora, .* no fixed order"),
+        ({"linear": "fp8", "dtype": torch.bfloat16}, "with linear 'fp8'"),
+    ],
+)
+def test_what_has_no_fixed_order_is_refused(given: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=rf"^invariant: got True {why}.*; accepted: False here"):
+        Engine(GPT2, 2, 8, invariant=True, **given)
+
+
+def test_without_the_library_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilegrad.engine import batch
+
+    monkeypatch.setattr(batch, "library", lambda: "was not built")
+    with pytest.raises(
+        ValueError, match=r"^invariant: got True without the native library, which was not built; accepted: F"
+    ):
+        Engine(GPT2, 2, 8, invariant=True)

@@ -1,0 +1,285 @@
+"""Ops of an invariant forward: the bits of a row depend on that row alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from support import bounds
+from support.guard import Guard
+from support.ops import DTYPES, poisoned, randn
+from torch import Tensor
+
+from tilegrad.kernels.activation import ACTIVATION, activation_bwd, activation_fwd, swiglu_bwd, swiglu_fwd
+from tilegrad.kernels.activation import Problem as ActivationProblem
+from tilegrad.kernels.closeness import assert_close
+from tilegrad.kernels.cpu import abi, library, rows
+from tilegrad.kernels.cross_entropy import cross_entropy_fwd, cross_entropy_workspace
+from tilegrad.kernels.linear import (
+    FEW_ROWS,
+    LINEAR,
+    Problem,
+    fixed_order,
+    linear_fwd,
+    linear_workspace,
+    per_head_linear_fwd,
+    torch_fixed_order,
+)
+from tilegrad.kernels.norm import layernorm_fwd, norm_workspace, rmsnorm_fwd
+from tilegrad.kernels.op import observe
+from tilegrad.kernels.rope import rope_fwd, rope_table, rope_workspace
+
+F32, BF16 = torch.float32, torch.bfloat16
+needs_library = pytest.mark.skipif(isinstance(library.library(), str), reason=f"the library {library.library()}")
+KERNELS = [
+    *(pytest.param("fixed_order", x, w, marks=needs_library) for x, w in ((F32, F32), (BF16, BF16), (BF16, F32))),
+    *(
+        pytest.param("torch_fixed_order", x, w)
+        for x, w in ((torch.float64,) * 2, (F32, F32), (BF16, BF16), (BF16, F32))
+    ),
+]
+SHAPES = ((70, 37, 50), (67, 129, 5), (61, 1101, 33), (3, 1, 1), (50, 64, 133))  # (N, Cin, Cout)
+SMALL = ((19, 37, 5),)  # for the slow kernel
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def product(x: Tensor, w: Tensor, b: Tensor | None, kernel: str | None = None, scale: float = 1.0) -> Tensor:
+    y = torch.full((x.shape[0], w.shape[0]), torch.nan, dtype=x.dtype)
+    shapes = linear_workspace(x, w, backward=False, bias=b is not None, invariant=True, kernel=kernel)
+    linear_fwd(x, w, b, y=y, scale=scale, invariant=True, kernel=kernel, scratch=poisoned(shapes))
+    return y
+
+
+def operands(shape: tuple[int, int, int], x_dtype: torch.dtype, w_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """x in rows with gaps."""
+    n, k, m = shape
+    return randn(n, k + 3, dtype=x_dtype)[:, :k], randn(m, k, dtype=w_dtype), randn(m, dtype=w_dtype, seed=1)
+
+
+@pytest.mark.parametrize(("kernel", "x_dtype", "w_dtype"), KERNELS)
+def test_a_product_is_close(kernel: str, x_dtype: torch.dtype, w_dtype: torch.dtype) -> None:
+    """A float32 w or b of a bfloat16 x counts as its nearest bfloat16."""
+    for shape in SHAPES if kernel == "fixed_order" else SMALL:
+        check_close(shape, kernel, x_dtype, w_dtype)
+
+
+def check_close(shape: tuple[int, int, int], kernel: str, x_dtype: torch.dtype, w_dtype: torch.dtype) -> None:
+    x, w, b = operands(shape, x_dtype, w_dtype)
+    short_w, short_b = w.to(x_dtype), b.to(x_dtype)
+    for rows_ in (x, x[:1], x[:7]):
+        exact = rows_.double() @ short_w.double().t()
+        y = bounds.of(rows_) @ bounds.of(short_w).mT
+        right = bounds.bounds(x_dtype, {"y": y, "y + b": y + bounds.of(short_b), "2y": y * 2.0})
+        got = {
+            "y": product(rows_, w, None, kernel),
+            "y + b": product(rows_, w, b, kernel),
+            "2y": product(rows_, w, None, kernel, scale=2.0),
+        }
+        assert_close(got, {"y": exact, "y + b": exact + short_b.double(), "2y": 2 * exact}, right)
+        assert torch.equal(got["y + b"], product(rows_, short_w, short_b, kernel))
+
+
+@pytest.mark.parametrize(("kernel", "x_dtype", "w_dtype"), KERNELS)
+def test_the_bits_of_a_row_depend_on_that_row_alone(kernel: str, x_dtype: torch.dtype, w_dtype: torch.dtype) -> None:
+    for shape in SHAPES if kernel == "fixed_order" else SMALL:
+        x, w, b = operands(shape, x_dtype, w_dtype)
+        whole = product(x, w, b, kernel)
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            for n in {min(n, len(x)) for n in (1, 2, 3, 4, 5, 6, 7, 12, 13, 17, 49, len(x))}:
+                first = len(x) - n
+                some = product(x[first:], w, b, kernel)
+                assert torch.equal(some, whole[first:]), (shape, count, n)
+
+
+@needs_library
+@pytest.mark.parametrize(("field", "wrong"), [("k", -1), ("m", -1), ("n", -1), ("scale", 1e-3)])
+def test_canary_a_product_of_other_sizes_is_seen(monkeypatch: pytest.MonkeyPatch, field: str, wrong: float) -> None:
+    pack = abi.pack_fixed_order
+
+    def wrongly(*values: Any) -> bytes:
+        fields = dict(zip((name for name, *_ in abi.FixedOrder._fields_), values, strict=True))
+        return pack(**fields | {field: fields[field] + wrong})
+
+    monkeypatch.setattr(fixed_order, "pack_fixed_order", wrongly)
+    with pytest.raises(AssertionError, match="y: "):
+        check_close((70, 37, 50), "fixed_order", F32, F32)
+
+
+@needs_library
+def test_canary_torchs_product_is_not_invariant() -> None:
+    """So these tests would see it: a BLAS adds the products of one row in another order than those of 64."""
+    x, w = randn(64, 768, dtype=F32), randn(768, 768, dtype=F32)
+    assert not torch.equal(torch.mm(x[:1], w.t()), torch.mm(x, w.t())[:1])
+    assert torch.equal(product(x[:1], w, None), product(x, w, None)[:1])
+
+
+@pytest.mark.parametrize(("kernel", "x_dtype", "w_dtype"), KERNELS)
+def test_nothing_outside_of_y_is_written(kernel: str, x_dtype: torch.dtype, w_dtype: torch.dtype) -> None:
+    for n in (1, 7, 29):
+        x, w, b = operands((n, 45, 31), x_dtype, w_dtype)
+        y = torch.zeros(n, 40, dtype=x_dtype)[:, :31]
+        scratch = poisoned(linear_workspace(x, w, backward=False, invariant=True, kernel=kernel))
+        guard = Guard()
+        with observe(guard):
+            linear_fwd(x, w, b, y=y, invariant=True, kernel=kernel, scratch=scratch)
+        assert guard.calls and torch.equal(y, product(x, w, b, kernel))
+
+
+@pytest.mark.parametrize(("kernel", "x_dtype", "w_dtype"), KERNELS)
+def test_no_rows_no_columns_and_numbers_that_are_not_finite(
+    kernel: str, x_dtype: torch.dtype, w_dtype: torch.dtype
+) -> None:
+    x, w, b = operands((5, 6, 3), x_dtype, w_dtype)
+    assert product(x[:0], w, b, kernel).shape == (0, 3)
+    assert torch.equal(product(x[:, :0], w[:, :0], b, kernel), b.to(x_dtype).expand(5, 3))
+    w[1, 2], w[2, 0] = torch.nan, torch.inf
+    y = product(x, w, b, kernel)
+    assert bool(y[:, 1].isnan().all()) and bool(y[:, 2].isinf().all()) and bool(y[:, 0].isfinite().all())
+
+
+@needs_library
+def test_the_table_selects_a_fixed_order_for_invariant_problems_and_for_few_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    w = torch.empty(512, 256)
+    for n, w_, invariant, backward, want in (
+        (64, w, True, False, "fixed_order"), (1, w, True, False, "fixed_order"), (FEW_ROWS, w, False, False, "fixed_order"),
+        (FEW_ROWS, w[:9], False, False, None), (FEW_ROWS + 1, w, False, False, None), (FEW_ROWS, w, False, True, None),
+        (64, torch.empty(256, 512).t(), True, False, "torch_fixed_order"),
+    ):  # fmt: skip
+        found = LINEAR.select(Problem(torch.empty(n, w_.shape[1]), w_, invariant, backward)).name
+        assert found == want or (want is None and "fixed_order" not in found), (n, invariant, backward)
+    bf16 = Problem(torch.empty(1, 256, dtype=BF16), w)
+    assert "fixed_order" not in LINEAR.select(bf16).name  # it would round w, as no other kernel does
+    assert LINEAR.select(bf16._replace(w=w.bfloat16())).name == "fixed_order"
+    reasons = LINEAR.explain(Problem(torch.empty(64, 256), w, invariant=True)).reasons
+    for name in ("native", "torch"):
+        assert "depends on the number of rows" in reasons[name] or "OpenBLAS" in reasons[name]
+    monkeypatch.setattr(rows, "refusal", lambda _x: "is switched off")
+    assert LINEAR.select(Problem(torch.empty(64, 256), w, invariant=True)).name == "torch_fixed_order"
+    meta = Problem(torch.empty(64, 256, device="meta"), w, invariant=True)
+    with pytest.raises(ValueError, match="on meta, where a product with a fixed order is missing"):
+        LINEAR.select(meta)
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_per_head_products_and_losses_are_invariant(dtype: torch.dtype) -> None:
+    x, w, b = randn(40, 3 * 7, dtype=dtype), randn(3, 7, 7, dtype=dtype), randn(3, 7, dtype=dtype)
+    scratch = poisoned(linear_workspace(x, w, backward=False, invariant=True))
+    y, some = torch.empty_like(x), torch.empty_like(x[:3])
+    per_head_linear_fwd(x, w, b, y=y, invariant=True, scratch=scratch)
+    per_head_linear_fwd(x[:3], w, b, y=some, invariant=True)
+    assert torch.equal(some, y[:3])
+    table, targets, one = randn(97, 21, dtype=dtype), torch.arange(40), torch.tensor(1.0)
+    losses = []
+    for n in (1, 40):
+        i = targets.clone()
+        i[1:] = -1
+        loss = torch.empty(())
+        shapes = cross_entropy_workspace(x[:n], table, backward=False, invariant=True)
+        cross_entropy_fwd(x[:n], table, i[:n], one, loss=loss, invariant=True, scratch=poisoned(shapes))
+        losses.append(loss)
+    assert torch.equal(*losses)
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("kind", ["gelu", "tanh", "relu", "swiglu"])
+def test_an_activation_has_the_same_bits_wherever_it_is(kind: str, dtype: torch.dtype) -> None:
+    h, up = 3 * randn(40_001, dtype=dtype), randn(40_001, dtype=dtype, seed=1)
+
+    def of(i: slice, *, again: bool = False) -> Tensor:
+        h_, up_ = h[i].clone(), up[i].clone()
+        a, d = torch.empty_like(h_), torch.ones_like(h_)
+        if kind == "swiglu" and again:
+            swiglu_bwd(d, h_, up_, dgate=d, dup=torch.empty_like(d), a=a, invariant=True)
+        elif kind == "swiglu":
+            swiglu_fwd(h_, up_, a=a, invariant=True)
+        elif again:
+            activation_bwd(d, h_, kind, dh=d, a=a, invariant=True)
+        else:
+            activation_fwd(h_, kind, a=a, invariant=True)
+        return a
+
+    whole = of(slice(None))
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        for i in (slice(0, 1), slice(3, 10), slice(1, 19), slice(7, 40_000), slice(0, 33_333)):
+            assert torch.equal(of(i), whole[i]) and torch.equal(of(i, again=True), whole[i]), (count, i)
+    x, g, ones = h[:5000], up[:5000], torch.ones(5000)
+    if kind == "swiglu":
+        exact, right = x.double() * torch.sigmoid(x.double()) * g.double(), bounds.swiglu(x, g, ones)
+    else:
+        right = bounds.activation(kind, x, ones)
+        exact = {"tanh": torch.tanh, "relu": torch.relu}.get(kind, _gelu)(x.double())
+    assert_close({"a": whole[:5000]}, {"a": exact}, {"a": right["a"]})
+
+
+def _gelu(h: Tensor) -> Tensor:
+    return torch.nn.functional.gelu(h, approximate="tanh")
+
+
+@needs_library
+def test_silu_far_out() -> None:
+    gate = torch.tensor([-3e38, -1e4, -88.5, -87.0, -20.0, 0.0, 20.0, 88.5, 1e4, 3e38, torch.nan])
+    a = torch.empty_like(gate)
+    swiglu_fwd(gate, torch.ones_like(gate), a=a, invariant=True)
+    exact = (gate.double() * torch.sigmoid(gate.double()))[:-1]
+    assert a[-1].isnan() and bool(((a[:-1] - exact).abs() <= 1e-6 * exact.abs() + 1e-36).all())
+
+
+def test_without_the_library_invariant_activations_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "refusal", lambda _x: "is switched off")
+    for kind in ("gelu", "tanh", "swiglu"):
+        with pytest.raises(ValueError, match=r"activation: got a call that no kernel takes: .*by other functions"):
+            ACTIVATION.select(ActivationProblem(torch.empty(4), kind, (), invariant=True))
+    assert ACTIVATION.select(ActivationProblem(torch.empty(4), "relu", (), invariant=True)).name == "torch"
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_norms_and_rotary_positions_are_invariant(dtype: torch.dtype) -> None:
+    x, w = randn(300, 45, dtype=dtype), randn(45, dtype=dtype)
+
+    def norms(n: int) -> list[Tensor]:
+        scratch = poisoned(norm_workspace(x[:n], backward=False))
+        y, z, mean, rstd = torch.empty_like(x[:n]), torch.empty_like(x[:n]), torch.empty(n), torch.empty(n)
+        layernorm_fwd(x[:n], w, w, 1e-5, y=y, mean=mean, rstd=rstd, scratch=scratch)
+        rmsnorm_fwd(x[:n], w, 1e-5, y=z, rstd=rstd, scratch=scratch)
+        return [y, z]
+
+    heads = randn(4, 300, 7, 22, dtype=dtype)
+    cos, sin = torch.empty(300, 11), torch.empty(300, 11)
+    rope_table(1e4, 22, 300, cos=cos, sin=sin)
+
+    def rotated(b: int, t: int) -> Tensor:
+        given = heads[:b, :t].clone(memory_format=torch.contiguous_format)
+        rope_fwd(given, cos, sin, y=given, scratch=poisoned(rope_workspace(given)))
+        return given
+
+    every, turned = norms(300), rotated(4, 300)
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        for n in (1, 3, 64, 299):
+            assert all(torch.equal(a, b[:n]) for a, b in zip(norms(n), every, strict=True)), (count, n)
+            assert torch.equal(rotated(3, n), turned[:3, :n]), (count, n)
+
+
+def test_the_row_without_a_compiler_adds_by_halves() -> None:
+    """Its scratch, and the order of its additions, for 5 columns: (0 + 4) + 2, then 1 + 3, then both."""
+    x, w = randn(1, 5, dtype=F32), randn(1, 5, dtype=F32)
+    p = (x * w)[0]
+    assert torch.equal(product(x, w, None, "torch_fixed_order")[0, 0], ((p[0] + p[4]) + p[2]) + (p[1] + p[3]))
+    shapes = torch_fixed_order.workspace(x.bfloat16(), w, bias=True)
+    assert shapes["products"] == ((1, 8), F32) and set(shapes) == {"products", "x32", "w16", "w32", "b16", "b32"}
+    assert all(dtype in DTYPES for _, dtype in shapes.values())
