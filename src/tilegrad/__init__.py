@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .model.config import ModelConfig
     from .model.lora import LoraConfig
     from .specification.shared_attention import free_attention, init_attention
-    from .training.api import TrainedModel, evaluate, generate, load, presets, stream, train
+    from .training.api import TrainedModel, evaluate, generate, load, logprobs, presets, stream, train
     from .training.config import RunConfig, RunEnded
     from .training.evaluation import Evaluation
     from .training.generation import Generated, Piece
@@ -59,6 +59,7 @@ _HOME = {
     "Generated": "training.generation",
     "Piece": "training.generation",
     "load": "training.api",
+    "logprobs": "training.api",
     "presets": "training.api",
     "stream": "training.api",
     "train": "training.api",
@@ -88,6 +89,7 @@ __all__ = [
     "generate",
     "init_attention",
     "load",
+    "logprobs",
     "presets",
     "sdpa",
     "stream",

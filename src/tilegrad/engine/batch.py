@@ -56,7 +56,7 @@ def check_spec(spec: StepSpec) -> None:
     _check_documents(spec)
     if spec.linear not in get_args(Linear):
         raise ValueError(f"linear: got {spec.linear!r}; accepted: {' or '.join(map(repr, get_args(Linear)))}")
-    _check_invariant(spec)
+    check_invariant(spec.invariant, spec.dtype, spec.device, linear=spec.linear, lora=spec.lora, context=spec.context)
     patterns: object = spec.freeze
     if not isinstance(patterns, tuple) or not all(isinstance(pattern, str) for pattern in patterns):
         raise ValueError(
@@ -72,23 +72,33 @@ def check_spec(spec: StepSpec) -> None:
             raise ValueError(f"linear: got 'fp8', which {reason}; accepted: 'plain' here")
 
 
-def _check_invariant(spec: StepSpec) -> None:
+def check_invariant(
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    invariant: bool,
+    linear: Linear = "plain",
+    lora: LoraConfig | None = None,
+    context: int = 1,
+) -> None:
     """Refuse invariance where a kernel of the forward does not have it."""
-    if not isinstance(spec.invariant, bool):
-        raise ValueError(f"invariant: got {shown(spec.invariant)}; accepted: True or False")
-    if not spec.invariant:
+    if not isinstance(invariant, bool):
+        raise ValueError(f"invariant: got {shown(invariant)}; accepted: True or False")
+    if not invariant:
         return
     reason = None
-    if spec.device.type != "cpu":
-        reason = f"on {spec.device}, where a linear product with a fixed order of additions is missing"
-    elif spec.dtype not in DTYPES:
-        reason = f"with dtype {spec.dtype}, whose kernels have no fixed order of additions (those of float32 and bfloat16 do)"
-    elif spec.linear != "plain":
-        reason = f"with linear {spec.linear!r}, whose scales depend on the whole batch"
-    elif spec.lora is not None:
+    if device.type != "cpu":
+        reason = f"on {device}, where a linear product with a fixed order of additions is missing"
+    elif dtype not in DTYPES:
+        reason = (
+            f"with dtype {dtype}, whose kernels have no fixed order of additions (those of float32 and bfloat16 do)"
+        )
+    elif linear != "plain":
+        reason = f"with linear {linear!r}, whose scales depend on the whole batch"
+    elif lora is not None:
         reason = "with lora, whose products of rank r have no fixed order of additions (merge the adapter first)"
-    elif spec.context != 1:
-        reason = f"with context {spec.context}, where ranks share a sequence"
+    elif context != 1:
+        reason = f"with context {context}, where ranks share a sequence"
     elif isinstance(library(), str):
         reason = f"without the native library, which {library()}"
     if reason is not None:

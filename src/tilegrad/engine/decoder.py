@@ -28,7 +28,7 @@ from ..model.config import ModelConfig
 from ..model.decoding import Decoding, declare_decoding
 from ..model.layer import CacheSize
 from ..model.lora import LoraConfig
-from .batch import LIMITS, check_sizes, write_documents
+from .batch import LIMITS, check_invariant, check_sizes, write_documents
 from .capture import CapturedProgram, on_stream
 from .inference import InferenceMemory, without_given
 from .machine import check_device, check_threads, too_large
@@ -71,12 +71,13 @@ class DecoderSpec:
     device: torch.device
     penalties: bool = False
     lora: LoraConfig | None = None
+    invariant: bool = False
 
     def declare(self, prefill_tokens: int | None = None) -> Decoding:
         """The step or, with prefill_tokens, the prefill of so many tokens, on handles."""
         return declare_decoding(
             self.config, CacheSize(self.batch_size, self.capacity), self.dtype, self.device,
-            prefill_tokens=prefill_tokens, penalties=self.penalties, lora=self.lora,
+            prefill_tokens=prefill_tokens, penalties=self.penalties, lora=self.lora, invariant=self.invariant,
         )  # fmt: skip
 
 
@@ -90,6 +91,7 @@ def decoder_spec(
     prefill_tokens: int | None = None,
     penalties: bool = False,
     lora: LoraConfig | None = None,
+    invariant: bool = False,
 ) -> DecoderSpec:
     """A checked specification. prefill_tokens=None: enough for the longest prompt, and for several short ones."""
     device = torch.device(device)
@@ -99,7 +101,8 @@ def decoder_spec(
         prefill_tokens = max(capacity, batch_size, min(batch_size * capacity, PREFILL_TOKENS[device.type]))
     if prefill_tokens < capacity:
         raise ValueError(f"prefill_tokens: got {prefill_tokens}; accepted: at least capacity, {capacity}")
-    return DecoderSpec(config, batch_size, capacity, prefill_tokens, dtype, device, penalties, lora)
+    check_invariant(dtype, device, invariant=invariant, lora=lora)
+    return DecoderSpec(config, batch_size, capacity, prefill_tokens, dtype, device, penalties, lora, invariant)
 
 
 def plan_decoder(spec: DecoderSpec) -> MemoryPlan:
@@ -190,6 +193,7 @@ class Decoder:
         dtype: torch.dtype | None = None,
         penalties: bool = False,
         lora: LoraConfig | None = None,
+        invariant: bool = False,
         capture: bool = True,
     ) -> None:
         """params      by name; used as they are if they have this dtype and device, otherwise copied into planned memory
@@ -197,12 +201,13 @@ class Decoder:
         device      by default that of the parameters
         dtype       by default that of the parameters
         penalties   whether prompts may have a repetition penalty
+        invariant   True: the logits of a token have the bits of the training forward with invariant=True, in any batch
         capture     False: a step on CUDA runs op by op
         """
         first = params["wte.weight"]
         self.spec = spec = decoder_spec(
             config, batch_size, capacity, prefill_tokens=prefill_tokens, device=device or first.device,
-            dtype=dtype or first.dtype, penalties=penalties, lora=lora,
+            dtype=dtype or first.dtype, penalties=penalties, lora=lora, invariant=invariant,
         )  # fmt: skip
         self.batch_size, self.capacity = batch_size, capacity
         step = spec.declare()

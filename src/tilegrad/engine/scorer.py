@@ -40,10 +40,10 @@ class Scoring:
         config, lora = replace(spec.config, dropout=0.0), spec.lora
         at = Declare(
             config, batch_size, seq_len, spec.dtype, spec.device, documents=spec.documents, freeze=("*",),
-            lora=None if lora is None else replace(lora, dropout=0.0),
+            invariant=spec.invariant, lora=None if lora is None else replace(lora, dropout=0.0),
         )  # fmt: skip
         model = declare_at(at)
-        shapes = token_logprobs_workspace(at.form(config.n_embd), model.head.w.value)
+        shapes = token_logprobs_workspace(at.form(config.n_embd), model.head.w.value, invariant=at.invariant)
         return cls(
             model=model,
             logprobs=at.buffer("logprobs", (at.n,), at.accumulation_dtype, role="inputs"),
@@ -55,7 +55,8 @@ class Scoring:
 
     def score(self) -> None:
         n, head = self.model.hidden_states(), self.model.head
-        token_logprobs_fwd(n, head.w.value, head.targets, logprobs=self.logprobs, scratch=self.scratch)
+        given, invariant, scratch = (n, head.w.value, head.targets), head.invariant, self.scratch
+        token_logprobs_fwd(*given, logprobs=self.logprobs, invariant=invariant, scratch=scratch)
 
 
 def plan_scorer(spec: StepSpec) -> MemoryPlan:

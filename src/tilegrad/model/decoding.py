@@ -72,6 +72,7 @@ class Sampler:
 
     w: Param
     loss: str
+    invariant: bool
     state: State
     last: Buffer | None
     draws: Buffer
@@ -89,13 +90,14 @@ class Sampler:
         logits = at.buffer("logits", (batch_size, c.vocab_size), acc)
         rounds = at.device.type == "cpu" and at.dtype != acc and c.loss == "cross_entropy"
         if c.loss == "cross_entropy":
-            product = linear_workspace(rows, w.value, backward=False, bias=False)
+            product = linear_workspace(rows, w.value, backward=False, bias=False, invariant=at.invariant)
         else:
             product = embedding_mse_scores_workspace(rows, w.value)
         gathers = not at.decodes
         return cls(
             w=w,
             loss=c.loss,
+            invariant=at.invariant,
             state=State.declare(at, batch_size, penalties=penalties),
             last=at.buffer("inputs.last", (batch_size, 1), torch.int64, role="inputs") if gathers else None,
             draws=at.buffer("inputs.draws", (batch_size,), torch.int64, role="inputs"),
@@ -113,7 +115,7 @@ class Sampler:
             n = self.n
         if self.loss == "cross_entropy":
             y = self.logits if self.rounded is None else self.rounded
-            linear_fwd(n, self.w.value, None, y=y, scratch=self.product_scratch)
+            linear_fwd(n, self.w.value, None, y=y, invariant=self.invariant, scratch=self.product_scratch)
         else:
             embedding_mse_scores_fwd(n, self.w.value, scores=self.logits, scratch=self.product_scratch)
         if self.rounded is not None:
@@ -144,7 +146,7 @@ class Decoding:
 
 def declare_decoding(
     config: ModelConfig, size: CacheSize, dtype: torch.dtype, device: torch.device, *,
-    prefill_tokens: int | None, penalties: bool, lora: LoraConfig | None,
+    prefill_tokens: int | None, penalties: bool, lora: LoraConfig | None, invariant: bool,
 ) -> Decoding:  # fmt: skip
     """The step on handles or, with prefill_tokens, the program that reads so many tokens of at most size.sequences prompts."""
     prefill = prefill_tokens is not None
@@ -156,6 +158,7 @@ def declare_decoding(
         device,
         documents=size.sequences if prefill else 0,
         lora=None if lora is None else replace(lora, dropout=0.0),
+        invariant=invariant,
         cache=size,
     )
     model = declare_at(at)

@@ -166,7 +166,7 @@ class Declare:
     def param(self, name: str, *shape: int, init: Init) -> Param:
         """The parameter `name`, with its gradient unless it is frozen. The first call with a name declares it."""
         if name not in self.params and self.is_frozen(name):
-            rounded = self.device.type != "cpu" or self.cache is not None
+            rounded = self.device.type != "cpu" or (self.cache is not None and not self.invariant)
             value = self.buffer(name, shape, self.dtype if rounded else self.accumulation_dtype, role="frozen")
             self.params[name] = Param(name, value, None, value, init, self.accumulate)
         elif name not in self.params:

@@ -223,6 +223,51 @@ def stream(
     return generation.pieces()
 
 
+@torch.no_grad()
+def logprobs(
+    model: TrainedModel | StrPath,
+    sequences: Prompts,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | str | None = None,
+    invariant: bool = False,
+) -> list[Tensor]:
+    """log p(token | the tokens before it) for each token of each sequence but its first, by the forward of training.
+
+    model       what `load` returns, or a folder that it accepts
+    sequences   a text, or a list of texts and of token lists, of 2 … block_size + 1 tokens each
+    device      and dtype: as in `generate`
+    invariant   True: with the bits of `generate(..., logprobs=True, invariant=True)`
+
+    >>> import tempfile, tilegrad
+    >>> folder = f"{tempfile.mkdtemp()}/small"
+    >>> small = {"model": {"n_layer": 1, "n_embd": 32}, "train": {"steps": 4, "batch_size": 2, "seq_len": 16}}
+    >>> _ = tilegrad.train(small, folder)
+    >>> model = tilegrad.load(folder)
+    >>> [whole] = tilegrad.logprobs(model, "Call me Ishmael")
+    >>> whole.shape
+    torch.Size([14])
+    """
+    from ..engine.scorer import Scorer
+    from ..engine.spec import StepSpec
+    from .generation import encode_prompts, place
+
+    if not isinstance(model, TrainedModel):
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        model = load(model)
+    encoded, most = encode_prompts(model, sequences, "sequences")[1], model.config.block_size + 1
+    for i, tokens in enumerate(encoded):
+        if not 2 <= len(tokens) <= most:
+            raise ValueError(f"sequences[{i}]: got {len(tokens)} tokens; accepted: 2 … {most}, block_size + 1")
+    if not encoded:
+        return []
+    at, compute = place(model, device, dtype)
+    longest = max(map(len, encoded)) - 1
+    scorer = Scorer(StepSpec(model.config, 1, longest, compute, at, invariant=invariant), model.params)
+    rows = (torch.tensor([tokens]) for tokens in encoded)
+    return [scorer.logprobs(row[:, :-1], row[:, 1:])[0].cpu() for row in rows]
+
+
 def _generation(model: TrainedModel | StrPath, prompts: Prompts, max_tokens: int, settings: Settings) -> Generation:
     from .generation import Generation
 

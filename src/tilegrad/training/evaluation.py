@@ -27,7 +27,8 @@ from ..data.tokens import Tokens
 from ..engine.batch import Batch, count_targets
 from ..engine.engine import Engine
 from ..engine.machine import check_device
-from ..engine.state import write_param
+from ..engine.scorer import Scorer
+from ..engine.spec import StepSpec
 from ..pretrained.weights import is_weights
 from .checkpoint import read_state
 from .config import DTYPES, RunConfig, TrainConfig, Values, check_vocab_size
@@ -108,13 +109,11 @@ def evaluate_weights(
                 raise ValueError(f"{at}: got a run that holds out nothing for validation; accepted: text, with --data")
             rows, tokenizer = dataset.held_out, dataset.tokenizer
         t = config.train
-        engine = Engine(
-            config.model, t.batch_size, t.seq_len, t.device, DTYPES[t.dtype],
+        spec = StepSpec(
+            config.model, t.batch_size, t.seq_len, DTYPES[t.dtype], torch.device(t.device),
             deterministic=t.deterministic, invariant=t.invariant, documents=config.documents,
         )  # fmt: skip
-        for name, value in params.items():
-            write_param(engine, name, value)
-        return _evaluate(engine, rows, t.batch_size, tokenizer.byte_lengths(), show)
+        return _evaluate(Scorer(spec, params), rows, t.batch_size, tokenizer.byte_lengths(), show)
 
 
 def _with_files(config: RunConfig, files: Sequence[Path]) -> RunConfig:
@@ -153,14 +152,14 @@ def _run_of(at: Path) -> tuple[RunConfig, Path]:
     return config, locate(at)[0] / "data" / "tokenizer.json"
 
 
-def _evaluate(engine: Engine, rows: Rows, batch_size: int, lengths: Tokens | None, show: Show) -> Evaluation:
+def _evaluate(scorer: Scorer, rows: Rows, batch_size: int, lengths: Tokens | None, show: Show) -> Evaluation:
     """`lengths`: bytes of each token. `show` gets "evaluate" every few seconds."""
     began = last_shown = time.monotonic()
     batches = -(-len(rows.in_order()) // batch_size)
     total, count, nbytes = 0.0, 0, 0
     for number, (tokens, targets, cu_seqlens) in enumerate(batches_in_order(rows, batch_size), 1):
         n = count_targets(targets)
-        total += engine.evaluate(tokens, targets, cu_seqlens=cu_seqlens) * n
+        total += scorer.loss(tokens, targets, cu_seqlens=cu_seqlens) * n
         count += n
         if lengths is not None:
             nbytes += int(lengths[targets[targets >= 0].numpy()].sum())
@@ -169,7 +168,7 @@ def _evaluate(engine: Engine, rows: Rows, batch_size: int, lengths: Tokens | Non
             show("evaluate", {"batch": number, "batches": batches, "loss": total / count, "tokens": count})
     if not count:
         raise ValueError("data: got no token to predict; accepted: text of at least two tokens")
-    loss, is_nats = total / count, engine.config.loss == "cross_entropy"
+    loss, is_nats = total / count, scorer.spec.config.loss == "cross_entropy"
     return Evaluation(
         loss=loss,
         perplexity=_exp(loss) if is_nats else None,

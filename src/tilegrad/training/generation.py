@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ..data.tokenizer import TextStream, Tokenizer, text_after
+from ..engine.batch import check_invariant
 from ..engine.decoder import Decoder, Drawn, Prompt
 from ..engine.machine import check_device
 from ..engine.sampling import Sampling
@@ -280,15 +281,13 @@ class Generation:
             _check_count("batch_size", batch_size)
         self.sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
         self.model, self.max_tokens, self.num_samples, self.invariant = model, max_tokens, num_samples, invariant
-        self.prompts = _listed(prompts)
-        names = ["prompt"] if len(self.prompts) == 1 else [f"prompts[{i}]" for i in range(len(self.prompts))]
-        self.encoded = [_encoded(model, prompt, name) for prompt, name in zip(self.prompts, names, strict=True)]
+        self.prompts, self.encoded = encode_prompts(model, prompts)
         self.eos = model.eos_token_ids if eos else frozenset[int]()
         self.stop = _stops(stop)
         self.sequences = len(self.prompts) * num_samples
         self.batch_size = max(1, min(self.sequences, BATCH_SIZE if batch_size is None else batch_size))
         self.device, self.dtype = place(model, device, dtype)
-        check_invariant(invariant=invariant)
+        check_invariant(self.dtype, self.device, invariant=invariant)
         longest = max(map(len, self.encoded), default=1)
         self.capacity = min(model.config.block_size, longest + max_tokens - 1)  # the last token is not read
         self.warning = sliding(model.config, longest, max_tokens) if self.prompts else None
@@ -361,19 +360,24 @@ def open_decoder(
     dtype: torch.dtype,
     invariant: bool,
 ) -> Decoder:
-    check_invariant(invariant=invariant)
-    penalties = settings.repetition_penalty != 1.0
-    return Decoder(model.config, model.params, batch_size, capacity, device=device, dtype=dtype, penalties=penalties)
-
-
-def check_invariant(*, invariant: bool) -> None:
-    if invariant:
-        raise ValueError("invariant: got True; accepted: False, because the decoder's products have no fixed order yet")
+    return Decoder(
+        model.config, model.params, batch_size, capacity, device=device, dtype=dtype, invariant=invariant,
+        penalties=settings.repetition_penalty != 1.0,
+    )  # fmt: skip
 
 
 def _check_count(name: str, value: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name}: got {value!r}; accepted: an int ≥ 1")
+
+
+def encode_prompts(
+    model: TrainedModel, prompts: Prompts, name: str = "prompts"
+) -> tuple[list[str | tuple[int, ...]], list[list[int]]]:
+    """The prompts as a list, and the tokens of each. `name`: of the caller's argument."""
+    listed = _listed(prompts)
+    names = [name.removesuffix("s")] if len(listed) == 1 else [f"{name}[{i}]" for i in range(len(listed))]
+    return listed, [_encoded(model, prompt, own) for prompt, own in zip(listed, names, strict=True)]
 
 
 def _listed(prompts: Prompts) -> list[str | tuple[int, ...]]:

@@ -24,31 +24,36 @@ def _rows(x: TensorLike, w: TensorLike) -> int:
     return most_rows(x.shape[0], w.shape[0], accumulation_dtype(x.dtype).itemsize, CHUNK[x.device.type])
 
 
-def token_logprobs_workspace(x: TensorLike, w: TensorLike) -> Shapes:
+def token_logprobs_workspace(x: TensorLike, w: TensorLike, *, invariant: bool = False) -> Shapes:
     """Name → (shape, dtype) of the scratch."""
     rows, v, acc = _rows(x, w), w.shape[0], accumulation_dtype(x.dtype)
     shapes: Shapes = {"logits": ((rows, v), acc)}
     if x.device.type == "cpu" and x.dtype != acc:
         shapes["rounded"] = ((rows, v), x.dtype)
-    shapes |= below(
-        "linear", linear_workspace(Form((rows, x.shape[1]), x.dtype, x.device), w, backward=False, bias=False)
-    )
+    chunk = Form((rows, x.shape[1]), x.dtype, x.device)
+    shapes |= below("linear", linear_workspace(chunk, w, backward=False, bias=False, invariant=invariant))
     return shapes | below("logprobs", logprobs_workspace(Form((rows, v), acc, x.device)))
 
 
 @op()
 def token_logprobs_fwd(
-    x: Tensor, w: Tensor, targets: Tensor, *, logprobs: Tensor, scratch: Scratch | None = None
+    x: Tensor,
+    w: Tensor,
+    targets: Tensor,
+    *,
+    logprobs: Tensor,
+    invariant: bool = False,
+    scratch: Scratch | None = None,
 ) -> None:
     (n, c), v, acc = x.shape, w.shape[0], accumulation_dtype(x.dtype)
     check_param("w", w, (v, c), x)
     check_given(x.device, ("targets", targets, (n,), torch.int64), ("logprobs", logprobs, (n,), acc))
-    buffers = views(scratch, token_logprobs_workspace(x, w), x.device, "token_logprobs")
+    buffers = views(scratch, token_logprobs_workspace(x, w, invariant=invariant), x.device, "token_logprobs")
     for i in blocks(n, _rows(x, w)):
         m = i.stop - i.start
         logits = buffers["logits"][:m]
         y = buffers["rounded"][:m] if "rounded" in buffers else logits
-        linear_fwd(x[i], w, None, y=y, scratch=of("linear", buffers))
+        linear_fwd(x[i], w, None, y=y, invariant=invariant, scratch=of("linear", buffers))
         if y is not logits:
             logits.copy_(y)
         logprobs_fwd(logits, targets[i], logprobs=logprobs[i], scratch=of("logprobs", buffers))

@@ -31,7 +31,11 @@ def workspace(logits: TensorLike, *, draw: bool) -> Shapes:
     if draw:
         shapes |= {"philox": ((WORK_BUFFERS, rows, v), torch.int64), "index": ((v,), torch.int64)}
         shapes |= {"noise": ((3, rows, v), torch.float32), "noise_bits": ((rows, v), torch.int32)}
-        shapes |= {"row_old": ((2, rows), torch.int64), "row_old_logprob": ((rows,), dtype), "row_idle": ((rows,), torch.bool)}
+        shapes |= {
+            "row_old": ((2, rows), torch.int64),
+            "row_old_logprob": ((rows,), dtype),
+            "row_idle": ((rows,), torch.bool),
+        }
     return shapes
 
 
