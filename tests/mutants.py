@@ -96,6 +96,7 @@ NO_RESULT = ("kernels/attention/triton/tiles.py",)  # sizes of tiles, which deci
 SPEED = {"BLOCK", "CHUNK", "SLAB", "TILE", "MOST_ENTRIES"}  # constants that do so in every module that has one
 CALLERS = {
     "csrc/attention/": ("attention/cpu.py",),
+    "csrc/gemm/": ("linear/cpu.py", "linear/fixed_order.py"),
     "csrc/rows/": ("cpu/rows.py",),
     "csrc/": ("attention/cpu.py", "cpu/rows.py"),
     "cpu/abi.py": ("attention/cpu.py", "cpu/rows.py"),
