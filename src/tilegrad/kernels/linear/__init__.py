@@ -88,7 +88,7 @@ def _bf16_refuses(problem: Problem) -> str | None:
 
 
 def _few_rows(x: TensorLike, w: TensorLike) -> bool:
-    """Whether fixed_order is the fastest kernel. One row of float32 is a vector, which a BLAS multiplies without a copy of w."""
+    """Whether fixed_order is the fastest kernel. A BLAS multiplies one row of float32 without a copy of w."""
     least = 1 if x.dtype == torch.bfloat16 else 2
     large = w.shape[-2] * w.shape[-1] >= FEW_ROWS_ELEMENTS
     return least <= x.shape[0] <= FEW_ROWS and large and w.dtype == x.dtype
