@@ -103,6 +103,7 @@ SPEED = {"BLOCK", "CHUNK", "SLAB", "TILE", "MOST_ENTRIES"}  # constants that do 
 CALLERS = {
     "csrc/attention/": ("attention/cpu.py",),
     "csrc/rows/sampling": ("sampling/cpu.py",),
+    "csrc/gemm/": ("linear/cpu.py", "linear/fixed_order.py"),
     "csrc/rows/": ("cpu/rows.py",),
     "csrc/": ("attention/cpu.py", "cpu/rows.py"),
     "cpu/abi.py": ("attention/cpu.py", "cpu/rows.py"),

@@ -60,7 +60,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "train.dtype": ('"auto"', '"float32"', '"float64"', '"bfloat16"'),
     "train.linear": ('"plain"', ABSENT),
     "train.deterministic": YES_NO,
-    "train.invariant": YES_NO,
+    "train.invariant": ("false", "true"),
     "train.seed": ("0", "12345678901"),
     "train.log": ('"auto"', '"none"', '["tensorboard"]', "[]"),
     "train.epochs": (ABSENT, "none"),  # tests/train/test_epochs.py has the others

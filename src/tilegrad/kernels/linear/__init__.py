@@ -87,12 +87,18 @@ def _bf16_refuses(problem: Problem) -> str | None:
     return _tiled_refuses(problem) or (None if _has_bf16_products() else without)
 
 
+def _few_rows(x: TensorLike, w: TensorLike) -> bool:
+    """Whether fixed_order is the fastest kernel. A BLAS multiplies one row of float32 without a copy of w."""
+    least = 1 if x.dtype == torch.bfloat16 else 2
+    large = w.shape[-2] * w.shape[-1] >= FEW_ROWS_ELEMENTS
+    return least <= x.shape[0] <= FEW_ROWS and large and w.dtype == x.dtype
+
+
 def _fixed_order_refuses(problem: Problem) -> str | None:
     x, w, invariant, backward = problem
     if backward:
         return "has the forward only"
-    few = x.shape[0] <= FEW_ROWS and w.shape[-2] * w.shape[-1] >= FEW_ROWS_ELEMENTS and w.dtype == x.dtype
-    if not invariant and not few:
+    if not invariant and not _few_rows(x, w):
         return f"is for invariant problems, and for {FEW_ROWS} rows or fewer with a w of x's dtype that is no small one"
     if any(isinstance(each, Tensor) and each.stride(-1) != 1 and each.shape[-1] > 1 for each in (x, w)):
         return "takes rows with contiguous columns"

@@ -4,7 +4,7 @@
 // a fixed tree adds the elements. Columns after the last whole register are 0. So the bits of a row of y depend on that row of x,
 // on w and on b, and on nothing else: not on the other rows, the threads or the schedule. There are two schedules:
 //
-//   stream   few rows: registers are loaded from x and w where they are. w is read once, W rows at a time, from memory
+//   stream   few rows: registers are loaded from x and w where they are. w is read once, COLUMNS rows at a time, from memory
 //   panels   many rows: blocks of x and w are converted to float32 panels in scratch, which all tiles of the block read
 //
 // If x is bfloat16, a float32 w or b is rounded to bfloat16, as if it had been rounded before the call.
@@ -26,10 +26,10 @@ constexpr int ROWS = 6;
 constexpr int ROWS = 3;
 #endif
 constexpr int COLUMNS = 4;
-constexpr int64_t X_ROWS = 48, W_ROWS = 128;   // of a block of y: multiples of ROWS and COLUMNS
+constexpr int64_t X_ROWS = 96, W_ROWS = 128;   // of a block of y: multiples of ROWS and COLUMNS
 constexpr int64_t DEPTH = 1024;                // columns of a panel
 constexpr int64_t STREAMED = 64;               // rows of w in a piece of the stream schedule
-constexpr int64_t AHEAD = 2048;                // bytes from a load to the prefetch of the same row
+constexpr int64_t AHEAD = 16 << 10;            // bytes from a load to the prefetch of the same place of a later tile
 
 // A float32 that counts as its nearest bfloat16.
 struct Rounded {
@@ -100,34 +100,31 @@ struct Product {
         return sizeof(X) == 2 ? float(BFloat16::of(b)) : b;
     }
 
-    // R rows from n on, C rows of w from m on: the rows of w after `last` are the last one again, and are not written. What is
-    // prefetched is AHEAD bytes after what is loaded: at the end of a row it is the beginning of a row of the next tile.
+    // R rows from n on, C rows of w from m on: the rows of w after `last` are the last one again, and are not written. A later
+    // tile's rows are prefetched in the order of memory, C cache lines at each step.
     template <int R, int C>
     static inline __attribute__((always_inline)) void stream_tile(const FixedOrder& call, int64_t n, int64_t m, int64_t last) {
-        constexpr int STEP = at_least(N, 64 / int(sizeof(W)));  // elements of a cache line of w, or of a register
-        const int64_t whole = call.k - call.k % STEP, ahead = AHEAD / sizeof(W);
+        constexpr int LINE = 64 / int(sizeof(W)), STEP = N > LINE ? N : LINE;
+        const int64_t whole = call.k - call.k % STEP, row_bytes = call.k * int64_t(sizeof(W));
+        const int64_t ahead = round_up(at_least(AHEAD / row_bytes, 1), C);
         const X* x[R];
-        const W *w[C], *fetched[C];
+        const W *w[C], *fetched = w_row(call, m + ahead < call.m ? m + ahead : m);
         for (int r = 0; r < R; ++r) x[r] = x_row(call, n + r);
-        for (int c = 0; c < C; ++c) fetched[c] = (w[c] = w_row(call, at_most(m + c, last))) + ahead;
+        for (int c = 0; c < C; ++c) w[c] = w_row(call, at_most(m + c, last));
         V32 acc[R][C] = {};
         int64_t i = 0;
-        const int64_t ends[] = {at_least(whole - ahead, 0) / STEP * STEP, whole};
-        for (const int64_t end : ends) {
-            for (; i < end; i += STEP) {
+        for (; i < whole; i += STEP, fetched += C * STEP) {
 #pragma GCC unroll 8
-                for (int c = 0; c < C; ++c) __builtin_prefetch(fetched[c] + i);
+            for (int c = 0; c < C; ++c) __builtin_prefetch(fetched + c * STEP);
 #pragma GCC unroll 8
-                for (int u = 0; u < STEP; u += N) {
-                    V32 xi[R];
-                    for (int r = 0; r < R; ++r) xi[r] = widen(x[r] + i + u);
-                    for (int c = 0; c < C; ++c) {
-                        const V32 wi = widen(w[c] + i + u);
-                        for (int r = 0; r < R; ++r) acc[r][c] += xi[r] * wi;
-                    }
+            for (int u = 0; u < STEP; u += N) {
+                V32 xi[R];
+                for (int r = 0; r < R; ++r) xi[r] = widen(x[r] + i + u);
+                for (int c = 0; c < C; ++c) {
+                    const V32 wi = widen(w[c] + i + u);
+                    for (int r = 0; r < R; ++r) acc[r][c] += xi[r] * wi;
                 }
             }
-            for (int c = 0; c < C; ++c) fetched[c] += C * call.w.stride - call.k;
         }
         for (; i < call.k; i += N) {
             const int64_t left = call.k - i;
@@ -151,13 +148,9 @@ struct Product {
 
     static void stream(const FixedOrder& call, int64_t* next) {
         const int64_t pieces = call.threads * 4;
-        const int64_t size = at_most(STREAMED, round_up(at_least((call.m + pieces - 1) / pieces, 1), 2 * COLUMNS));
+        const int64_t size = at_most(STREAMED, round_up((call.m + pieces - 1) / pieces, COLUMNS));
         for (int64_t first; (first = __atomic_fetch_add(next, size, __ATOMIC_RELAXED)) < call.m;) {
             const int64_t last = at_most(first + size, call.m) - 1;
-            if (call.n == 1) {
-                for (int64_t m = first; m <= last; m += 2 * COLUMNS) stream_rows<1, 2 * COLUMNS>(call, 0, m, last);
-                continue;
-            }
             for (int64_t m = first; m <= last; m += COLUMNS)
                 for (int64_t n = 0; n < call.n; n += ROWS) switch (at_most(ROWS, call.n - n)) {
                         case 1: stream_rows<1, COLUMNS>(call, n, m, last); break;

@@ -177,8 +177,8 @@ struct NoSubnormals {
 #endif
 };
 
-constexpr inline int64_t at_least(int64_t a, int64_t b) { return a > b ? a : b; }
-constexpr inline int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t at_least(int64_t a, int64_t b) { return a > b ? a : b; }
+inline int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 }  // namespace tilegrad::ISA
