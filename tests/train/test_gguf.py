@@ -19,8 +19,9 @@ from support.models import CONFIG, LLAMA, QWEN3
 
 from tilegrad import Engine, ModelConfig
 from tilegrad.cli import main
+from tilegrad.data.chat_template import load_chat_template
 from tilegrad.data.documents import default_text
-from tilegrad.data.tokenizer import load_tokenizer, train_bpe
+from tilegrad.data.tokenizer import find_eos, load_tokenizer, train_bpe
 from tilegrad.kernels.rope.frequencies import RopeScaling
 from tilegrad.model.generate import generate
 from tilegrad.pretrained.gguf.container import open_container
@@ -232,6 +233,25 @@ def test_a_tokenizer_goes_out_and_comes_back_with_the_same_ids(name: str, tmp_pa
     assert {k: v for k, v in again.items() if k.startswith("tokenizer")} == {
         k: v for k, v in values.items() if k.startswith("tokenizer")
     }
+
+
+@pytest.mark.parametrize("end", ["<|end_of_text|>", "<end_of_turn>"])
+@pytest.mark.parametrize("home", ["origin", "next to the tokenizer"])
+def test_eos_and_the_template_are_those_that_training_reads(home: str, end: str, tmp_path: Path) -> None:
+    inner, config = (
+        tokenizers.Tokenizer.from_str(train_bpe("a book about a whale", 260).json()),
+        replace(SMALL, vocab_size=300),
+    )
+    inner.add_special_tokens([end])
+    (tmp_path / "tokenizer.json").write_text(inner.to_str(), encoding="utf-8")
+    templates = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "{{ messages }}"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}), encoding="utf-8")
+    given: dict[str, Path] = {"origin": tmp_path} if home == "origin" else {"tokenizer": tmp_path / "tokenizer.json"}
+    write_gguf(tmp_path / "m.gguf", engine_of(config).params, config, **given)
+    values, template = open_container(tmp_path / "m.gguf").values, load_chat_template(tmp_path)
+    assert template is not None and values["tokenizer.chat_template"] == template.source == "{{ messages }}"
+    found = find_eos(tmp_path, load_tokenizer(tmp_path / "tokenizer.json"))
+    assert values["tokenizer.ggml.eos_token_id"] == found == 260
 
 
 def test_bytes_are_a_tokenizer_without_merges_and_no_letter_ends_a_text(tmp_path: Path) -> None:

@@ -114,8 +114,9 @@ def write_gguf(
 ) -> Outcome:
     """Write a new GGUF file, whole or not at all.
 
-    origin      the folder that the model was imported from: special tokens and the chat template come from it
-    tokenizer   a tokenizer.json, if `origin` has none
+    origin      the folder that the model was imported from
+    tokenizer   a tokenizer.json, if `origin` has none; special tokens and the chat template come from `origin`, else from its
+                folder
     dtype       of matrices: float32, float16, bfloat16 or q8_0; None: that of `params`. Vectors are float32
     """
     check_new(path)
