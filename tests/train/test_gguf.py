@@ -246,7 +246,7 @@ def test_eos_and_the_template_are_those_that_training_reads(home: str, end: str,
     (tmp_path / "tokenizer.json").write_text(inner.to_str(), encoding="utf-8")
     templates = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "{{ messages }}"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}), encoding="utf-8")
-    given: dict[str, Path] = {"origin": tmp_path} if home == "origin" else {"tokenizer": tmp_path / "tokenizer.json"}
+    given: dict[str, Any] = {"origin": tmp_path} if home == "origin" else {"tokenizer": tmp_path / "tokenizer.json"}
     write_gguf(tmp_path / "m.gguf", engine_of(config).params, config, **given)
     values, template = open_container(tmp_path / "m.gguf").values, load_chat_template(tmp_path)
     assert template is not None and values["tokenizer.chat_template"] == template.source == "{{ messages }}"

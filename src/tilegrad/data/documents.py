@@ -25,8 +25,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
+from io import BufferedReader
 from pathlib import Path
-from typing import IO, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -184,7 +185,7 @@ def _head(file: Path) -> list[str]:
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[IO[bytes]]:
+def _opened(file: Path) -> Iterator[gzip.GzipFile | BufferedReader]:
     """The file's bytes, decompressed. Errors get its name."""
     try:
         with gzip.open(file) if file.suffix.lower() == ".gz" else file.open("rb") as opened:
