@@ -239,7 +239,7 @@ def test_a_bad_line_is_one_sentence_with_its_file_and_number(
     model: str, format: str, lines: list[Any], words: str, models: dict[str, Path], tmp_path: Path,
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("tilegrad.data.chat_template.MAX_LINES", 2000)
+    monkeypatch.setattr("tilegrad.data.sandbox.MAX_LINES", 2000)
     file = write(tmp_path / "bad.jsonl", lines)
     words_of_command = ["--init", str(models[model]), "--data.format", format]
     assert main(["train", "--data", str(file), "--out", str(tmp_path / "run"), *words_of_command]) == 2
@@ -422,6 +422,11 @@ def test_the_preview_says_what_a_run_learns_from(
     assert [part["trained"] for part in found["example"]] == [False, True, False]
     assert found["example"][1]["text"] == "Yes \x9b<|im_end|>"
     assert 0 < found["trained_share"] < 1 and found["padding_share"]["packed"] < found["padding_share"]["padded"]
+    shares = []
+    for flags in (["--data.documents", "2"], ["--data.documents", "2", "--data.packing", "false"]):
+        assert main([*command, "--json", *flags]) == 0
+        shares.append(json.loads(capsys.readouterr().out)["padding_share"])
+    assert shares[0] == shares[1] and shares[0]["packed"] == shares[0]["padded"], "one document and padding fill a row"
     assert sum(found["histogram"].values()) == 20 and found["lengths"]["least"] <= found["lengths"]["median"]
     assert main(command) == 0
     said = capsys.readouterr().out
