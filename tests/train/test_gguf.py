@@ -429,6 +429,20 @@ def test_sentencepiece_goes_in_and_out(tmp_path: Path) -> None:
             write_gguf(tmp_path / "no.gguf", engine_of(config).params, config, origin=tmp_path / "in")
 
 
+def test_a_part_of_a_split_model_is_refused_with_the_command_that_joins_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = saved(tmp_path)
+    part = rewritten(file, **{"split.no": 1, "split.count": 3}).rename(tmp_path / "m-00002-of-00003.gguf")
+    assert main(["import", str(part), "--out", str(tmp_path / "in")]) == 2
+    assert (
+        "m-00002-of-00003.gguf: got part 1 of 3 of a model, numbered from 0; accepted: one file: llama-gguf-split --merge"
+        in (capsys.readouterr().err)
+    )
+    assert not (tmp_path / "in").exists()
+    import_gguf(rewritten(file, **{"split.no": 0, "split.count": 1}), tmp_path / "whole")
+
+
 def test_run_to_gguf_and_back_by_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
