@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -159,6 +161,27 @@ def test_a_run_of_epochs_learns_answers_and_is_made_longer(
     (tmp_path / "chats.jsonl").unlink()
     longer = tilegrad.train({"train": {"steps": whole.steps + 2}}, resume=tmp_path / "whole")
     assert longer.steps == whole.steps + 2 and newest(tmp_path / "whole").state["run"]["train"]["epochs"] is None
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_tokens_per_second_count_prompts_and_no_padding(
+    packing: bool, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = count()
+    monkeypatch.setattr("tilegrad.training.loop.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    data = {"files": [str(chats(tmp_path / "chats.jsonl"))], "packing": packing, "validation_fraction": 0.0}
+    train = {
+        "init": str(models["chatml"]), "batch_size": 1, "seq_len": 64, "epochs": 2, "log_interval": 1, "eval_batches": 0,
+        "sample_tokens": 0,
+    }  # fmt: skip
+    events: list[tuple[str, Any]] = []
+    tilegrad.train({"train": train, "data": data}, tmp_path / "run", show=lambda *event: events.append(event))
+    steps, counts = [n for event, n in events if event == "train"], dict(events[::-1])["data"]
+    total = 2 * (counts["tokens"] - counts["cut_tokens"] - counts["documents"])  # the last token is only a target
+    assert sum(n["tokens_per_second"] for n in steps) == steps[-1]["tokens_seen"] == total, (
+        "a step takes one second here"
+    )
+    assert total < len(steps) * 64 and counts["trained"] < total / 2
 
 
 def test_a_stopped_run_of_epochs_resumes_to_the_same_bits(

@@ -192,6 +192,9 @@ class PackedRows:
                 ends.append((row + 1) * self.seq_len)
         return inputs, targets, torch.tensor(ends, dtype=torch.int32) if self.documents else None
 
+    def count(self, rows: Sequence[Row]) -> int:
+        return int(self.pieces.length[np.concatenate([*rows, np.zeros(0, np.int64)])].sum())
+
     def trained_targets(self) -> int:
         """The number of trained targets in all pieces."""
         if self.file.bits is None:
