@@ -25,7 +25,7 @@ from tilegrad.data.tokenizer import find_eos, load_tokenizer, train_bpe
 from tilegrad.kernels.rope.frequencies import RopeScaling
 from tilegrad.model.generate import generate
 from tilegrad.pretrained.gguf.container import open_container
-from tilegrad.pretrained.gguf.files import DTYPES, import_gguf, write_gguf
+from tilegrad.pretrained.gguf.files import GGML_TYPES, import_gguf, write_gguf
 from tilegrad.pretrained.gguf.tokenizer import PRE, byte_characters
 from tilegrad.pretrained.weights import open_weights, write_weights
 
@@ -152,11 +152,11 @@ def test_every_type_of_the_package_gguf_is_read_to_the_bit(tmp_path: Path) -> No
     assert count > 20
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", GGML_TYPES)
 def test_matrices_are_of_the_dtype_and_vectors_are_float32(dtype: str, tmp_path: Path) -> None:
     params = engine_of(replace(SMALL, vocab_size=300)).params
     file = saved(tmp_path, dtype=dtype)
-    kind = getattr(gguf.GGMLQuantizationType, DTYPES[dtype])
+    kind = getattr(gguf.GGMLQuantizationType, GGML_TYPES[dtype])
     for name, entry in open_container(file).tensors.items():
         assert entry.kind == (kind if len(entry.shape) == 2 else 0), name
     import_gguf(file, tmp_path / "in")

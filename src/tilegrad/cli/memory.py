@@ -22,6 +22,7 @@ def _plan(args: argparse.Namespace) -> int:
     from ..engine.recompute import OverBudget, choose_recompute
     from ..engine.spec import StepSpec
     from ..text.atomic import check_replaceable
+    from ..training.config import DTYPES
     from ..training.sections import run_from, settled
 
     page = Path(args.html) if args.html is not None else None
@@ -36,7 +37,7 @@ def _plan(args: argparse.Namespace) -> int:
         raise ValueError(f"world-size: got {args.world_size}; accepted: at least 1")
     device = torch.device(t.device)
     spec = StepSpec(
-        run.model, t.batch_size, t.seq_len, getattr(torch, t.dtype), device,
+        run.model, t.batch_size, t.seq_len, DTYPES[t.dtype], device,
         linear=t.linear, deterministic=t.deterministic or t.device == "cpu", world=args.world_size,
         documents=run.documents, lora=run.lora, freeze=t.freeze, **sharding_of(args),
     )  # fmt: skip

@@ -8,7 +8,7 @@ once. The last window may be shorter: it is padded with token 0 and target −1,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol, TypedDict
 
 import numpy as np
@@ -31,7 +31,7 @@ class Rows(Protocol):
 
     def gather(self, rows: Sequence[Row]) -> Batch: ...
 
-    def count(self, rows: Sequence[Row]) -> int:
+    def count(self, rows: Iterable[Row]) -> int:
         """Positions of these rows that are not padding."""
 
     def sha256(self) -> str: ...
@@ -61,7 +61,7 @@ class Windows:
             targets[row, : len(piece) - 1] = piece[1:]
         return inputs, targets, None
 
-    def count(self, rows: Sequence[Row]) -> int:
+    def count(self, rows: Iterable[Row]) -> int:
         begin = np.concatenate([*rows, np.zeros(0, np.int64)]) * self.seq_len
         return int(np.minimum(len(self.tokens) - 1 - begin, self.seq_len).sum())
 

@@ -33,7 +33,7 @@ import torch
 
 from ..memory.managed.pressure import memory_limit
 from ..memory.page import human
-from ..text.untrusted import shown
+from ..text.untrusted import shown_keys
 from .conversations import detect_format
 
 Numbers = dict[str, Any]  # the numbers of an event: {"step": 10, "loss": 2.5}
@@ -165,10 +165,9 @@ def _format_of(file: Path, text_field: str) -> str:
             return "text"
         format = detect_format(record)
         if format is None:
-            keys = ", ".join(map(shown, [*record][:20])) or "none"
             raise ValueError(
-                f"{file}, line {number}: got the keys {keys}; accepted: an object with a string in {text_field!r}, or "
-                "with messages, with prompt and completion or response, or with instruction and output"
+                f"{file}, line {number}: got the keys {shown_keys(record)}; accepted: an object with a string in "
+                f"{text_field!r}, or with messages, with prompt and completion or response, or with instruction and output"
             )
         if found not in ("text", format):
             raise ValueError(
@@ -306,9 +305,8 @@ def _lines(file: Path, text: str) -> Iterator[tuple[int, Record]]:
 def _field(record: Record, where: str, name: str) -> str:
     text = record.get(name)
     if not isinstance(text, str):
-        keys = ", ".join(map(shown, [*record][:20])) or "none"
         raise ValueError(
-            f"{where}: got the keys {keys}; accepted: an object with a string in {name!r} (data.text_field)"
+            f"{where}: got the keys {shown_keys(record)}; accepted: an object with a string in {name!r} (data.text_field)"
         )
     try:
         check_surrogates(text, repr(name))

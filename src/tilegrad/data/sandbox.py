@@ -36,6 +36,7 @@ _PRODUCTS = ("expandtabs", "indent", "pprint", "tojson", "translate", "urlize", 
 # no abstract types: Python code would run in isinstance, and its lines would be counted
 _VIEWS = tuple(map(type, (dict[str, str]().keys(), dict[str, str]().values(), dict[str, str]().items())))
 _COLLECTIONS: tuple[type[Collection[object]], ...] = (list, tuple, set, frozenset, dict, range, *_VIEWS)
+_COUNTED: tuple[type[Collection[object]], ...] = (str, *_COLLECTIONS)
 T = TypeVar("T")
 
 
@@ -117,7 +118,7 @@ def _bound(name: str, value: object, given: Collection[object], *, named: bool =
         fields, widths = text.count("%") + text.count("{"), map(int, _NUMBER.findall(text))
         return length + fields * (max(widths, default=0) + number + others)
     if name == "join":
-        count = max((len(one) for one in (value, *given) if isinstance(one, (str, *_COLLECTIONS))), default=0)
+        count = max(len(one) if isinstance(one, _COUNTED) else 0 for one in (value, *given))
         return length + others + count * min(length, others)
     if name == "replace" and len(given) > 1 and not named:
         _check(length, name)

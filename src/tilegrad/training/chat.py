@@ -56,7 +56,7 @@ class Chat:
         model, size = self._model, self._model.config.block_size
         messages: list[Message] = [*self.messages, {"role": "user", "content": text}]
         prompt = self._template.render(messages, generation_prompt=True).text
-        encoded = model.tokenizer.encode_marked([prompt], add_special_tokens=False)[0].tokens
+        encoded = model.tokenizer.encode_with_offsets([prompt], add_special_tokens=False)[0].tokens
         tokens = [int(token) for token in encoded]
         room = size + 1 - len(tokens)  # the model does not read the last token that it writes
         if room < 1:
@@ -86,5 +86,5 @@ def end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> frozenset[int]:
     """The special token that the template writes after an answer, if it writes one there."""
     mark = f"x{secrets.token_hex(8)}"
     text = template.render([{"role": "user", "content": "x"}, {"role": "assistant", "content": mark}]).text
-    (after,) = tokenizer.encode_marked([text.rpartition(mark)[2].lstrip()], add_special_tokens=False)
+    (after,) = tokenizer.encode_with_offsets([text.rpartition(mark)[2].lstrip()], add_special_tokens=False)
     return frozenset({int(after.tokens[0])}) if len(after.tokens) and after.special[0] else frozenset()

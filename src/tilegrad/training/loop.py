@@ -39,7 +39,7 @@ from .config import DTYPES, RunEnded
 from .dataset import Dataset
 from .evaluation import Evaluator
 from .folder import Best, resume_command, write_run
-from .frozen import Base
+from .frozen import BaseWeights
 from .log import RunLog, read_log
 from .loggers import chosen_loggers
 from .ranks import Ranks
@@ -131,7 +131,9 @@ class Metrics:
 
 
 class Run:
-    def __init__(self, start: Start, dataset: Dataset, show: Show, ranks: Ranks, base: Base | None = None) -> None:
+    def __init__(
+        self, start: Start, dataset: Dataset, show: Show, ranks: Ranks, base: BaseWeights | None = None
+    ) -> None:
         self.base = base  # the frozen weights of a run with adapters
         self.frozen_sha256: str | None = None  # of the run's own copy of other frozen parameters
         self.start, self.config, self.folder, self.show = start, start.config, start.folder, show

@@ -16,7 +16,7 @@ from ..data.packing import PackedRows
 from ..data.tokenizer import Tokenizer
 from ..data.tokens import Tokens
 from .config import RunConfig
-from .dataset import Dataset, prepare_data
+from .dataset import Dataset, kept_counts, prepare_data
 
 _EXAMPLE = 4000  # tokens of the first document that are shown
 
@@ -37,15 +37,8 @@ class Preview:
 def preview(config: RunConfig, show: Show) -> Preview:
     """The preview of a settled run, from data that is prepared in a temporary folder."""
     counts: Numbers = {}
-
-    def show_but_counts(event: str, numbers: Numbers) -> None:
-        if event == "data":
-            counts.update(numbers)
-        else:
-            show(event, numbers)
-
     with TemporaryDirectory(prefix="tilegrad-data-") as folder:
-        file, tokenizer = prepare_data(config, Path(folder), show_but_counts, documents=True)
+        file, tokenizer = prepare_data(config, Path(folder), kept_counts(show, counts), documents=True)
         documents = file.documents
         assert documents is not None
         dataset = Dataset.split(file, tokenizer, config, counts)

@@ -70,7 +70,8 @@ def low_rank_workspace(
     """Name → (shape, dtype) of the scratch of the products with a and b_i; base layers have their own scratch."""
     n, dtype, device = x.shape[0], x.dtype, x.device
     if backward:
-        problems = [Problem(*(Form((n, size), dtype, device) for size in b.shape), b) for b in bs]
+        forms = [[Form((n, size), dtype, device) for size in b.shape] for b in bs]
+        problems = [Problem(dy, u, b) for (dy, u), b in zip(forms, bs, strict=True)]
         of_a = Problem(x, Form((n, a.shape[0]), dtype, device), a)
         scratch = larger(
             LOW_RANK.workspace(of_a, kernel=kernel, du=False), LOW_RANK.workspace(*problems, kernel=kernel, du=True)
@@ -178,8 +179,8 @@ def low_rank_bwd_a(
     check_tensor("da", da, tuple(a.shape), accumulation_dtype(x.dtype), x.device)
     for name, given in (("du", du), ("x", x), ("da", da)):
         check_columns(name, given)
-    given = du, x, a
-    LOW_RANK.run("bwd_a", Problem(x, du, a), *given, options={"du": False}, da=da, accumulate=accumulate, **where)
+    options = {"du": False}
+    LOW_RANK.run("bwd_a", Problem(x, du, a), du, x, a, options=options, da=da, accumulate=accumulate, **where)
 
 
 @op(accumulates=("dx",))

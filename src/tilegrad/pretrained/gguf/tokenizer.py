@@ -17,9 +17,8 @@ from ...data.chat_template import load_chat_template, token_text
 from ...data.tokenizer import BpeTokenizer, find_eos, load_tokenizer
 from ...text.untrusted import file_in, read_json, shown
 from .container import Value
-from .sentencepiece import is_sentencepiece, parts_of, values_of
+from .sentencepiece import Json, is_sentencepiece, parts_of, values_of
 
-Json = dict[str, object]
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED = 1, 2, 3, 4, 5
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # tokenizer_config.json → GGUF
 _NO_EOS = "ÿ"  # EOS if there is none: byte 0xff, which UTF-8 never has; llama.cpp would take token 11
