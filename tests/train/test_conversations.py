@@ -157,6 +157,11 @@ def test_a_template_that_makes_large_values_is_refused_before_they_are_in_memory
         tracemalloc.stop()
 
 
+@pytest.mark.parametrize("filter", ["length", "first|length", "list|length", "map('length')|list|length"])
+def test_a_value_of_which_no_text_is_made_may_have_parts_many_times(filter: str) -> None:
+    assert template(DOUBLED + f"{{{{ ns.x|{filter} }}}}").render(TALK).text == "2"
+
+
 def test_the_limits_of_a_template_begin_again_with_each_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tilegrad.data.sandbox.MAX_SIZE", 1 << 18)
     found = template("{{ 'x' * 100000 }}")

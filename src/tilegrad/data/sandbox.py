@@ -32,6 +32,11 @@ MAX_LINES = 1_000_000
 MAX_SIZE = 1 << 26
 _ELEMENT = 8
 _NUMBER = re.compile(r"\d+")
+_NO_TEXT = (  # filters that make no text of what they are given, but choose, order or count its elements
+    "abs", "attr", "batch", "count", "d", "default", "dictsort", "first", "float", "groupby", "int", "items", "last", "length",
+    "list", "map", "max", "min", "random", "reject", "rejectattr", "reverse", "round", "select", "selectattr", "slice", "sort",
+    "sum", "unique",
+)  # fmt: skip
 _PRODUCTS = ("expandtabs", "indent", "pprint", "tojson", "translate", "urlize", "wordwrap", "xmlattr")
 # no abstract types: Python code would run in isinstance, and its lines would be counted
 _VIEWS = tuple(map(type, (dict[str, str]().keys(), dict[str, str]().values(), dict[str, str]().items())))
@@ -62,13 +67,13 @@ def limits() -> Iterator[None]:
             raise ValueError(f"it has not ended after {MAX_LINES:,} lines")
         return count
 
-    outer, token = sys.gettrace(), _use.set(use)
+    _use.set(use)
+    outer = sys.gettrace()
     sys.settrace(count)
     try:
         yield
     finally:
         sys.settrace(outer)
-        _use.reset(token)
 
 
 def _check(size: float, what: str) -> None:
@@ -110,7 +115,8 @@ def _size(value: object) -> int:
 def _bound(name: str, value: object, given: Collection[object], *, named: bool = False) -> float:
     """An upper bound of the size of value.name(given), of value|name(given) and of value % given.
     named: some of `given` were keyword arguments, so their order is not known"""
-    length, others = _size(value), sum(map(_size, given))
+    size = _own_size if name in _NO_TEXT else _size
+    length, others = size(value), sum(map(size, given))
     number = max((abs(one) for one in given if isinstance(one, int)), default=0)
     if name in ("%", "format", "format_map"):
         _check(length, name)
