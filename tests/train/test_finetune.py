@@ -462,6 +462,7 @@ def test_the_preview_says_what_a_run_learns_from(
     assert main(["data", str(tmp_path / "a.txt"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["documents"], found["tokens"], found["padding_share"], found["trained_share"]) == (1, 340, {}, 1)
+    assert [(part["text"][:3], part["trained"]) for part in found["example"]] == [("C", False), ("all", True)]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "chats.jsonl"], "nothing is written"
 
 

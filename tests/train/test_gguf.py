@@ -254,6 +254,23 @@ def test_eos_and_the_template_are_those_that_training_reads(home: str, end: str,
     assert values["tokenizer.ggml.eos_token_id"] == found == 260
 
 
+def test_the_eos_that_the_post_processor_adds_counts_before_the_named_one(tmp_path: Path) -> None:
+    inner = tokenizers.Tokenizer.from_str(train_bpe("a book about a whale", 260).json())
+    inner.add_special_tokens(["<|endoftext|>", "<end>"])
+    inner.post_processor = tokenizers.processors.TemplateProcessing(
+        single="$A <end>", pair="$A $B <end>", special_tokens=[("<end>", 261)]
+    )
+    (tmp_path / "tokenizer.json").write_text(inner.to_str(), encoding="utf-8")
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}', encoding="utf-8")
+    config = replace(SMALL, vocab_size=300)
+    write_gguf(tmp_path / "m.gguf", engine_of(config).params, config, origin=tmp_path)
+    values = open_container(tmp_path / "m.gguf").values
+    assert (values["tokenizer.ggml.eos_token_id"], values["tokenizer.ggml.add_eos_token"]) == (261, True)
+    import_gguf(tmp_path / "m.gguf", tmp_path / "in")
+    back = load_tokenizer(tmp_path / "in" / "tokenizer.json")
+    assert back.encode("a whale").tolist() == inner.encode("a whale").ids
+
+
 def test_bytes_are_a_tokenizer_without_merges_and_no_letter_ends_a_text(tmp_path: Path) -> None:
     (tmp_path / "bytes.json").write_text('{"model": {"type": "bytes"}}', encoding="utf-8")
     config = replace(SMALL, vocab_size=256)
