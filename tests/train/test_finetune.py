@@ -445,11 +445,13 @@ def test_the_preview_says_what_a_run_learns_from(
     assert [part["trained"] for part in found["example"]] == [False, True, False]
     assert found["example"][1]["text"] == "Yes \x9b<|im_end|>"
     assert 0 < found["trained_share"] < 1 and found["padding_share"]["packed"] < found["padding_share"]["padded"]
-    shares = []
-    for flags in (["--data.documents", "2"], ["--data.documents", "2", "--data.packing", "false"]):
-        assert main([*command, "--json", *flags]) == 0
-        shares.append(json.loads(capsys.readouterr().out)["padding_share"])
-    assert shares[0] == shares[1] and shares[0]["packed"] == shares[0]["padded"], "one document and padding fill a row"
+    shares = {}
+    for documents, packing in (("2", "true"), ("2", "false"), ("3", "false")):
+        assert main([*command, "--json", "--data.documents", documents, "--data.packing", packing]) == 0
+        shares[documents, packing] = json.loads(capsys.readouterr().out)["padding_share"]
+    padded = found["padding_share"]["padded"]
+    assert shares["2", "true"] == shares["2", "false"] == {"packed": padded, "padded": padded}, "one, and padding"
+    assert shares["3", "false"] == found["padding_share"], "no row has room for three of these"
     assert sum(found["histogram"].values()) == 20 and found["lengths"]["least"] <= found["lengths"]["median"]
     assert main(command) == 0
     said = capsys.readouterr().out
