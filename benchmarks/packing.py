@@ -24,10 +24,12 @@ from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from statistics import median
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tilegrad import Engine, ModelConfig
+from tilegrad.data.packing import first_fit
 from tilegrad.engine.batch import Batch
 from tilegrad.model.config import PRESETS
 from tilegrad.text.environment import environment
@@ -65,23 +67,6 @@ def conversations(config: ModelConfig, seq_len: int, tokens: int, generator: tor
         length = min(max(int(drawn), 2), seq_len)
         found.append(torch.randint(0, config.vocab_size, (length,), generator=generator))
     return found
-
-
-def first_fit(lengths: Sequence[int], seq_len: int, documents: int) -> list[list[int]]:
-    """Numbers of the conversations in each row. One of a row's documents is left for padding."""
-    rows: list[list[int]] = []
-    free: list[int] = []
-    for i, length in enumerate(lengths):
-        for row, left in enumerate(free):
-            if length <= left and len(rows[row]) < documents - 1:
-                break
-        else:
-            row = len(rows)
-            rows.append([])
-            free.append(seq_len)
-        rows[row].append(i)
-        free[row] -= length
-    return rows
 
 
 def batch_of(rows: Sequence[Sequence[Tensor]], seq_len: int) -> Batch:
@@ -138,7 +123,7 @@ def contenders(
         return found
 
     padded = [[x] for x in given]
-    packed = [[given[i] for i in row] for row in first_fit([len(x) for x in given], seq_len, documents)]
+    packed = [[given[i] for i in row] for row in first_fit(np.array([len(x) for x in given]), seq_len, documents - 1)]
     whole = [[row] for row in torch.cat(given).split(seq_len)]
     made = (("padded", padded, 0), ("packed", packed, documents), ("whole", whole, 0))
     return [

@@ -245,8 +245,6 @@ def test_an_export_writes_no_template_from_outside_the_folder(originals: list[by
     assert not (tmp_path / "out.gguf").exists()
     settings = tmp_path / "model" / "tokenizer_config.json"
     (tmp_path / "model" / "chat_template.jinja").unlink()
-    settings.write_text(
-        json.dumps({"eos_token": [1], "bos_token_id": "x", "pad_token_id": -1, "chat_template": 3}), encoding="utf-8"
-    )
+    settings.write_text(json.dumps({"eos_token": [1], "bos_token_id": "x", "pad_token_id": -1}), encoding="utf-8")
     assert main(["export", str(tmp_path / "model"), str(tmp_path / "out.gguf"), "--gguf"]) == 0
     assert "tokenizer.chat_template" not in open_container(tmp_path / "out.gguf").values

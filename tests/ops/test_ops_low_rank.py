@@ -106,7 +106,7 @@ def test_compiled_gradients(architecture: int, tmp_path: Path) -> None:
     from tilegrad.kernels.low_rank import triton_ops
 
     dy, u, b = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((4096, 4864), (4096, 16), (4864, 16)))
-    scratch = poisoned(triton_ops.workspace(dy, u, b))
+    scratch = poisoned(triton_ops.workspace(dy, u, b, du=True))
     with compiling(architecture, tmp_path) as found:
         triton_ops.bwd(dy, u, b, 2.0, du=u, db=torch.empty(4864, 16), accumulate=True, scratch=scratch)
         triton_ops.bwd_a(u, dy, b.t(), da=torch.empty(16, 4864), accumulate=True, scratch=scratch)
@@ -115,6 +115,17 @@ def test_compiled_gradients(architecture: int, tmp_path: Path) -> None:
         assert kernel.shared_bytes <= SHARED_MEMORY_BYTES[architecture], name
         assert "ATOM" not in kernel.sass and "RED." not in kernel.sass, f"{name} has atomics"
     assert "LDGSTS" in found["_low_rank_kernel"].sass, "loads do not go ahead of the arithmetic"
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_da_needs_no_parts_of_du() -> None:
+    """x has 40 times the columns of dy, so that parts of du for x would be 40 times as large."""
+    pytest.importorskip("triton", reason="needs Triton")
+    x, a, b = (Form(shape, torch.float32, torch.device("cpu")) for shape in ((64, 5120), (4, 5120), (128, 4)))
+    shapes = low_rank_workspace(x, a, [b], backward=True, kernel="triton")
+    assert {name.rpartition(".")[2]: shape for name, (shape, _) in shapes.items() if "_parts" in name} == {
+        "du_parts": (1, 64, 4), "db_parts": (1, 5120, 4)
+    }  # fmt: skip
 
 
 @pytest.mark.usefixtures("interpreter")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import gzip
 import hashlib
+import io
 import json
 import math
 import struct
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 from tilegrad.data.batches import Batches, Windows, batches_in_order, split, split_windows
-from tilegrad.data.documents import default_text, read_documents
+from tilegrad.data.documents import default_text, find_format, read_documents
 from tilegrad.data.prepare import prepare
 from tilegrad.data.tokenizer import ByteTokenizer, load_tokenizer, train_bpe
 from tilegrad.data.tokens import TokenFileError, open_tokens, token_dtype, unigram_entropy, write_tokens
@@ -100,6 +101,23 @@ def test_what_is_not_understood_is_refused_by_name(tmp_path: Path, name: str, co
     file.write_bytes(content)
     with pytest.raises(ValueError, match=message):
         read_documents([file if file.parent == tmp_path else file.parent])
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+@pytest.mark.parametrize("read", [read_documents, lambda paths: find_format(paths, "text")])
+def test_a_file_that_the_disk_does_not_give_back_is_no_damaged_gzip(
+    name: str, read: Callable[[list[Path]], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken(io.BytesIO):
+        def read(self, _size: int | None = -1) -> bytes:
+            raise OSError(5, "Input/output error")
+
+    (tmp_path / name).write_bytes(b"{}")
+    plain = Path.open
+    monkeypatch.setattr(Path, "open", lambda file, *a, **k: Broken() if file.name == name else plain(file, *a, **k))
+    monkeypatch.setattr(gzip, "open", lambda *_: Broken())
+    with pytest.raises(ValueError, match=rf"{name}: can't be read: Input/output error"):
+        read([tmp_path / name])
 
 
 def test_prepare_says_what_is_there_and_what_takes_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,6 +113,16 @@ def test_weights_on_a_text_have_the_loss_of_the_run_that_they_are_from(capsys: p
     )
 
 
+@pytest.mark.parametrize("packing", [True, False])
+def test_other_documents_are_packed_and_cut_as_the_run_does_it(packing: bool) -> None:
+    texts = ["a fox", "a lazy dog", "a fox that jumps over a lazy dog"] * 9
+    Path("lines.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    trained(data_files=["lines.jsonl"], data_packing=packing, data_too_long="drop" if packing else "auto")
+    found = tilegrad.evaluate("run", ["lines.jsonl"]).tokens
+    lengths = [len(text) + len("\n\n") for text in texts]
+    assert found == (sum(n - 1 for n in lengths if n <= 14) if packing else sum(lengths) - 1)
+
+
 @pytest.mark.usefixtures("run")
 def test_the_table_and_a_text_shorter_than_a_window(capsys: pytest.CaptureFixture[str]) -> None:
     Path("short.txt").write_text("Fox.", encoding="utf-8")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -162,6 +164,27 @@ def test_a_run_of_epochs_learns_answers_and_is_made_longer(
     assert longer.steps == whole.steps + 2 and newest(tmp_path / "whole").state["run"]["train"]["epochs"] is None
 
 
+@pytest.mark.parametrize("packing", [True, False])
+def test_tokens_per_second_count_prompts_and_no_padding(
+    packing: bool, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = count()
+    monkeypatch.setattr("tilegrad.training.loop.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    data = {"files": [str(chats(tmp_path / "chats.jsonl"))], "packing": packing, "validation_fraction": 0.0}
+    train = {
+        "init": str(models["chatml"]), "batch_size": 1, "seq_len": 64, "epochs": 2, "log_interval": 1, "eval_batches": 0,
+        "sample_tokens": 0,
+    }  # fmt: skip
+    events: list[tuple[str, Any]] = []
+    tilegrad.train({"train": train, "data": data}, tmp_path / "run", show=lambda *event: events.append(event))
+    steps, counts = [n for event, n in events if event == "train"], dict(events[::-1])["data"]
+    total = 2 * (counts["tokens"] - counts["cut_tokens"] - counts["documents"])  # the last token is only a target
+    assert sum(n["tokens_per_second"] for n in steps) == steps[-1]["tokens_seen"] == total, (
+        "a step takes one second here"
+    )
+    assert total < len(steps) * 64 and counts["trained"] < total / 2
+
+
 def test_a_stopped_run_of_epochs_resumes_to_the_same_bits(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,7 +265,7 @@ def test_a_bad_line_is_one_sentence_with_its_file_and_number(
     model: str, format: str, lines: list[Any], words: str, models: dict[str, Path], tmp_path: Path,
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("tilegrad.data.chat_template.MAX_LINES", 2000)
+    monkeypatch.setattr("tilegrad.data.sandbox.MAX_LINES", 2000)
     file = write(tmp_path / "bad.jsonl", lines)
     words_of_command = ["--init", str(models[model]), "--data.format", format]
     assert main(["train", "--data", str(file), "--out", str(tmp_path / "run"), *words_of_command]) == 2
@@ -425,6 +448,13 @@ def test_the_preview_says_what_a_run_learns_from(
     assert [part["trained"] for part in found["example"]] == [False, True, False]
     assert found["example"][1]["text"] == "Yes \x9b<|im_end|>"
     assert 0 < found["trained_share"] < 1 and found["padding_share"]["packed"] < found["padding_share"]["padded"]
+    shares = {}
+    for documents, packing in (("2", "true"), ("2", "false"), ("3", "false")):
+        assert main([*command, "--json", "--data.documents", documents, "--data.packing", packing]) == 0
+        shares[documents, packing] = json.loads(capsys.readouterr().out)["padding_share"]
+    padded = found["padding_share"]["padded"]
+    assert shares["2", "true"] == shares["2", "false"] == {"packed": padded, "padded": padded}, "one, and padding"
+    assert shares["3", "false"] == found["padding_share"], "no row has room for three of these"
     assert sum(found["histogram"].values()) == 20 and found["lengths"]["least"] <= found["lengths"]["median"]
     assert main(command) == 0
     said = capsys.readouterr().out
@@ -437,6 +467,7 @@ def test_the_preview_says_what_a_run_learns_from(
     assert main(["data", str(tmp_path / "a.txt"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["documents"], found["tokens"], found["padding_share"], found["trained_share"]) == (1, 340, {}, 1)
+    assert [(part["text"][:3], part["trained"]) for part in found["example"]] == [("C", False), ("all", True)]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "chats.jsonl"], "nothing is written"
 
 

@@ -15,6 +15,11 @@ from tilegrad.engine.spec import StepSpec
 from tilegrad.kernels import fp8_linear
 from tilegrad.kernels.table import Table
 from tilegrad.model.block import Recomputed
+from tilegrad.model.layer import Linear
+from tilegrad.model.lora import LoraConfig
+from tilegrad.model.transformer import declare
+
+LINEAR: tuple[Linear, ...] = ("fp8", "plain")
 
 
 @pytest.fixture
@@ -41,6 +46,31 @@ def test_fp8_trains_as_well_as_bfloat16(config: ModelConfig) -> None:
     losses = [[e.step(tokens[:, :-1], tokens[:, 1:], 3e-3) for _ in range(30)] for e in (fp8, plain)]
     assert losses[0][0] == pytest.approx(losses[1][0], rel=2e-2) and losses[0] != losses[1]
     assert losses[0][-1] < 0.7 * losses[0][0] and losses[0][-1] == pytest.approx(losses[1][-1], rel=0.1)
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("config", [CONFIG, LLAMA], ids=["gpt", "llama"])
+def test_adapters_of_layers_in_fp8_are_added_as_in_bfloat16(config: ModelConfig) -> None:
+    config, lora = larger(config), LoraConfig(rank=8, alpha=16)
+    x, y = batch(config, 4, 32)
+    losses = []
+    for how, size in zip((*LINEAR, LINEAR[1]), (0.3, 0.3, 0.0), strict=True):
+        engine = Engine(config, 4, 32, dtype=torch.bfloat16, linear=how, lora=lora)
+        draw = torch.Generator().manual_seed(0)
+        for name, b in engine.params.items():
+            if name.endswith("lora_b"):
+                b.copy_(size * torch.randn(b.shape, generator=draw))
+        engine.step(x, y, 1e-9)  # rounds the masters
+        losses.append(engine.step(x, y, 1e-9))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3) and losses[1] != pytest.approx(losses[2], rel=2e-3), losses
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_adapters_of_layers_in_fp8_join_no_product() -> None:
+    config = larger(CONFIG)
+    models = [declare(config, 4, 32, torch.bfloat16, "cuda", linear=how, lora=LoraConfig(rank=8)) for how in LINEAR]
+    adapters = [model.blocks[0].attention.adapter for model in models]
+    assert [None if adapter is None else adapter.joined is None for adapter in adapters] == [True, False]
 
 
 @pytest.mark.usefixtures("on_cpu")

@@ -19,11 +19,12 @@ from support.models import CONFIG, LLAMA, QWEN3
 
 from tilegrad import Engine, ModelConfig
 from tilegrad.cli import main
+from tilegrad.data.chat_template import load_chat_template
 from tilegrad.data.documents import default_text
-from tilegrad.data.tokenizer import load_tokenizer, train_bpe
+from tilegrad.data.tokenizer import find_eos, load_tokenizer, train_bpe
 from tilegrad.kernels.rope.frequencies import RopeScaling
 from tilegrad.pretrained.gguf.container import open_container
-from tilegrad.pretrained.gguf.files import DTYPES, import_gguf, write_gguf
+from tilegrad.pretrained.gguf.files import GGML_TYPES, import_gguf, write_gguf
 from tilegrad.pretrained.gguf.tokenizer import PRE, byte_characters
 from tilegrad.pretrained.weights import open_weights, write_weights
 from tilegrad.training.generation import draw
@@ -151,11 +152,11 @@ def test_every_type_of_the_package_gguf_is_read_to_the_bit(tmp_path: Path) -> No
     assert count > 20
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", GGML_TYPES)
 def test_matrices_are_of_the_dtype_and_vectors_are_float32(dtype: str, tmp_path: Path) -> None:
     params = engine_of(replace(SMALL, vocab_size=300)).params
     file = saved(tmp_path, dtype=dtype)
-    kind = getattr(gguf.GGMLQuantizationType, DTYPES[dtype])
+    kind = getattr(gguf.GGMLQuantizationType, GGML_TYPES[dtype])
     for name, entry in open_container(file).tensors.items():
         assert entry.kind == (kind if len(entry.shape) == 2 else 0), name
     import_gguf(file, tmp_path / "in")
@@ -232,6 +233,42 @@ def test_a_tokenizer_goes_out_and_comes_back_with_the_same_ids(name: str, tmp_pa
     assert {k: v for k, v in again.items() if k.startswith("tokenizer")} == {
         k: v for k, v in values.items() if k.startswith("tokenizer")
     }
+
+
+@pytest.mark.parametrize("end", ["<|end_of_text|>", "<end_of_turn>"])
+@pytest.mark.parametrize("home", ["origin", "next to the tokenizer"])
+def test_eos_and_the_template_are_those_that_training_reads(home: str, end: str, tmp_path: Path) -> None:
+    inner, config = (
+        tokenizers.Tokenizer.from_str(train_bpe("a book about a whale", 260).json()),
+        replace(SMALL, vocab_size=300),
+    )
+    inner.add_special_tokens([end])
+    (tmp_path / "tokenizer.json").write_text(inner.to_str(), encoding="utf-8")
+    templates = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "{{ messages }}"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}), encoding="utf-8")
+    given: dict[str, Any] = {"origin": tmp_path} if home == "origin" else {"tokenizer": tmp_path / "tokenizer.json"}
+    write_gguf(tmp_path / "m.gguf", engine_of(config).params, config, **given)
+    values, template = open_container(tmp_path / "m.gguf").values, load_chat_template(tmp_path)
+    assert template is not None and values["tokenizer.chat_template"] == template.source == "{{ messages }}"
+    found = find_eos(tmp_path, load_tokenizer(tmp_path / "tokenizer.json"))
+    assert values["tokenizer.ggml.eos_token_id"] == found == 260
+
+
+def test_the_eos_that_the_post_processor_adds_counts_before_the_named_one(tmp_path: Path) -> None:
+    inner = tokenizers.Tokenizer.from_str(train_bpe("a book about a whale", 260).json())
+    inner.add_special_tokens(["<|endoftext|>", "<end>"])
+    inner.post_processor = tokenizers.processors.TemplateProcessing(
+        single="$A <end>", pair="$A $B <end>", special_tokens=[("<end>", 261)]
+    )
+    (tmp_path / "tokenizer.json").write_text(inner.to_str(), encoding="utf-8")
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}', encoding="utf-8")
+    config = replace(SMALL, vocab_size=300)
+    write_gguf(tmp_path / "m.gguf", engine_of(config).params, config, origin=tmp_path)
+    values = open_container(tmp_path / "m.gguf").values
+    assert (values["tokenizer.ggml.eos_token_id"], values["tokenizer.ggml.add_eos_token"]) == (261, True)
+    import_gguf(tmp_path / "m.gguf", tmp_path / "in")
+    back = load_tokenizer(tmp_path / "in" / "tokenizer.json")
+    assert back.encode("a whale").tolist() == inner.encode("a whale").ids
 
 
 def test_bytes_are_a_tokenizer_without_merges_and_no_letter_ends_a_text(tmp_path: Path) -> None:
@@ -407,6 +444,20 @@ def test_sentencepiece_goes_in_and_out(tmp_path: Path) -> None:
         file.write_text(json.dumps(content), encoding="utf-8")
         with pytest.raises(ValueError, match=r"tokenizer.json: merges: got some that no scores of SentencePiece give"):
             write_gguf(tmp_path / "no.gguf", engine_of(config).params, config, origin=tmp_path / "in")
+
+
+def test_a_part_of_a_split_model_is_refused_with_the_command_that_joins_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = saved(tmp_path)
+    part = rewritten(file, **{"split.no": 1, "split.count": 3}).rename(tmp_path / "m-00002-of-00003.gguf")
+    assert main(["import", str(part), "--out", str(tmp_path / "in")]) == 2
+    assert (
+        "m-00002-of-00003.gguf: got part 1 of 3 of a model, numbered from 0; accepted: one file: llama-gguf-split --merge"
+        in (capsys.readouterr().err)
+    )
+    assert not (tmp_path / "in").exists()
+    import_gguf(rewritten(file, **{"split.no": 0, "split.count": 1}), tmp_path / "whole")
 
 
 def test_run_to_gguf_and_back_by_the_command_line(

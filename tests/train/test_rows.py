@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilegrad.data import packing
-from tilegrad.data.batches import Batches, batches_in_order
+from tilegrad.data.batches import Batches, Windows, batches_in_order
 from tilegrad.data.document_file import DocumentFile, open_documents, write_documents
 from tilegrad.data.packing import Batch, PackedRows, Pieces, TooLong, cut_documents, first_fit, split_pieces
 from tilegrad.data.tokens import TokenFileError, open_tokens, write_tokens
@@ -141,6 +141,23 @@ def test_each_epoch_and_each_seed_has_an_order_and_ranks_share_a_step() -> None:
     for i, batch in enumerate(whole):
         assert all(torch.equal(a, b) for a, b in zip(batch, shares[i % 2][i // 2], strict=True) if a is not None)  # type: ignore[arg-type]
     assert ranks[0].position == ranks[1].position == alone.position
+
+
+@pytest.mark.parametrize("documents", [8, 0, None])
+def test_tokens_that_were_read_are_those_that_are_not_padding(documents: int | None) -> None:
+    file = file_of([5, 9, 3, 12, 7, 2, 6])
+    tokens = np.arange(1, 45)  # 0 is padding only
+    pieces = cut_documents(file, 8, "cut")
+    rows = Windows(tokens, 8) if documents is None else PackedRows(tokens, file, pieces, 8, documents)
+    batches, read = Batches(rows, 3, seed=1), 0
+    for _ in range(9):
+        state = batches.state()
+        read += sum(int((inputs > 0).sum()) for inputs, _, _ in batches.deal(2, 0, 1))
+        assert batches.tokens_read == read
+        again = Batches(rows, 3, seed=1)
+        again.restore(state)
+        assert again.deal(2, 1, 2) and again.tokens_read == read, "the same on every rank, and after a resume"
+    assert batches.position[0] > 2, "several epochs"
 
 
 def test_what_is_cut_dropped_or_untrained_is_counted_and_refused_by_name() -> None:

@@ -26,6 +26,7 @@ def _plan(args: argparse.Namespace) -> int:
     from ..engine.recompute import OverBudget, choose_recompute
     from ..engine.spec import StepSpec
     from ..text.atomic import check_replaceable
+    from ..training.config import DTYPES
     from ..training.sections import run_from, settled
 
     page = Path(args.html) if args.html is not None else None
@@ -45,7 +46,7 @@ def _plan(args: argparse.Namespace) -> int:
         raise ValueError(f"world-size: got {args.world_size}; accepted: at least 1")
     device = torch.device(t.device)
     spec = StepSpec(
-        run.model, t.batch_size, t.seq_len, getattr(torch, t.dtype), device,
+        run.model, t.batch_size, t.seq_len, DTYPES[t.dtype], device,
         linear=t.linear, deterministic=t.deterministic or t.device == "cpu", invariant=t.invariant, world=args.world_size,
         documents=run.documents, lora=run.lora, freeze=t.freeze, **sharding_of(args),
     )  # fmt: skip
@@ -99,6 +100,7 @@ def _plan_decoder(args: argparse.Namespace, run: RunConfig, name: str, page: Pat
     from ..engine.decoder import decoder_spec, largest_batch, plan_decoder
     from ..memory.managed import pressure
     from ..memory.planned.report import memory_report
+    from ..training.config import DTYPES
 
     t, size = run.train, run.model.block_size
     for flag, given, usual in (
@@ -113,7 +115,7 @@ def _plan_decoder(args: argparse.Namespace, run: RunConfig, name: str, page: Pat
             raise ValueError(f"{flag}: got {given}; accepted: an int ≥ 1")
     prompt = args.prompt_tokens or 1
     capacity = size if args.max_tokens is None else min(size, prompt + args.max_tokens)
-    device, dtype = torch.device(t.device), getattr(torch, t.dtype)
+    device, dtype = torch.device(t.device), DTYPES[t.dtype]
     spec = decoder_spec(run.model, t.batch_size, capacity, device=device, dtype=dtype)
     title = f"{name}, generation of {t.batch_size} × {capacity} tokens, {t.dtype}"
     largest, sentence = largest_batch(spec, pressure.memory_available(device)) if args.fit else ({}, "")

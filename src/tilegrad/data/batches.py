@@ -8,7 +8,7 @@ once. The last window may be shorter: it is padded with token 0 and target −1,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol, TypedDict
 
 import numpy as np
@@ -30,6 +30,9 @@ class Rows(Protocol):
         """Every row, for evaluation."""
 
     def gather(self, rows: Sequence[Row]) -> Batch: ...
+
+    def count(self, rows: Iterable[Row]) -> int:
+        """Positions of these rows that are not padding."""
 
     def sha256(self) -> str: ...
 
@@ -57,6 +60,10 @@ class Windows:
             inputs[row, : len(piece) - 1] = piece[:-1]
             targets[row, : len(piece) - 1] = piece[1:]
         return inputs, targets, None
+
+    def count(self, rows: Iterable[Row]) -> int:
+        begin = np.concatenate([*rows, np.zeros(0, np.int64)]) * self.seq_len
+        return int(np.minimum(len(self.tokens) - 1 - begin, self.seq_len).sum())
 
     def sha256(self) -> str:
         return tokens_sha256(self.tokens)
@@ -109,6 +116,11 @@ class Batches:
         return self._epoch, self._index
 
     @property
+    def tokens_read(self) -> int:
+        """Tokens of all rows before the position, padding not counted."""
+        return self._tokens_read
+
+    @property
     def rows_in_epoch(self) -> int:
         """Rows of this epoch; packed rows may be fewer or more in the next."""
         return len(self._order)
@@ -137,6 +149,7 @@ class Batches:
             more = self._order[self._index : self._index + self.batch_size - len(picked)]
             picked.extend(more)
             self._index += len(more)
+            self._tokens_read += self.rows.count(more)
         return picked
 
     def state(self) -> BatchesState:
@@ -164,6 +177,7 @@ class Batches:
         if epoch < 0 or not 0 <= index <= len(order):
             raise ValueError(f"position: got ({epoch}, {index}); accepted: epoch ≥ 0, rows 0 … {len(order)}")
         self._epoch, self._index, self._order = epoch, index, order
+        self._tokens_read = epoch * self.rows.count(order) + self.rows.count(order[:index])
 
 
 def batches_in_order(

@@ -6,37 +6,27 @@ G(i) and the whole text first differ, or at the end of G(i), and it ends at the 
 prefixes of the whole text. A template that writes earlier messages differently once later ones follow is refused, unless it
 marks the assistant's text with {% generation %}.
 
-A template is untrusted code. It runs in Jinja2's sandbox, with a limit on the lines that it executes and on the size of a
-value that it computes.
+A template is untrusted code, which runs in a sandbox (sandbox.py).
 """
 
 from __future__ import annotations
 
 import secrets
-import sys
-from collections.abc import Callable, Iterator, Sequence, Sized
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
-from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, TypeAlias
 
 from ..text.untrusted import decoded, file_in, read_json, shown
+from .sandbox import jinja, limits
 
 if TYPE_CHECKING:
-    from _typeshed import TraceFunction
-    from jinja2 import Environment, Template
-    from jinja2.nodes import Node
-    from jinja2.parser import Parser
-    from jinja2.runtime import Context
+    from jinja2 import Template
 
 Message: TypeAlias = dict[str, object]  # role, content, and other keys that the template reads
 Span: TypeAlias = tuple[int, int]  # characters [begin, end)
 
-MAX_LINES = 1_000_000  # lines of code that a template may run for one conversation
-MAX_LENGTH = 1 << 24  # characters or elements of a value that a template computes
 CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 
@@ -59,7 +49,7 @@ class ChatTemplate:
 
     @cached_property
     def _compiled(self) -> Template:
-        jinja2, environment = _jinja()
+        jinja2, environment = jinja()
         try:
             return environment.from_string(self.source)
         except (jinja2.TemplateError, RecursionError) as error:
@@ -67,11 +57,11 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message], *, generation_prompt: bool = False) -> Conversation:
         """The text, with the spans that the template marks by {% generation %}."""
-        jinja2, _ = _jinja()
+        jinja2, _ = jinja()
         begin, end = (f"<{secrets.token_hex(8)}>" for _ in range(2))  # random, so that no message contains them
         compiled = self._compiled
         try:
-            with _line_limit():
+            with limits():
                 text = compiled.render(
                     messages=messages,
                     add_generation_prompt=generation_prompt,
@@ -155,71 +145,3 @@ def _without_marks(text: str, begin: str, end: str) -> Conversation:
         spans.append((len(plain) + len(before), len(plain) + len(before) + len(marked)))
         plain += before + marked
     return Conversation(plain + rest, tuple(spans))
-
-
-def _raise_exception(message: str) -> None:
-    """Templates call this to refuse a conversation."""
-    raise ValueError(message)
-
-
-@contextmanager
-def _line_limit() -> Iterator[None]:
-    """Stop a template that runs more than MAX_LINES lines of its code."""
-    lines = 0
-
-    def count(_frame: FrameType, _event: str, _argument: object) -> TraceFunction:
-        nonlocal lines
-        lines += 1
-        if lines > MAX_LINES:
-            raise ValueError(f"it has not ended after {MAX_LINES:,} lines")
-        return count
-
-    outer = sys.gettrace()
-    sys.settrace(count)
-    try:
-        yield
-    finally:
-        sys.settrace(outer)
-
-
-@cache
-def _jinja() -> tuple[ModuleType, Environment]:
-    """(jinja2, a sandbox that reads {% generation %} … {% endgeneration %} and makes no value larger than MAX_LENGTH)."""
-    try:
-        import jinja2
-        from jinja2 import ext, nodes, sandbox
-    except ImportError as error:
-        raise ImportError(
-            "data: got conversations and a chat template, which needs Jinja2: pip install 'tilegrad[chat]'"
-        ) from error
-
-    class Generation(ext.Extension):
-        tags = {"generation"}  # noqa: RUF012, jinja2 declares it so
-
-        def parse(self, parser: Parser) -> Node:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            call = self.call_method("marked", [nodes.ContextReference()])
-            return nodes.CallBlock(call, [], [], body).set_lineno(line)
-
-        def marked(self, context: Context, caller: Callable[[], str]) -> str:
-            begin, end = context["generation_marks"]
-            return f"{begin}{caller()}{end}"
-
-    class Sandbox(sandbox.ImmutableSandboxedEnvironment):
-        intercepted_binops = frozenset({"+", "*", "**"})
-
-        def call_binop(self, context: Context, operator: str, left: object, right: object) -> object:
-            sizes = [
-                x if isinstance(x, int | float) else len(x) for x in (left, right) if isinstance(x, int | float | Sized)
-            ]
-            size = abs(sizes[0] * sizes[1]) if operator == "*" and len(sizes) == 2 else max(map(abs, sizes), default=0)
-            if len(sizes) == 2 and size > MAX_LENGTH:
-                raise ValueError(f"{operator} would make a value larger than {MAX_LENGTH:,}")
-            return super().call_binop(context, operator, left, right)
-
-    made = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"])
-    made.globals["raise_exception"] = _raise_exception
-    made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    made.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "sort_keys": False}
-    return jinja2, made

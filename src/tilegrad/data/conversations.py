@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from ..text.untrusted import shown
+from ..text.untrusted import shown, shown_keys
 from .chat_template import Conversation, Message
 from .document_file import Mask
 from .tokenizer import Encoded
@@ -39,9 +39,9 @@ def read_messages(record: dict[str, object], format: Format) -> list[Message]:
     """The messages of one line, at least one of them from the assistant."""
     for names in _REQUIRED[format]:
         if _first(record, names) is None:
-            keys = ", ".join(map(shown, [*record][:20])) or "none"
             raise ValueError(
-                f"got the keys {keys}; accepted: an object with {' or '.join(map(repr, names))} (data.format {format})"
+                f"got the keys {shown_keys(record)}; accepted: an object with {' or '.join(map(repr, names))} "
+                f"(data.format {format})"
             )
     if format == "messages":
         messages = _messages(record["messages"], "messages")

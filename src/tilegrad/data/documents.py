@@ -22,8 +22,10 @@ import re
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -31,7 +33,7 @@ import torch
 
 from ..memory.managed.pressure import memory_limit
 from ..memory.page import human
-from ..text.untrusted import shown
+from ..text.untrusted import shown_keys
 from .conversations import detect_format
 
 Numbers = dict[str, Any]  # the numbers of an event: {"step": 10, "loss": 2.5}
@@ -163,10 +165,9 @@ def _format_of(file: Path, text_field: str) -> str:
             return "text"
         format = detect_format(record)
         if format is None:
-            keys = ", ".join(map(shown, [*record][:20])) or "none"
             raise ValueError(
-                f"{file}, line {number}: got the keys {keys}; accepted: an object with a string in {text_field!r}, or "
-                "with messages, with prompt and completion or response, or with instruction and output"
+                f"{file}, line {number}: got the keys {shown_keys(record)}; accepted: an object with a string in "
+                f"{text_field!r}, or with messages, with prompt and completion or response, or with instruction and output"
             )
         if found not in ("text", format):
             raise ValueError(
@@ -178,11 +179,20 @@ def _format_of(file: Path, text_field: str) -> str:
 
 def _head(file: Path) -> list[str]:
     """The first lines of a .jsonl; the last one may be incomplete."""
+    with _opened(file) as opened:
+        return opened.read(_HEAD).decode("utf-8", errors="replace").split("\n")
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[gzip.GzipFile | BufferedReader]:
+    """The file's bytes, decompressed. Errors get its name."""
     try:
         with gzip.open(file) if file.suffix.lower() == ".gz" else file.open("rb") as opened:
-            return opened.read(_HEAD).decode("utf-8", errors="replace").split("\n")
-    except (OSError, EOFError, zlib.error) as error:
+            yield opened
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{file}: is not gzip, or damaged: {error}") from error
+    except OSError as error:
+        raise ValueError(f"{file}: can't be read: {error.strerror or error}") from error
 
 
 def _contents(files: Sequence[Path], show: Show) -> Iterator[tuple[Path, str]]:
@@ -236,23 +246,20 @@ def _content(file: Path, room: float) -> bytes:
     size = file.stat().st_size
     if size > room:
         raise _too_large(file, size)
-    if file.suffix.lower() != ".gz":
-        return file.read_bytes()
     parts, grown, most = [], 0, max(_GZIP_GROWTH * size, _GZIP_SMALL)
-    try:
-        with gzip.open(file) as opened:
-            while part := opened.read(1 << 20):
-                grown += len(part)
-                if grown > most:
-                    raise ValueError(
-                        f"{file}: got {size:,} bytes that decompress to more than {grown >> 20} MiB; accepted: at most "
-                        f"{_GZIP_GROWTH} times the compressed size; if the file is right, decompress it first"
-                    )
-                if grown > room:
-                    raise _too_large(file, grown)
-                parts.append(part)
-    except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"{file}: is not gzip, or damaged: {error}") from error
+    with _opened(file) as opened:
+        if file.suffix.lower() != ".gz":
+            return opened.read()
+        while part := opened.read(1 << 20):
+            grown += len(part)
+            if grown > most:
+                raise ValueError(
+                    f"{file}: got {size:,} bytes that decompress to more than {grown >> 20} MiB; accepted: at most "
+                    f"{_GZIP_GROWTH} times the compressed size; if the file is right, decompress it first"
+                )
+            if grown > room:
+                raise _too_large(file, grown)
+            parts.append(part)
     return b"".join(parts)
 
 
@@ -298,9 +305,8 @@ def _lines(file: Path, text: str) -> Iterator[tuple[int, Record]]:
 def _field(record: Record, where: str, name: str) -> str:
     text = record.get(name)
     if not isinstance(text, str):
-        keys = ", ".join(map(shown, [*record][:20])) or "none"
         raise ValueError(
-            f"{where}: got the keys {keys}; accepted: an object with a string in {name!r} (data.text_field)"
+            f"{where}: got the keys {shown_keys(record)}; accepted: an object with a string in {name!r} (data.text_field)"
         )
     try:
         check_surrogates(text, repr(name))

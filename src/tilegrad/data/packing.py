@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -191,6 +191,9 @@ class PackedRows:
             if at < self.seq_len:
                 ends.append((row + 1) * self.seq_len)
         return inputs, targets, torch.tensor(ends, dtype=torch.int32) if self.documents else None
+
+    def count(self, rows: Iterable[Row]) -> int:
+        return int(self.pieces.length[np.concatenate([*rows, np.zeros(0, np.int64)])].sum())
 
     def trained_targets(self) -> int:
         """The number of trained targets in all pieces."""

@@ -199,7 +199,7 @@ def _conversations(
             with _at(place):
                 texts.append(rendered(one))
                 check_surrogates(texts[-1].text, "the conversation")
-        encoded = tokenizer.encode_marked([text.text for text in texts], add_special_tokens=template is None)
+        encoded = tokenizer.encode_with_offsets([text.text for text in texts], add_special_tokens=template is None)
         for text, tokens, place in zip(texts, encoded, places, strict=True):
             with _at(place):
                 yield _marked(text, tokens, source)
@@ -263,8 +263,13 @@ def _write(
         folder / "tokens.bin", tokens.astype(token_dtype(tokenizer.vocab_size), copy=False),
         vocab_size=tokenizer.vocab_size, **described,
     )  # fmt: skip
+    return _open(folder, documents=separate), tokenizer
+
+
+def _open(folder: Path, *, documents: bool) -> TokenFile:
+    """tokens.bin, with documents.bin if `documents` says so."""
     file = open_tokens(folder / "tokens.bin")
-    return (replace(file, documents=open_documents(folder / "documents.bin", file)) if separate else file), tokenizer
+    return replace(file, documents=open_documents(folder / "documents.bin", file)) if documents else file
 
 
 def _prepared(
@@ -272,10 +277,8 @@ def _prepared(
 ) -> tuple[TokenFile, Tokenizer] | None:
     """The tokens and tokenizer in `folder`; None if a file is missing or damaged, or if the text or the tokenizer differs."""
     try:
-        file = open_tokens(folder / "tokens.bin")
+        file = _open(folder, documents=separate)
         text = (folder / "tokenizer.json").read_text(encoding="utf-8")
-        if separate:
-            file = replace(file, documents=open_documents(folder / "documents.bin", file))
     except (FileNotFoundError, TokenFileError, UnicodeDecodeError):
         return None
     if (file.source_sha256, file.vocab_size, file.tokenizer_sha256) != (digest, source.vocab_size, _sha256(text)):
@@ -292,9 +295,7 @@ def load_prepared(folder: Path, *, documents: bool = False) -> tuple[TokenFile, 
     for name in ("tokens.bin", "tokenizer.json", *(["documents.bin"] if documents else [])):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder / name}: no such file; put the run's own file back, or start a new run")
-    file = open_tokens(folder / "tokens.bin")
-    if documents:
-        file = replace(file, documents=open_documents(folder / "documents.bin", file))
+    file = _open(folder, documents=documents)
     found = sha256_of(folder / "tokenizer.json")
     if found != file.tokenizer_sha256:
         raise ValueError(

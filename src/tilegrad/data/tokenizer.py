@@ -33,7 +33,7 @@ from .tokens import Tokens, check_range, token_dtype
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as HuggingFaceTokenizer
 
-_BYTE = re.compile("<0x[0-9A-F]{2}>")
+BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # a byte in SentencePiece
 _CONTEXT = 8  # earlier tokens that `TextStream` decodes with a new one: some decoders strip the space of a first token
 
 
@@ -66,7 +66,7 @@ class Tokenizer(Protocol):
 
     def encode_all(self, texts: Sequence[str]) -> list[Tokens]: ...
 
-    def encode_marked(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Encoded]: ...
+    def encode_with_offsets(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Encoded]: ...
 
     def token_id(self, text: str) -> int | None:
         """The id of the token that is this text; None if there is none."""
@@ -93,7 +93,7 @@ class ByteTokenizer:
     def encode_all(self, texts: Sequence[str]) -> list[Tokens]:
         return [self.encode(text) for text in texts]
 
-    def encode_marked(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Encoded]:  # noqa: ARG002
+    def encode_with_offsets(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Encoded]:  # noqa: ARG002
         found = []
         for text, tokens in zip(texts, self.encode_all(texts), strict=True):
             starts = np.repeat(np.arange(len(text)), [len(c.encode("utf-8")) for c in text])
@@ -141,7 +141,7 @@ class BpeTokenizer:
                 return 0 if added[token].special else len(text.encode("utf-8"))
             if "ByteLevel" in parts:
                 return len(text)
-            return 1 if _BYTE.fullmatch(text) else len(text.replace("▁", " ").encode("utf-8"))
+            return 1 if BYTE_TOKEN.fullmatch(text) else len(text.replace("▁", " ").encode("utf-8"))
 
         return np.array([length(token) for token in range(self.vocab_size)], np.int64)
 
@@ -150,7 +150,7 @@ class BpeTokenizer:
             found = self.inner.encode_batch(list(texts))
         return [self._checked(one.ids) for one in found]
 
-    def encode_marked(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Encoded]:
+    def encode_with_offsets(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Encoded]:
         with _named_faults(self.name):
             found = self.inner.encode_batch(list(texts), add_special_tokens=add_special_tokens)
         marked = []

@@ -162,7 +162,7 @@ class InputDropout:
     scratch: Scratch
 
 
-class Base(Protocol):
+class BaseLayer(Protocol):
     """The attributes of an adapted LinearLayer that its adapter reads."""
 
     @property
@@ -191,7 +191,7 @@ class Adapter:
 
     @classmethod
     def declare(
-        cls, at: Declare, block: int, name: str, layers: Sequence[Base], outputs: Mapping[str, tuple[int, int]],
+        cls, at: Declare, block: int, name: str, layers: Sequence[BaseLayer], outputs: Mapping[str, tuple[int, int]],
         seed: Buffer | None,
     ) -> Adapter | None:  # fmt: skip
         """The adapter of input `name`; None if it has none. layers: the layers that read the input, one for each output.
@@ -216,7 +216,7 @@ class Adapter:
         values = [b.value for b in bs]
         parts = tuple(Part(outputs[part][0], i * r, outputs[part][1]) for i, part in enumerate(adapter.widths))
 
-        def joined_weight(i: int, layer: Base) -> Buffer | None:
+        def joined_weight(i: int, layer: BaseLayer) -> Buffer | None:
             """The buffer of [W, B_i] of output i; None if the product is not joined."""
             w = layer.w.value
             if (

@@ -26,7 +26,7 @@ from ..model.lora import GROUPS, LoraConfig, adapter_parts
 from ..text.atomic import save_tensors
 from ..text.untrusted import file_in, open_tensors, read_json, shown
 from .families import FAMILIES
-from .weights import DTYPES, Weights, new_folder
+from .weights import STORED_DTYPES, Weights, new_folder
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -98,7 +98,7 @@ def _module(kind: str, part: str, block: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Adapter:
+class AdapterFile:
     """A folder of PEFT's adapters. Its configuration and its tensors' names have been read, its tensors have not."""
 
     file: Path
@@ -124,8 +124,10 @@ class Adapter:
                         f"{self.file}: {place.theirs}: got shape {shape}; accepted: {accepted}, by {CONFIG} and the base "
                         "weights"
                     )
-                if dtype not in DTYPES:
-                    raise ValueError(f"{self.file}: {place.theirs}: got dtype {dtype}; accepted: {', '.join(DTYPES)}")
+                if dtype not in STORED_DTYPES:
+                    raise ValueError(
+                        f"{self.file}: {place.theirs}: got dtype {dtype}; accepted: {', '.join(STORED_DTYPES)}"
+                    )
 
     def read(self) -> dict[str, Tensor]:
         """All adapters by our names, in float32. Nothing is allocated before names, shapes and dtypes are checked."""
@@ -136,7 +138,7 @@ class Adapter:
         return params
 
 
-def open_adapter(folder: Path, base: Weights) -> Adapter:
+def open_adapter(folder: Path, base: Weights) -> AdapterFile:
     """PEFT's adapters for these base weights. Options that change what is computed are refused by name."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such folder; accepted: a folder with {CONFIG} and {TENSORS}")
@@ -161,7 +163,7 @@ def open_adapter(folder: Path, base: Weights) -> Adapter:
         lora = LoraConfig(rank, alpha, layers, dropout)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    return Adapter(file, base.kind, base.config, lora)
+    return AdapterFile(file, base.kind, base.config, lora)
 
 
 def _settings(content: Mapping[str, object]) -> tuple[int, float, float]:

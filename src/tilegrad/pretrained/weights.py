@@ -31,7 +31,7 @@ from ..text.untrusted import file_in, open_tensors, read_json, shown
 from .cache import cached_model, how_to_download
 from .families import FAMILIES, Config, config_json, config_of, theirs
 
-DTYPES = ("F64", "F32", "F16", "BF16")  # safetensors' names
+STORED_DTYPES = ("F64", "F32", "F16", "BF16")  # safetensors' names
 _BUFFERS = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")  # in old checkpoints
 _TOKENIZER_FILES = ("tokenizer*", "vocab.json", "merges.txt", "special_tokens_map.json", "chat_template*")
 _COPIED = (*_TOKENIZER_FILES, "generation_config.json")
@@ -84,8 +84,8 @@ class Weights:
                     raise ValueError(
                         f"{where}: {there[name]}: got shape {shape}; accepted: {tuple(place.shape)}, by config.json"
                     )
-                if dtype not in DTYPES:
-                    raise ValueError(f"{where}: {there[name]}: got dtype {dtype}; accepted: {', '.join(DTYPES)}")
+                if dtype not in STORED_DTYPES:
+                    raise ValueError(f"{where}: {there[name]}: got dtype {dtype}; accepted: {', '.join(STORED_DTYPES)}")
 
     def _there(self, params: Mapping[str, Tensor]) -> dict[str, str]:
         """Hugging Face name of each tensor → its name in the files; GPT-2's files may lack the prefix."""

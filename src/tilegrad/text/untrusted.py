@@ -147,6 +147,11 @@ def open_tensors(path: Path) -> safe_open:
         raise ValueError(f"{path}: is not a safetensors file, or is damaged: {error}") from error
 
 
+def shown_keys(record: Mapping[str, object]) -> str:
+    """The first keys of a record for a message."""
+    return ", ".join(map(shown, [*record][:20])) or "none"
+
+
 def shown(value: object) -> str:
     """repr of a value for a message, cut if it is long."""
     text = repr(value[:100] if isinstance(value, str | list | tuple) else value)

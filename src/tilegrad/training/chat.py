@@ -110,7 +110,7 @@ class Chat:
     def _encode(self, messages: list[Message]) -> list[int]:
         system: list[Message] = [] if self.system is None else [{"role": "system", "content": self.system}]
         prompt = self._template.render([*system, *messages], generation_prompt=True).text
-        (encoded,) = self._model.tokenizer.encode_marked([prompt], add_special_tokens=False)
+        (encoded,) = self._model.tokenizer.encode_with_offsets([prompt], add_special_tokens=False)
         return [int(token) for token in encoded.tokens]
 
 
@@ -118,5 +118,5 @@ def end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> frozenset[int]:
     """The special token that the template writes after an answer, if it writes one there."""
     mark = f"x{secrets.token_hex(8)}"
     text = template.render([{"role": "user", "content": "x"}, {"role": "assistant", "content": mark}]).text
-    (after,) = tokenizer.encode_marked([text.rpartition(mark)[2].lstrip()], add_special_tokens=False)
+    (after,) = tokenizer.encode_with_offsets([text.rpartition(mark)[2].lstrip()], add_special_tokens=False)
     return frozenset({int(after.tokens[0])}) if len(after.tokens) and after.special[0] else frozenset()

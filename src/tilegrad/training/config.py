@@ -11,6 +11,9 @@ from typing import Any, TypeAlias, get_args
 
 import torch
 
+from ..data.conversations import Format
+from ..data.packing import TooLong
+from ..data.prepare import TrainOn
 from ..engine.batch import LIMITS as BATCH_LIMITS
 from ..model.config import LIMITS as MODEL_LIMITS
 from ..model.config import PRESETS, ModelConfig, is_count
@@ -38,9 +41,9 @@ LIMITS = {  # the largest value of each key; docs/training.md gives the reasons
 }
 MAX_STEP_TOKENS = 1 << 26  # all micro-batches are in memory at once, 16 bytes for each token and its target
 _CHOICES = {
-    "format": ("auto", "text", "messages", "prompt", "instruction"),
-    "train_on": ("assistant", "all"),
-    "too_long": ("auto", "cut", "split", "drop", "refuse"),
+    "format": ("auto", *get_args(Format)),
+    "train_on": get_args(TrainOn),
+    "too_long": ("auto", *get_args(TooLong)),
 }
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 

@@ -27,6 +27,18 @@ def needs_documents(data: DataConfig) -> bool:
     return data.format != "text" or bool(data.packing)
 
 
+def kept_counts(show: Show, counts: Numbers) -> Show:
+    """`show`, except that the numbers of the event "data" go into `counts`."""
+
+    def show_others(event: str, numbers: Numbers) -> None:
+        if event == "data":
+            counts.update(numbers)
+        else:
+            show(event, numbers)
+
+    return show_others
+
+
 def prepare_data(
     config: RunConfig, folder: Path, show: Show, *, documents: bool = False
 ) -> tuple[TokenFile, Tokenizer]:

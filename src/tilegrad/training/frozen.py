@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..model.config import ModelConfig
 from ..pretrained.weights import Weights, open_weights
-from ..text.atomic import save_tensors, sha256_of, staged_name, sync
+from ..text.atomic import save_tensors, sha256_of, whole_file
 from ..text.untrusted import open_tensors, regular_file
 from .state import BaseState, RunState
 
@@ -26,7 +26,7 @@ OWN = "frozen.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
-class Base:
+class BaseWeights:
     weights: Weights
     sha256: str
 
@@ -34,13 +34,13 @@ class Base:
         return {"folder": str(self.weights.folder.resolve()), "sha256": self.sha256}
 
 
-def open_base(config: ModelConfig, folder: Path) -> Base:
+def open_base(config: ModelConfig, folder: Path) -> BaseWeights:
     """The weights in `folder` for a new run of this model."""
     weights = replace(open_weights(folder), config=config)
-    return Base(weights, weights.sha256())
+    return BaseWeights(weights, weights.sha256())
 
 
-def base_of(config: ModelConfig, state: RunState, init: Path | None) -> Base:
+def base_of(config: ModelConfig, state: RunState, init: Path | None) -> BaseWeights:
     """The weights that the adapters of this state were trained on, from `init` or, if that is None, from their own folder."""
     saved = state["base"]
     folder = Path(saved["folder"]) if init is None else init
@@ -60,16 +60,9 @@ def base_of(config: ModelConfig, state: RunState, init: Path | None) -> Base:
 
 def save_own(folder: Path, tensors: Mapping[str, Tensor]) -> str:
     """Write a run's own copy, whole or not at all, and return its sha256."""
-    path = folder / OWN
-    staged = staged_name(path)
-    try:
+    with whole_file(folder / OWN) as staged:
         save_tensors({name: x.detach().cpu().contiguous() for name, x in tensors.items()}, staged)
-        sync(staged)
-        staged.replace(path)
-        sync(folder)
-    finally:
-        staged.unlink(missing_ok=True)
-    return sha256_of(path)
+    return sha256_of(folder / OWN)
 
 
 def load_own(folder: Path, state: RunState) -> dict[str, Tensor]:

@@ -37,7 +37,7 @@ from .config import DTYPES, RunEnded
 from .dataset import Dataset
 from .evaluation import Evaluator
 from .folder import Best, resume_command, write_run
-from .frozen import Base
+from .frozen import BaseWeights
 from .generation import NonFiniteLogits, draw
 from .log import RunLog, read_log
 from .loggers import chosen_loggers
@@ -85,6 +85,8 @@ class InFlight(NamedTuple):
     draws: int
     data: BatchesState
     learning_rate: float
+    tokens: int  # that all ranks read for it, padding not counted
+    tokens_seen: int  # with those of the steps before it
 
 
 class SkippedSteps:
@@ -128,7 +130,9 @@ class Metrics:
 
 
 class Run:
-    def __init__(self, start: Start, dataset: Dataset, show: Show, ranks: Ranks, base: Base | None = None) -> None:
+    def __init__(
+        self, start: Start, dataset: Dataset, show: Show, ranks: Ranks, base: BaseWeights | None = None
+    ) -> None:
         self.base = base  # the frozen weights of a run with adapters
         self.frozen_sha256: str | None = None  # of the run's own copy of other frozen parameters
         self.start, self.config, self.folder, self.show = start, start.config, start.folder, show
@@ -309,7 +313,7 @@ class Run:
         rate = learning_rate(
             engine.steps, peak=t.learning_rate, floor=floor, warmup_steps=t.warmup_steps, total_steps=t.steps
         )
-        before = InFlight(engine.steps, engine.draws, batches.state(), rate)
+        data, seen = batches.state(), batches.tokens_read
         self.mesh.at(f"step {engine.steps}: reading data")
         self.dataset.file.check_length()
         dealt = batches.deal(t.gradient_accumulation, self.ranks.group, self.ranks.groups)
@@ -317,7 +321,8 @@ class Run:
             engine.ranks.stop = True
         if not self.in_flight:
             self.step_started_at = time.perf_counter()
-        self.in_flight.append(before)
+        now = batches.tokens_read
+        self.in_flight.append(InFlight(engine.steps, engine.draws, data, rate, now - seen, now))
         try:
             tokens, targets, ends = [x for x, _, _ in dealt], [y for _, y, _ in dealt], [z for _, _, z in dealt]
             engine.submit(tokens, targets, rate, cu_seqlens=ends)
@@ -334,7 +339,6 @@ class Run:
 
     def _log(self, results: list[StepResult]) -> None:
         t, engine = self.config.train, self.engine
-        tokens = t.gradient_accumulation * t.batch_size * t.seq_len
         for result in results:
             before = self.in_flight.popleft()
             step, now = before.step + 1, time.perf_counter()
@@ -346,12 +350,12 @@ class Run:
                 "learning_rate": before.learning_rate,
                 "gradient_norm": result.norm,
                 "skipped": self.skipped.total,
-                "tokens_per_second": tokens / seconds,
+                "tokens_per_second": before.tokens / seconds,
                 "measured_bytes": self._resident().measured_bytes,
             }
             self.metrics.log(step, "train", numbers)
             if step % t.log_interval == 0 or step in (1, t.steps):
-                progress = {"step": step, "steps": t.steps, "tokens_seen": step * tokens}
+                progress = {"step": step, "steps": t.steps, "tokens_seen": before.tokens_seen}
                 self.metrics.emit("train", numbers | progress | {"planned_bytes": engine.plan.peak_bytes})
 
     def _evaluate(self) -> None:

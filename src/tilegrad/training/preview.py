@@ -3,7 +3,7 @@ prints it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,7 +16,7 @@ from ..data.packing import PackedRows
 from ..data.tokenizer import Tokenizer
 from ..data.tokens import Tokens
 from .config import RunConfig
-from .dataset import Dataset, prepare_data
+from .dataset import Dataset, kept_counts, prepare_data
 
 _EXAMPLE = 4000  # tokens of the first document that are shown
 
@@ -37,21 +37,14 @@ class Preview:
 def preview(config: RunConfig, show: Show) -> Preview:
     """The preview of a settled run, from data that is prepared in a temporary folder."""
     counts: Numbers = {}
-
-    def show_but_counts(event: str, numbers: Numbers) -> None:
-        if event == "data":
-            counts.update(numbers)
-        else:
-            show(event, numbers)
-
     with TemporaryDirectory(prefix="tilegrad-data-") as folder:
-        file, tokenizer = prepare_data(config, Path(folder), show_but_counts, documents=True)
+        file, tokenizer = prepare_data(config, Path(folder), kept_counts(show, counts), documents=True)
         documents = file.documents
         assert documents is not None
         dataset = Dataset.split(file, tokenizer, config, counts)
         lengths = np.diff(documents.ends, prepend=0)
         rows = dataset.batches.rows
-        padding = _padding(rows, config.train.seed) if isinstance(rows, PackedRows) else {}
+        padding = _padding(rows, config) if isinstance(rows, PackedRows) else {}
         targets = int((lengths - 1).sum())
         trained = int(documents.trained(0, len(file.tokens)).sum()) if documents.bits is not None else targets
         return Preview(
@@ -70,12 +63,12 @@ def preview(config: RunConfig, show: Show) -> Preview:
         )
 
 
-def _padding(rows: PackedRows, seed: int) -> dict[str, float]:
+def _padding(rows: PackedRows, config: RunConfig) -> dict[str, float]:
     """The share of padding if these documents are packed, and if each has a row."""
-    used, documents = int(rows.pieces.length.sum()), rows.documents or 16
-    packed = PackedRows(rows.tokens, rows.file, rows.pieces, rows.seq_len, min(documents, rows.seq_len))
+    used, documents = int(rows.pieces.length.sum()), replace(config, data=replace(config.data, packing=True)).documents
+    packed = PackedRows(rows.tokens, rows.file, rows.pieces, rows.seq_len, documents)
     return {
-        "packed": 1 - used / (len(packed.order(seed, 0)) * rows.seq_len),
+        "packed": 1 - used / (len(packed.order(config.train.seed, 0)) * rows.seq_len),
         "padded": 1 - used / (len(rows.pieces) * rows.seq_len),
     }
 

@@ -27,9 +27,9 @@ from ..model.lora import LoraConfig, adapter_parts
 from ..pretrained.adapters import open_adapter
 from ..pretrained.weights import Weights, open_weights
 from .config import RunConfig, Sections, check_vocab_size
-from .dataset import Dataset, needs_documents, prepare_data
+from .dataset import Dataset, kept_counts, needs_documents, prepare_data
 from .folder import check_shared, claimed, forget, own_data
-from .frozen import OWN, Base, base_of, load_own, open_base, save_own
+from .frozen import OWN, BaseWeights, base_of, load_own, open_base, save_own
 from .loggers import check_installed, chosen_loggers
 from .loop import Run, RunResult
 from .ranks import Ranks
@@ -133,20 +133,11 @@ def _open(start: Start, show: Show, ranks: Ranks) -> Run:
 
 
 def _prepare(start: Start, show: Show, mesh: Mesh, summary: Numbers) -> tuple[TokenFile, Tokenizer]:
-    """The tokens of a new run; rank 0 prepares them first. `summary` gets the counts."""
+    """The tokens of a new run; rank 0 prepares them first. `summary` gets the counts, which are shown after the run has begun:
+    then a closed output ends it with a save."""
     config, data = start.config, start.config.data
-
-    def show_but_summary(event: str, numbers: Numbers) -> None:
-        if event == "data":
-            summary.update(numbers)  # shown after the run has begun: then a closed output ends it with a save
-        else:
-            show(event, numbers)
-
-    def prepared() -> tuple[TokenFile, Tokenizer]:
-        return prepare_data(config, start.folder / "data", show_but_summary)
-
     mesh.at("preparing data")
-    tokens, tokenizer = mesh.first(prepared)
+    tokens, tokenizer = mesh.first(lambda: prepare_data(config, start.folder / "data", kept_counts(show, summary)))
     if not needs_documents(data) and len(tokens.tokens) <= config.train.seq_len:
         raise ValueError(
             f"{', '.join(data.files) or default_text()}: got {len(tokens.tokens)} tokens; accepted: at least seq_len + 1 = "
@@ -156,7 +147,7 @@ def _prepare(start: Start, show: Show, mesh: Mesh, summary: Numbers) -> tuple[To
     return tokens, tokenizer
 
 
-def _open_base(start: Start) -> Base | None:
+def _open_base(start: Start) -> BaseWeights | None:
     """The base weights of a run with adapters. A resumed run refuses weights other than those that it began with."""
     config, init = start.config, start.config.train.init
     if config.lora is None or init is None:
@@ -168,7 +159,7 @@ def _open_base(start: Start) -> Base | None:
     return base_of(config.model, state, None if own else Path(init))
 
 
-def _begin(run: Run, base: Base | None) -> None:
+def _begin(run: Run, base: BaseWeights | None) -> None:
     """Load the weights and adapters that a new run begins with, and copy what is frozen."""
     init, lora, engine, mesh = run.config.train.init, run.config.lora, run.engine, run.mesh
     own = _frozen(engine, base)
@@ -186,13 +177,13 @@ def _begin(run: Run, base: Base | None) -> None:
         run.frozen_sha256 = mesh.gather("" if mesh.rank else save_own(run.folder, own))[0]
 
 
-def _frozen(engine: Engine, base: Base | None) -> dict[str, Tensor]:
+def _frozen(engine: Engine, base: BaseWeights | None) -> dict[str, Tensor]:
     """The frozen parameters, without the base weights of adapters."""
     left_out = {*engine.grads, *(() if base is None else base.weights.forms())}
     return {name: x for name, x in engine.params.items() if name not in left_out}
 
 
-def _continue(run: Run, base: Base | None, state: RunState) -> None:
+def _continue(run: Run, base: BaseWeights | None, state: RunState) -> None:
     """Load the frozen parameters of a resumed run."""
     if base is not None:
         _load(base.weights, run.engine, run.mesh)

@@ -70,11 +70,13 @@ def low_rank_workspace(
     """Name → (shape, dtype) of the scratch of the products with a and b_i; base layers have their own scratch."""
     n, dtype, device = x.shape[0], x.dtype, x.device
     if backward:
-        problems = [Problem(x, Form((n, a.shape[0]), dtype, device), a)]
-        for b in bs:
-            dy, u = (Form((n, size), dtype, device) for size in b.shape)
-            problems.append(Problem(dy, u, b))
-        return linear_workspace(x, a, backward=True, bias=False) | LOW_RANK.workspace(*problems, kernel=kernel)
+        forms = [[Form((n, size), dtype, device) for size in b.shape] for b in bs]
+        problems = [Problem(dy, u, b) for (dy, u), b in zip(forms, bs, strict=True)]
+        of_a = Problem(x, Form((n, a.shape[0]), dtype, device), a)
+        scratch = larger(
+            LOW_RANK.workspace(of_a, kernel=kernel, du=False), LOW_RANK.workspace(*problems, kernel=kernel, du=True)
+        )
+        return linear_workspace(x, a, backward=True, bias=False) | scratch
     shapes = linear_workspace(x, a, backward=False, bias=False)
     for b in bs:
         y, transposed = Form((n, b.shape[0]), dtype, device), Form((b.shape[1], b.shape[0]), b.dtype, device)
@@ -163,7 +165,8 @@ def low_rank_bwd(
         if db is not None:
             check_tensor("dbs", db, tuple(b.shape), accumulation_dtype(u.dtype), u.device)
         given = dy, ui, b, scale
-        LOW_RANK.run("bwd", Problem(dy, ui, b), *given, du=dui, db=db, accumulate=accumulate, **where)
+        writes = {"du": dui, "db": db, "accumulate": accumulate}
+        LOW_RANK.run("bwd", Problem(dy, ui, b), *given, options={"du": True}, **writes, **where)
 
 
 @op(accumulates=("da",))
@@ -176,7 +179,8 @@ def low_rank_bwd_a(
     check_tensor("da", da, tuple(a.shape), accumulation_dtype(x.dtype), x.device)
     for name, given in (("du", du), ("x", x), ("da", da)):
         check_columns(name, given)
-    LOW_RANK.run("bwd_a", Problem(x, du, a), du, x, a, da=da, accumulate=accumulate, **where)
+    options = {"du": False}
+    LOW_RANK.run("bwd_a", Problem(x, du, a), du, x, a, options=options, da=da, accumulate=accumulate, **where)
 
 
 @op(accumulates=("dx",))

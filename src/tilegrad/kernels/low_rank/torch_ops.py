@@ -8,7 +8,7 @@ from ..linear import linear_bwd_input, linear_bwd_weight, linear_workspace
 from ..scratch import Form, Scratch, Shapes, TensorLike
 
 
-def workspace(wide: TensorLike, thin: TensorLike, w: TensorLike) -> Shapes:
+def workspace(wide: TensorLike, thin: TensorLike, w: TensorLike, *, du: bool) -> Shapes:
     x = Form((wide.shape[0], w.shape[1]), wide.dtype, wide.device)
     return linear_workspace(x, w, backward=True, bias=False)
 

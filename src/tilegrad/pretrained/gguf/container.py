@@ -146,6 +146,11 @@ def open_container(path: Path) -> Container:
         if key in values:
             raise header.refuse(f"got {shown(key)} twice", "each value once")
         values[key] = header.value(shown(key))
+    if values.get("split.count", 0) not in (0, 1):
+        raise ValueError(
+            f"{path}: got part {shown(values.get('split.no'))} of {shown(values['split.count'])} of a model, numbered from 0; "
+            "accepted: one file: llama-gguf-split --merge FIRST-PART.gguf WHOLE.gguf joins them"
+        )
     table = _table(header, n_tensors)
     return Container(path, values, _placed(header, table, _alignment(header, values)))
 

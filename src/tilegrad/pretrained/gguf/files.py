@@ -28,7 +28,7 @@ from .architecture import ROPE_TENSOR, check_tensors, config_from, metadata_of, 
 from .container import Container, Value, library, open_container
 from .tokenizer import tokenizer_files, tokenizer_values
 
-DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}  # ours → ggml's
+GGML_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}  # ours → ggml's
 _FILE_TYPES = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16", "Q8_0": "MOSTLY_Q8_0"}
 _KEPT = ("position_embd.weight", ROPE_TENSOR)  # float32 in every file, like vectors
 
@@ -114,15 +114,16 @@ def write_gguf(
 ) -> Outcome:
     """Write a new GGUF file, whole or not at all.
 
-    origin      the folder that the model was imported from: special tokens and the chat template come from it
-    tokenizer   a tokenizer.json, if `origin` has none
+    origin      the folder that the model was imported from
+    tokenizer   a tokenizer.json, if `origin` has none; special tokens and the chat template come from `origin`, else from its
+                folder
     dtype       of matrices: float32, float16, bfloat16 or q8_0; None: that of `params`. Vectors are float32
     """
     check_new(path)
     first = next(iter(params.values())).dtype
     name = dtype or str(first).removeprefix("torch.")
-    if name not in DTYPES:
-        raise ValueError(f"dtype: got {name}; accepted: {', '.join(DTYPES)}")
+    if name not in GGML_TYPES:
+        raise ValueError(f"dtype: got {name}; accepted: {', '.join(GGML_TYPES)}")
     content = config_json(config, first)
     values = metadata_of(content, config)
     own = origin / "tokenizer.json" if origin is not None else None
@@ -137,7 +138,7 @@ def write_gguf(
     if config.rope_scaling is not None and config.rope_scaling.kind == "llama3":
         factors = rope_tensor(config.rope_theta, config.head_dim, config.rope_scaling)
         tensors.append((ROPE_TENSOR, tuple(factors.shape), factors))
-    notes += _write(path, values | more, tensors, DTYPES[name])
+    notes += _write(path, values | more, tensors, GGML_TYPES[name])
     return Outcome(str(content["model_type"]), sum(x.numel() for x in params.values()), tuple(notes))
 
 

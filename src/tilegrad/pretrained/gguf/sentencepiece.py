@@ -8,16 +8,15 @@ Both are the same if the list has every split of every token, sorted by score:
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
+from ...data.tokenizer import BYTE_TOKEN
 from ...text.untrusted import shown
 from .container import Value
 
 Json = dict[str, object]
 NORMAL, UNKNOWN, BYTE = 1, 2, 6
 _MOST_CHARACTERS = 1000  # of a token whose splits are looked up
-_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _SPACE: Json = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
 _PREFIX: Json = {"type": "Prepend", "prepend": "▁"}
 _SPACES: Json = {"type": "Sequence", "normalizers": [_PREFIX, _SPACE]}
@@ -80,7 +79,7 @@ def values_of(content: Json, tokens: list[str], types: list[int]) -> tuple[dict[
     for left, right in pairs:
         places.setdefault(left + right, len(places))
     for i, token in enumerate(tokens):
-        types[i] = BYTE if types[i] == NORMAL and _BYTE.fullmatch(token) else types[i]
+        types[i] = BYTE if types[i] == NORMAL and BYTE_TOKEN.fullmatch(token) else types[i]
     vocab = {token: i for i, token in enumerate(tokens)}
     made = [pair for token, kind in zip(tokens, types, strict=True) if kind == NORMAL for pair in _splits(token, vocab)]
     order = [left + right for left, right in pairs]

@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...data.tokenizer import BpeTokenizer, load_tokenizer
+from ...data.chat_template import load_chat_template, token_text
+from ...data.tokenizer import BpeTokenizer, find_eos, load_tokenizer
 from ...text.untrusted import file_in, read_json, shown
 from .container import Value
-from .sentencepiece import is_sentencepiece, parts_of, values_of
+from .sentencepiece import Json, is_sentencepiece, parts_of, values_of
 
-Json = dict[str, object]
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED = 1, 2, 3, 4, 5
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # tokenizer_config.json → GGUF
 _NO_EOS = "ÿ"  # EOS if there is none: byte 0xff, which UTF-8 never has; llama.cpp would take token 11
@@ -122,12 +122,16 @@ def tokenizer_values(
     except ValueError as error:
         raise ValueError(f"{tokenizer}: {error}") from error
     out |= {"tokenizer.ggml.tokens": [*tokens], "tokenizer.ggml.token_type": [*types]}
-    settings = _settings(origin)
-    special = _special_ids(settings, tokens, types, first, last)
+    folder = tokenizer.parent if origin is None else origin
+    special = _named_ids(_settings(folder), tokens)
+    eos = find_eos(folder, found)
+    if eos is not None or _NO_EOS in tokens:
+        special["eos"] = tokens.index(_NO_EOS) if eos is None else eos
+    special |= {role: ids[0] for role, ids in (("bos", first), ("eos", last)) if ids}
     out |= {f"tokenizer.ggml.{_SPECIAL[name]}_token_id": i for name, i in special.items()}
     out |= {"tokenizer.ggml.add_bos_token": bool(first), "tokenizer.ggml.add_eos_token": bool(last)}
-    if isinstance(template := settings.get("chat_template"), str):
-        out["tokenizer.chat_template"] = template
+    if (template := load_chat_template(folder)) is not None:
+        out["tokenizer.chat_template"] = template.source
     if stripped := [t["content"] for t in content["added_tokens"] if t["lstrip"] or t["rstrip"] or t["single_word"]]:
         notes.append(f"llama.cpp keeps the spaces around {shown(stripped[0])}, which tokenizer.json removes")
     return out, notes
@@ -185,39 +189,25 @@ def _looks_special(token: str) -> bool:
     return token.startswith("<|") and token.endswith("|>") or token in ("<pad>", "<mask>")
 
 
-def _settings(origin: Path | None) -> Json:
-    """Special tokens and the chat template, from tokenizer_config.json, generation_config.json and config.json."""
+def _settings(folder: Path) -> Json:
+    """The keys of tokenizer_config.json, then of generation_config.json, then of config.json."""
     out: Json = {}
-    if origin is None:
-        return out
     for name in ("tokenizer_config.json", "generation_config.json", "config.json"):
-        if (origin / name).exists() and isinstance(content := read_json(file_in(origin, name)), dict):
+        if (folder / name).exists() and isinstance(content := read_json(file_in(folder, name)), dict):
             out = {**content, **{key: value for key, value in out.items() if value is not None}}
-    if (origin / "chat_template.jinja").exists():
-        out["chat_template"] = file_in(origin, "chat_template.jinja").read_text(encoding="utf-8")
     return out
 
 
-def _special_ids(
-    settings: Json, tokens: list[str], types: list[int], first: list[int], last: list[int]
-) -> dict[str, int]:
-    """Role → id. A token of the post-processor takes precedence, then a name in `settings`, then an id."""
+def _named_ids(settings: Json, tokens: list[str]) -> dict[str, int]:
+    """Role → id, by a name in `settings`, else by an id. EOS is left to `find_eos`."""
     out: dict[str, int] = {}
-    for role in _SPECIAL:
-        named, i = settings.get(f"{role}_token"), settings.get(f"{role}_token_id")
-        named = named.get("content") if isinstance(named, dict) else named
+    for role in ("bos", "unk", "pad"):
+        named, i = token_text(settings, f"{role}_token"), settings.get(f"{role}_token_id")
         i = i[0] if isinstance(i, list) and i else i
-        if isinstance(named, str) and named in tokens:
+        if named in tokens:
             out[role] = tokens.index(named)
         elif type(i) is int and 0 <= i < len(tokens):
             out[role] = i
-    if first:
-        out["bos"] = first[0]
-    if last:
-        out["eos"] = last[0]
-    end = next((t for t in ("<|endoftext|>", "</s>") if t in tokens and types[tokens.index(t)] == _CONTROL), _NO_EOS)
-    if "eos" not in out and end in tokens:
-        out["eos"] = tokens.index(end)
     return out
 
 
