@@ -56,7 +56,9 @@ def check_spec(spec: StepSpec) -> None:
     _check_documents(spec)
     if spec.linear not in get_args(Linear):
         raise ValueError(f"linear: got {spec.linear!r}; accepted: {' or '.join(map(repr, get_args(Linear)))}")
-    check_invariant(spec.invariant, spec.dtype, spec.device, linear=spec.linear, lora=spec.lora, context=spec.context)
+    check_invariant(
+        spec.dtype, spec.device, invariant=spec.invariant, linear=spec.linear, lora=spec.lora, context=spec.context
+    )
     patterns: object = spec.freeze
     if not isinstance(patterns, tuple) or not all(isinstance(pattern, str) for pattern in patterns):
         raise ValueError(
