@@ -59,7 +59,7 @@ def through_ptxas(compiled: Any, backend: Any, make_cubin: Callable[..., bytes])
 
 @pytest.fixture
 def compile_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Compile]:
-    """compile_call(case): every kernel of a forward and a backward, unless backward=False; Triton itself stops before ptxas."""
+    """compile_call(case): every kernel of a forward and a backward, unless one is False; Triton itself stops before ptxas."""
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import CUDABackend
     from triton.runtime.driver import driver
@@ -105,8 +105,9 @@ def compile_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Co
         return SimpleNamespace(device=0)
 
     def call_of(
-        case: Case, *, backward: bool = True, ptxas: bool = True, deterministic: bool = False, programs: int = 1
-    ) -> dict[str, Any]:
+        case: Case, *, forward: bool = True, backward: bool = True, ptxas: bool = True, deterministic: bool = False,
+        programs: int = 1,
+    ) -> dict[str, Any]:  # fmt: skip
         monkeypatch.setattr(launch_forward, "multiprocessors", lambda _device: programs)
         call = build(case)
         q, k, v, mask = call.q, call.k, call.v, call.mask
@@ -114,9 +115,10 @@ def compile_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Co
         o, lse = q.new_empty(o_shape), q.new_empty(lse_shape, dtype=torch.float32)
         found.clear()
         monkeypatch.setattr(launch, "compiled_kernels", {})
-        shapes = hopper.workspace(q, k, v, mask, backward=False, deterministic=False)
-        scratch = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
-        run_forward(hopper, q, k, v, mask, o=o, lse=lse, scratch=scratch)
+        if forward:
+            shapes = hopper.workspace(q, k, v, mask, backward=False, deterministic=False)
+            scratch = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
+            run_forward(hopper, q, k, v, mask, o=o, lse=lse, scratch=scratch)
         if backward:
             shapes = hopper.workspace(q, k, v, mask, backward=True, deterministic=deterministic)
             run_backward(
@@ -278,7 +280,7 @@ MEMORY_WAIT = re.compile(r"cp\.async\.bulk\.wait_group 0;")
 @without_gpu
 def test_the_dq_semaphore_is_released_after_a_warp_barrier(compile_call: Compile) -> None:
     """One thread sends dq by TMA and waits for it, another may release the semaphore. The emulator has no threads of a warp."""
-    found = compile_call(case(128, causal=True), ptxas=False, deterministic=True)
+    found = compile_call(case(128, causal=True), forward=False, ptxas=False, deterministic=True)
     ptx = found["_hopper_bwd_kernel"].asm["ptx"]  # type: ignore[attr-defined]
     releases = [ptx[place.end() : ptx.index(".global.gpu.release", place.end())] for place in MEMORY_WAIT.finditer(ptx)]
     assert len(releases) == 2  # dQ store warps
@@ -323,9 +325,8 @@ def test_a_prepared_launch_passes_what_tritons_own_passes(
 
     from tilegrad.kernels.cuda_launch import MAP_DTYPES, Launch, Plan
 
-    lengths: dict[str, Any] = {"lengths": ((100, 200), (300, 33)), "sinks": True} if packed else {}
     prepared.clear()
-    compile_call(case(64, causal=True, **lengths), backward=False, ptxas=False)
+    compile_call(FEATURES["packed, window"] if packed else case(64, causal=True), backward=False, ptxas=False)
     ((compiled, grid, arguments, _),) = prepared
     signature, maps = dict(compiled.src.signature), compiled.metadata.tensordesc_meta
     assert len(maps) == 4

@@ -1,9 +1,9 @@
-"""Ranks for tests: processes that are spawned once, hold one mesh, and run the functions that a test sends them.
+"""Ranks for tests: processes that are started once, hold one mesh, and run the functions that a test sends them.
 
     ranks.run(check, 3)        check(mesh, 3) on every rank; its results in the order of ranks
 
 A function is sent by name, so it is at the top of its module. Where it raises on a rank, `run` raises with that rank's
-traceback, and the next `run` spawns new processes: what is left of the others may wait in a collective.
+traceback, and the next `run` starts new processes: what is left of the others may wait in a collective.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ import torch
 from tilegrad.dist.mesh import Mesh
 
 LIMIT_S = 120.0
+CONTEXT = multiprocessing.get_context("forkserver")  # ranks are forked from a process that has imported what takes long
+CONTEXT.set_forkserver_preload(["torch", "torch.distributed.checkpoint", "pytest"])
 
 
 class Ranks:
@@ -46,10 +48,9 @@ class Ranks:
         """This process holds the store, as torchrun does."""
         distributed: Any = torch.distributed  # whose types leave TCPStore out
         store = distributed.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=self.timeout_s))
-        context = multiprocessing.get_context("spawn")
         for rank in range(self.world):
-            ours, theirs = context.Pipe()
-            process = context.Process(
+            ours, theirs = CONTEXT.Pipe()
+            process = CONTEXT.Process(
                 target=_serve, args=(theirs, rank, self.world, store.port, self.timeout_s), daemon=True
             )
             process.start()

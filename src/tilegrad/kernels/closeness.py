@@ -73,10 +73,11 @@ class Ratios(NamedTuple):
 def ratios(x: Tensor, x64: Tensor, bound: Bound) -> Ratios:
     """The three tests, over the finite numbers."""
     seen = torch.isfinite(x64)
-    y, sigma, acc = x64[seen], bound.sigma[seen], bound.accumulated[seen]
+    given = x64, bound.sigma, bound.accumulated, x
+    y, sigma, acc, x = (z.reshape(-1) for z in given) if seen.all() else (z[seen] for z in given)
     if not y.numel():
         return Ratios(0.0, 0.0, 0.0)
-    e, out = x[seen].double() - y, roundoff(x.dtype) * y.abs().clamp(min=torch.finfo(x.dtype).tiny)
+    e, out = x.double() - y, roundoff(x.dtype) * y.abs().clamp(min=torch.finfo(x.dtype).tiny)
     typical = sigma.square() + (acc / 3).square() + out.square() / 3
     values, which = y.unique(return_inverse=True)
     rounded = torch.zeros_like(values).index_add_(0, which, out * y).square().sum() / 3

@@ -47,6 +47,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -83,88 +84,98 @@ def _bounds(
     sums = q.shape[1] // max(1, kv.shape[1]) * tq  # terms of the sum in one element of dk or dv
     p, p_sink, lse, tanh = reference.softmax(q, k, mask, batch)
     empty = lse == -math.inf
-    keep = reference._dropout(torch.ones_like(p), mask, batch)
-    r, g = p * keep, torch.ones_like(p) if tanh is None else 1.0 - tanh**2
+    q2, k2, v2, do2, p2 = (x.square() for x in (q, k, v, do, p))
     dlse = torch.zeros_like(lse) if dlse is None else dlse.double().masked_fill(empty, 0.0)
 
-    o, dr = r @ v, do @ v.mT
+    r, dr = p, do @ v.mT
+    dp, keep2 = dr, torch.ones(())
+    if mask.dropout_p:
+        keep = reference._dropout(torch.ones_like(p), mask, batch)
+        r, dp, keep2 = p * keep, dr * keep, keep.square()
+    o = r @ v
     delta = (do * o).sum(-1) - dlse
-    ds = p * (dr * keep - delta[..., None])
-    dx, pg = ds * g, p * g
+    ds = p * (dp - delta[..., None])
+    dx, pg, g = ds, p, torch.ones(())
+    if tanh is not None:
+        g = 1.0 - tanh.square()
+        dx, pg = ds * g, p * g
+    r2, ds2, dx2 = r.square(), ds.square(), dx.square()
     var_r, var_dx = rounding(r, dtype), rounding(dx, dtype)
-    var_delta = (var_r * dr**2).sum(-1) + (rounding(o, dtype) * do**2).sum(-1)
+    var_delta = (var_r * dr.square()).sum(-1) + (rounding(o, dtype) * do2).sum(-1)
 
     x, do_o = scale * (q @ k.mT), (do * o).sum(-1)
-    v_x = _partial_sums(x, scale**2 * (q**2 @ (k**2).mT), d) + x**2
-    v_s = (v_x + _shifts(p, mask, batch) / 3 + (0.0 if tanh is None else 5 * x**2)).masked_fill(p == 0, 0.0)
-    v_exp = ((torch.where(p > 0, p.log(), 0.0) ** 2 + exp**2) / 3).masked_fill(p == 0, 0.0)
-    row, of_exp = _Row(p, v_s), (p**2 * v_exp).sum(-1, keepdim=True)
+    v_x = _partial_sums(x, scale**2 * (q2 @ k2.mT), d) + x.square()
+    v_s = (v_x + _shifts(p, mask, batch) / 3 + (0.0 if tanh is None else 5 * x.square())).masked_fill(p == 0, 0.0)
+    v_exp = ((torch.where(p > 0, p.log(), 0.0).square() + exp**2) / 3).masked_fill(p == 0, 0.0)
+    row, of_exp, of_score = _Row(p, v_s), (p2 * v_exp).sum(-1, keepdim=True), p2 * (v_s + v_exp)
     largest = row.largest_of(p) if p_sink is None else torch.maximum(row.largest_of(p), p_sink)
     size = lse.masked_fill(empty, 0.0).abs()
-    of_sum = _of_a_sum(torch.ones_like(lse), (p**2).sum(-1), tk) + exp
-    b_lse = SIGMAS * (p**2 * (v_s + v_exp)).sum(-1).sqrt() + of_sum + size
+    of_sum = _of_a_sum(torch.ones_like(lse), p2.sum(-1), tk) + exp
+    b_lse = SIGMAS * of_score.sum(-1).sqrt() + of_sum + size
     b_row = of_sum + torch.minimum(size, -largest.masked_fill(empty, 1.0).log() / a)
-    v_p, of_o = row.relative() + of_exp, _of_a_sum(o, r**2 @ v**2, tk) + 2 * o.abs()
-    v_delta = (p**2 * (v_s + v_exp) * (dr * keep - do_o[..., None]) ** 2).sum(-1)
-    b_delta = SIGMAS * v_delta.sqrt() + b_row * do_o.abs() + (do**2 * of_o**2).sum(-1).sqrt()
+    v_p, of_o = row.relative() + of_exp, _of_a_sum(o, r2 @ v2, tk) + 2 * o.abs()
+    v_delta = (of_score * (dp - do_o[..., None]).square()).sum(-1)
+    b_delta = SIGMAS * v_delta.sqrt() + b_row * do_o.abs() + (do2 * of_o.square()).sum(-1).sqrt()
     b_delta = b_delta + _of_a_sum(do_o, (do * o).square().sum(-1), dv) + delta.abs() + dlse.abs()
-    v_dp = keep**2 * (_partial_sums(dr, do**2 @ (v**2).mT, dv) + dr**2)
-    v_ds = ds**2 * (v_exp + 1) + p**2 * (v_dp + ((dr * keep) ** 2 + delta[..., None] ** 2) / 3)
-    v_dx = v_ds if tanh is None else v_ds * g**2 + ds**2 * _tanh_variance(tanh, v_x, mask.softcap)
-    shared_dx = (dx * b_row[..., None]) ** 2 + (pg * b_delta[..., None]) ** 2
+    v_dp = keep2 * (_partial_sums(dr, do2 @ v2.mT, dv) + dr.square())
+    v_ds = ds2 * (v_exp + 1) + p2 * (v_dp + (dp.square() + delta[..., None].square()) / 3)
+    v_dx = v_ds if tanh is None else v_ds * g**2 + ds2 * _tanh_variance(tanh, v_x, mask.softcap)
+    shared_dx = (dx * b_row[..., None]).square() + (pg * b_delta[..., None]).square()
 
     def along(c: Tensor) -> Tensor:
         """The variance of Σ cᵢⱼ dxᵢⱼ."""
-        return (var_dx * c**2).sum() + (var_delta * (pg * c).sum(-1) ** 2).sum()
+        return (var_dx * c.square()).sum() + (var_delta * (pg * c).sum(-1).square()).sum()
 
     def to_kv(x: Tensor) -> Tensor:
         return reference._summed_to_heads_of(x, like=kv)
 
-    tiny = torch.finfo(accumulation_dtype(dtype)).tiny if _flushes(q) else 0.0
-    lost_r = r.abs().masked_fill((p >= tiny) & (r.abs() >= tiny), 0.0)
-    lost_dx = dx.abs().masked_fill((p >= tiny) & (ds.abs() >= tiny), 0.0)
+    dxk, dxq, pgk = dx @ k, to_kv(dx.mT @ q), pg @ k
     dk64, dv64 = (reference._heads_of(exact[name], like=q) for name in ("dk", "dv"))
     var: dict[str, tuple[Tensor, Tensor | None]] = {  # σ², and the slope's variance
-        "o": (var_r @ v**2, (var_r * (exact["o"] @ v.mT) ** 2).sum()),
+        "o": (var_r @ v2, (var_r * (exact["o"] @ v.mT).square()).sum()),
         "lse": (torch.zeros_like(lse), lse.new_zeros(())),
         "dq": (
-            scale**2 * (var_dx @ k**2 + var_delta[..., None] * (pg @ k) ** 2),
+            scale**2 * (var_dx @ k2 + var_delta[..., None] * pgk.square()),
             along(scale * (exact["dq"] @ k.mT)),
         ),
         "dk": (
-            to_kv(scale**2 * ((var_dx + pg**2 * var_delta[..., None]).mT @ q**2)),
+            to_kv(scale**2 * ((var_dx + pg.square() * var_delta[..., None]).mT @ q2)),
             along(scale * (q @ dk64.mT)),
         ),
-        "dv": (to_kv(var_r.mT @ do**2), (var_r * (do @ dv64.mT) ** 2).sum()),
+        "dv": (to_kv(var_r.mT @ do2), (var_r * (do @ dv64.mT).square()).sum()),
     }
-    dxk, dxq = dx @ k, to_kv(dx.mT @ q)
     b = {  # B
-        "o": SIGMAS * _Row(p, v_s + v_exp).through(r, v, o).sqrt() + b_row[..., None] * o.abs() + of_o,
+        "o": SIGMAS * row.of(v_s + v_exp).through(r, v, o).sqrt() + b_row[..., None] * o.abs() + of_o,
         "lse": b_lse,
         "dq": abs(scale)
         * (
-            SIGMAS * (row.through(dx, k, dxk) + of_exp * dxk**2 + v_dx @ k**2).sqrt()
+            SIGMAS * (row.through(dx, k, dxk) + of_exp * dxk.square() + v_dx @ k2).sqrt()
             + b_row[..., None] * dxk.abs()
-            + b_delta[..., None] * (pg @ k).abs()
-            + _of_a_sum(dxk, dx**2 @ k**2, tk)
+            + b_delta[..., None] * pgk.abs()
+            + _of_a_sum(dxk, dx2 @ k2, tk)
             + 2 * dxk.abs()
         ),
         "dk": abs(scale)
         * (
-            to_kv((SIGMAS**2 * (dx**2 * v_p + v_dx) + shared_dx).mT @ q**2).sqrt()
-            + _of_a_sum(dxq, to_kv((dx**2).mT @ q**2), sums)
+            to_kv((SIGMAS**2 * (dx2 * v_p + v_dx) + shared_dx).mT @ q2).sqrt()
+            + _of_a_sum(dxq, to_kv(dx2.mT @ q2), sums)
             + 2 * dxq.abs()
         ),
-        "dv": to_kv((SIGMAS**2 * r**2 * (v_p + v_exp) + (r * b_row[..., None]) ** 2).mT @ do**2).sqrt()
-        + _of_a_sum(exact["dv"], to_kv((r**2).mT @ do**2), sums)
+        "dv": to_kv((SIGMAS**2 * r2 * (v_p + v_exp) + (r * b_row[..., None]).square()).mT @ do2).sqrt()
+        + _of_a_sum(exact["dv"], to_kv(r2.mT @ do2), sums)
         + 2 * exact["dv"].abs(),
     }
-    lost = {
-        "o": lost_r @ v.abs(),
-        "dq": abs(scale) * (lost_dx @ k.abs()),
-        "dk": abs(scale) * to_kv(lost_dx.mT @ q.abs()),
-        "dv": to_kv(lost_r.mT @ do.abs()),
-    }
+    lost: dict[str, Tensor] = {}
+    tiny = torch.finfo(accumulation_dtype(dtype)).tiny if _flushes(q) else 0.0
+    if tiny:
+        lost_r = r.abs().masked_fill((p >= tiny) & (r.abs() >= tiny), 0.0)
+        lost_dx = dx.abs().masked_fill((p >= tiny) & (ds.abs() >= tiny), 0.0)
+        lost = {
+            "o": lost_r @ v.abs(),
+            "dq": abs(scale) * (lost_dx @ k.abs()),
+            "dk": abs(scale) * to_kv(lost_dx.mT @ q.abs()),
+            "dv": to_kv(lost_r.mT @ do.abs()),
+        }
     if mask.float_bias is not None:
         shape = four_dims(mask.float_bias).shape
         terms, dbias = ds.numel() // max(1, mask.float_bias.numel()), exact["dbias"].reshape(shape)
@@ -174,17 +185,18 @@ def _bounds(
             return ((x.sum(-1, keepdim=True) if shape[3] == 1 else x) ** 2).sum_to_size(shape)
 
         along_rows = (var_delta * (p * dbias).sum(-1) ** 2).sum()
-        own = SIGMAS**2 * (ds**2 * v_p + v_ds).sum_to_size(shape)
+        own = SIGMAS**2 * (ds2 * v_p + v_ds).sum_to_size(shape)
         if shape[3] == 1:
             of_row = ds.sum(-1, keepdim=True)
             own = SIGMAS**2 * (v_s * (ds - p * of_row) ** 2 + v_ds).sum_to_size(shape)
             own = own + SIGMAS**2 * (of_exp * of_row**2).sum_to_size(shape)
         own = own + squares(ds * b_row[..., None]) + squares(p * b_delta[..., None])
-        b_dbias = own.sqrt() + _of_a_sum(dbias, (ds**2).sum_to_size(shape), terms) + dbias.abs()
+        b_dbias = own.sqrt() + _of_a_sum(dbias, ds2.sum_to_size(shape), terms) + dbias.abs()
         var["dbias"] = squares(p * var_delta[..., None].sqrt()).reshape(mask.float_bias.shape), along_rows
         b["dbias"] = b_dbias.reshape(mask.float_bias.shape)
-        lost_ds = ds.abs().masked_fill((p >= tiny) & (ds.abs() >= tiny), 0.0)
-        lost["dbias"] = lost_ds.sum_to_size(shape).reshape(mask.float_bias.shape)
+        if tiny:
+            lost_ds = ds.abs().masked_fill((p >= tiny) & (ds.abs() >= tiny), 0.0)
+            lost["dbias"] = lost_ds.sum_to_size(shape).reshape(mask.float_bias.shape)
     if p_sink is not None and mask.sinks is not None:
         var_sinks = (p_sink**2 * var_delta).sum((0, 2))
         terms_of = p_sink * delta
@@ -214,6 +226,12 @@ class _Row:
         columns = p.shape[-1]
         self.top = p.argmax(-1, keepdim=True) if columns else p.new_zeros((*p.shape[:-1], 0), dtype=torch.int64)
         self.is_top = torch.zeros_like(p, dtype=torch.bool).scatter_(-1, self.top, value=True)
+
+    def of(self, v_s: Tensor) -> _Row:
+        """The same row with another V(s)."""
+        other = copy(self)
+        other.v_s = v_s
+        return other
 
     def largest_of(self, x: Tensor) -> Tensor:
         """x at the key with the largest p, (…, Tq); 0 if there is no key."""
