@@ -89,8 +89,8 @@ def test_the_captured_step_has_the_bits_of_the_uncaptured_one(config: ModelConfi
         losses = [e.step([x for x, _ in batches], [y for _, y in batches], rate) for e in (captured, plain_)]
         assert losses[0] == losses[1], i
     assert equal(captured.tensors(), plain_.tensors())
-    assert captured._device_steps[((4, 64),) * parts].graph is not None
-    assert plain_._device_steps[((4, 64),) * parts].graph is None
+    assert captured._device_steps[((4, 64),) * parts].captured.graph is not None
+    assert plain_._device_steps[((4, 64),) * parts].captured.graph is None
 
 
 def test_a_nan_after_any_op_inside_the_graph_changes_nothing() -> None:
@@ -220,7 +220,7 @@ def test_one_graph_serves_every_packing_with_the_bits_of_the_uncaptured_step(nam
         assert losses[0] == losses[1], i
     assert equal(captured.tensors(), plain_.tensors())
     assert len(captured._device_steps) == 1
-    assert captured._device_steps[((4, 200),) * 2].graph is not None
+    assert captured._device_steps[((4, 200),) * 2].captured.graph is not None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -26,9 +26,7 @@ FAMILIES = {
     "qwen2": replace(LLAMA, qkv_bias=True, **SIZE),  # type: ignore[arg-type]
     "qwen3": replace(QWEN3, window=30, rope_scaling=None, head_size=18, **SIZE),  # type: ignore[arg-type]
 }
-pytestmark = pytest.mark.skipif(
-    isinstance(library.library(), str), reason="invariant=True needs the native library"
-)
+pytestmark = pytest.mark.skipif(isinstance(library.library(), str), reason="invariant=True needs the native library")
 
 
 def params_of(config: ModelConfig) -> dict[str, Tensor]:

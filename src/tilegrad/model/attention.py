@@ -164,6 +164,7 @@ class Cache:
     def attend(self, qkv: tuple[Buffer, ...], mask: Mask, *, o: Buffer) -> None:
         """Adds the new token's k and v to the cache, and attends to the cache."""
         q, k, v = qkv if len(qkv) == 3 else (qkv[0], None, None)
+        assert self.positions is not None
         cache_attention_fwd(
             q, k, v, self.positions, mask, self.n_head, self.n_kv_head,
             o=o, k_cache=self.k, v_cache=self.v, scratch=self.scratch,

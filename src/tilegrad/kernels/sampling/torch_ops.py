@@ -185,4 +185,5 @@ def _noise(seeds: Tensor, sequences: Tensor, drawn: Tensor, part: Scratch) -> Te
     v.sub_(torch.sub(1.0, u, out=rounded)).div_(u)  # what 1 − v lost by rounding
     log_(u, work, bits)
     log_(v.sub_(u), work, bits)
-    return v.neg_()
+    v.neg_()
+    return v
