@@ -185,5 +185,5 @@ def _noise(seeds: Tensor, sequences: Tensor, drawn: Tensor, part: Scratch) -> Te
     v.sub_(torch.sub(1.0, u, out=rounded)).div_(u)  # what 1 − v lost by rounding
     log_(u, work, bits)
     log_(v.sub_(u), work, bits)
-    v.neg_()
-    return v
+    noise: Tensor = v.neg_()
+    return noise
