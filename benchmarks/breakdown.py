@@ -43,10 +43,12 @@ GROUPS = (
 )  # fmt: skip
 _HOMES = {  # op of ours → its groups: one, or forward and backward
     "activation": ("activation forward", "activation backward"), "adamw": ("optimizer",),
-    "attention": ("attention forward", "attention backward"), "column_sum": ("bias sums",), "cross_entropy": ("loss",),
+    "attention": ("attention forward", "attention backward"), "cache_attention": ("attention forward",),
+    "column_sum": ("bias sums",), "cross_entropy": ("loss",),
     "dropout": ("dropout",), "embedding": ("embeddings",), "embedding_mse": ("loss",), "fp8_linear": ("fp8 scaling",),
     "global_norm": ("optimizer",), "low_rank": ("GEMM wgrad",), "mix": ("attention forward", "attention backward"),
     "norm": ("norms forward", "norms backward"),
+    "linear": ("GEMM forward",), "sampling": ("loss",),
     "optimizer": ("optimizer",), "residual": ("norms forward", "norms backward"), "rope": ("rope",),
 }  # fmt: skip
 _BACKWARD = re.compile(r"_(bwd|backward|dq|dkdv|dkv|delta|dbias|dsinks|preprocess|postprocess)")

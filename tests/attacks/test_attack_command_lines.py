@@ -54,6 +54,7 @@ ALWAYS: dict[str, tuple[str, ...]] = {  # what keeps a command small; what is dr
     "chat": ("--once", "the", "--max-tokens", "3"),
     "bench attention": ("--shape", "1,1,8,8", "--repeats", "2", "--dtype", "float32"),
     "bench host": ("--repeats", "2", "--dtype", "float32"),
+    "bench generate": ("--preset", "tiny", "--max-tokens", "3", "--repeats", "2", "--no-peers"),
 }  # fmt: skip
 OFTEN = {
     "train": 8,

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support import bounds
 from support.guard import Guard
+from support.interpreter import interpreting
 from support.ops import DTYPES, poisoned, randn
 from torch import Tensor
 
@@ -56,6 +57,21 @@ def product(x: Tensor, w: Tensor, b: Tensor | None, kernel: str | None = None, s
     shapes = linear_workspace(x, w, backward=False, bias=b is not None, invariant=True, kernel=kernel)
     linear_fwd(x, w, b, y=y, scale=scale, invariant=True, kernel=kernel, scratch=poisoned(shapes))
     return y
+
+
+def test_a_product_in_triton_has_the_same_bits_for_any_number_of_rows() -> None:
+    """Up to FEW rows the splits of K are computed by different programs, above by one."""
+    pytest.importorskip("triton", reason="needs Triton")
+    from tilegrad.kernels.linear import triton_ops
+
+    x, w, b = randn(triton_ops.FEW + 7, 515, dtype=F32), randn(70, 515, dtype=F32, seed=1), randn(70, dtype=F32, seed=2)
+    with interpreting():
+        found = {n: product(x[:n], w, b, "triton") for n in (1, 3, triton_ops.FEW, triton_ops.FEW + 1, len(x))}
+    y = bounds.of(x) @ bounds.of(w).mT + bounds.of(b)
+    exact = x.double() @ w.double().T + b.double()
+    assert_close({"y": found[len(x)]}, {"y": exact}, bounds.bounds(F32, {"y": y}))
+    for n, got in found.items():
+        assert torch.equal(got, found[len(x)][:n]), n
 
 
 def operands(shape: tuple[int, int, int], x_dtype: torch.dtype, w_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -168,7 +184,7 @@ def test_the_table_selects_a_fixed_order_for_invariant_problems_and_for_few_rows
     monkeypatch.setattr(rows, "refusal", lambda _x: "is switched off")
     assert LINEAR.select(Problem(torch.empty(64, 256), w, invariant=True)).name == "torch_fixed_order"
     meta = Problem(torch.empty(64, 256, device="meta"), w, invariant=True)
-    with pytest.raises(ValueError, match="on meta, where a product with a fixed order is missing"):
+    with pytest.raises(ValueError, match="runs on the CPU, not on meta"):
         LINEAR.select(meta)
 
 

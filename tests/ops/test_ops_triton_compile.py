@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -288,3 +289,18 @@ def test_sizes_of_1_of_the_step(tmp_path: Path) -> None:
         rope.rotate(heads, table, table, None, -1.0, y=heads, scratch={})
         dropout.fwd(x, token[0, 0], 2.0**-32, 1, y=x, scratch={})
     assert len(found) == 10
+
+
+@pytest.mark.parametrize("architecture", [SLOWLY_80, 90])
+@pytest.mark.parametrize("n", [1, 4096])
+def test_products_in_a_fixed_order(architecture: int, n: int, tmp_path: Path) -> None:
+    """Every number of rows is multiplied by one kind of instruction, so that the order of its additions is the same."""
+    from tilegrad.kernels.linear import triton_ops
+
+    x, w, b, y = (torch.empty(*shape, dtype=torch.bfloat16) for shape in ((n, 768), (2304, 768), (2304,), (n, 2304)))
+    scratch = poisoned(triton_ops.workspace(x, w, bias=True))
+    with compiling(architecture, tmp_path) as found:
+        triton_ops.fwd(x, w, b, y=y, scale=1.0, scratch=scratch)
+    check(found, architecture, {"_product_kernel"} | ({"_add_splits_kernel"} if n == 1 else set()))
+    products = set(re.findall(r"HGMMA\.64x\d+x16\.F32\.BF16|HMMA\.\w+", found["_product_kernel"].sass))
+    assert len(products) == 1 and (architecture < 90 or "HGMMA" in products.pop())

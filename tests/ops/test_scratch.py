@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -146,5 +147,5 @@ def test_doctor_shows_the_table_of_every_op(capsys: pytest.CaptureFixture[str]) 
     out = capsys.readouterr().out
     for op in ("attention", "norm", "activation", "linear", "column_sum"):
         assert f"{op}: " in out and f"\n{op}, bfloat16 on cpu\n" in out
-    assert "tiled   is for bfloat16 on a CPU" in out and "→ torch   runs: the first of the table" in out
+    assert re.search("tiled +is for bfloat16 on a CPU", out) and "runs: the first of the table" in out
     assert "OpenMP" in out

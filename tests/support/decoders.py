@@ -49,7 +49,7 @@ class SlotsOf:
         for slot in slots:
             self._slots.pop(slot, None)
 
-    def finished(self, *, wait: bool = False) -> list[Drawn]:
+    def finished(self, *, wait: bool | str = False) -> list[Drawn]:
         done, self._results = (self._results, []) if wait else ([], self._results)
         return done
 

@@ -22,6 +22,8 @@ from tilegrad.kernels.cache_attention import (
 )
 from tilegrad.kernels.closeness import Bound, assert_close
 from tilegrad.kernels.column_sum import column_sum_fwd, column_sum_workspace
+from tilegrad.kernels.cross_entropy.logprobs import token_logprobs_fwd, token_logprobs_workspace
+from tilegrad.kernels.embedding_mse import embedding_mse_scores_fwd, embedding_mse_scores_workspace
 from tilegrad.kernels.low_rank import Part, low_rank_add_fwd, low_rank_workspace
 from tilegrad.kernels.mix import mix_fwd, mix_workspace
 from tilegrad.kernels.residual import add_fwd, copy_fwd
@@ -170,4 +172,9 @@ def calls_outside_models(dtype: torch.dtype) -> None:
     tokens, logprobs, seen = torch.arange(n), torch.empty(n, dtype=acc(dtype)), torch.ones(n, 64, dtype=torch.uint8)
     numbers, scratch = (settings, *(tokens.clone() for _ in range(3))), poisoned(sample_workspace(logits))
     sample_fwd(logits, *numbers, tokens=tokens, logprobs=logprobs, seen=seen, scratch=scratch)
+    rows, head = randn(n, 16, dtype=dtype), randn(64, 16, dtype=dtype, seed=1)
+    scratch = poisoned(token_logprobs_workspace(rows, head))
+    token_logprobs_fwd(rows, head, tokens, logprobs=logprobs, scratch=scratch)
+    scratch = poisoned(embedding_mse_scores_workspace(rows, head))
+    embedding_mse_scores_fwd(rows, head, scores=logits, scratch=scratch)
     logprobs_fwd(logits, tokens, logprobs=logprobs, scratch=poisoned(logprobs_workspace(logits)))

@@ -18,6 +18,7 @@ import tilegrad
 from tilegrad.cli import main
 from tilegrad.cli.progress import watch
 from tilegrad.data.tokenizer import ByteTokenizer, Tokenizer, train_bpe
+from tilegrad.engine.scorer import Scorer
 from tilegrad.training import evaluation, loop
 from tilegrad.training.log import read_log
 
@@ -176,7 +177,7 @@ def test_a_loss_that_is_no_cross_entropy_has_neither_perplexity_nor_bits() -> No
 def test_diverged_weights_are_null_in_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     for loss, want in ((math.nan, None), (800.0, 800.0)):
-        monkeypatch.setattr(tilegrad.Engine, "evaluate", lambda *_, loss=loss, **_ends: loss)
+        monkeypatch.setattr(Scorer, "loss", lambda *_, loss=loss, **_ends: loss)
         assert main(["evaluate", "run", "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
         assert found["loss"] == want and found["perplexity"] is None

@@ -28,7 +28,7 @@ from ..text.table import table
 from .timing import interleaved
 
 PROMPT = 32
-READ_BYTES = {"cpu": 1 << 30, "cuda": 8 << 30}
+READ_BYTES = {"cpu": 1 << 28, "cuda": 8 << 30}
 QWEN = ModelConfig(
     vocab_size=151936, block_size=4096, n_layer=24, n_head=14, n_kv_head=2, n_embd=896, ffn_dim=4864, activation="swiglu",
     norm="rmsnorm", position="rope", bias=False, qkv_bias=True, rope_theta=1e6, norm_eps=1e-6,

@@ -90,7 +90,7 @@ def check_invariant(
         return
     reason = None
     if device.type != "cpu":
-        reason = f"on {device}, where a linear product with a fixed order of additions is missing"
+        reason = f"on {device}, where attention of training and of generation add in different orders"
     elif dtype not in DTYPES:
         reason = (
             f"with dtype {dtype}, whose kernels have no fixed order of additions (those of float32 and bfloat16 do)"

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -271,10 +271,10 @@ class Decoder:
         with on_stream(self._stream):
             self._load_slots()
 
-    def finished(self, *, wait: bool = False) -> list[Drawn]:
-        """Results of prefills and steps, oldest first, each once; `wait` includes all."""
-        drawn = []
-        while self._results and (wait or _is_done(self._results[0][3])):
+    def finished(self, *, wait: bool | Literal["oldest"] = False) -> list[Drawn]:
+        """Results of prefills and steps, oldest first, each once. True waits for all, "oldest" for the first of them."""
+        drawn: list[Drawn] = []
+        while self._results and (wait is True or (wait == "oldest" and not drawn) or _is_done(self._results[0][3])):
             slots, tokens, logprobs, event = self._results.popleft()
             if event is not None:
                 event.synchronize()

@@ -213,7 +213,7 @@ def write(
                     sequence.step()
                     pending[slot].append(sequence)
             elif any(pending.values()):
-                yield from _pieces(decoder.finished(wait=True), pending)
+                yield from _pieces(decoder.finished(wait="oldest"), pending)
                 slots = {slot: sequence for slot, sequence in slots.items() if sequence.finish is None}
             else:
                 return

@@ -26,6 +26,7 @@ from typing import NamedTuple, Unpack
 import torch
 from torch import Tensor
 
+from .. import gpu
 from ..checks import check_columns, check_given, check_param, check_tensor
 from ..column_sum import COLUMN_SUM, column_sum_workspace
 from ..cpu import library, rows
@@ -105,11 +106,20 @@ def _fixed_order_refuses(problem: Problem) -> str | None:
     return rows.refusal(x)
 
 
+def _triton_refuses(problem: Problem) -> str | None:
+    x, w, invariant, backward = problem
+    if backward or not invariant:
+        return "is for invariant problems, which are forwards"
+    if w.dtype != x.dtype:
+        return f"takes a w of x's dtype, {x.dtype}, not {w.dtype}"
+    return gpu.refusal(x)
+
+
 def _torch_fixed_order_refuses(problem: Problem) -> str | None:
     if problem.backward or not problem.invariant:
         return "is for invariant problems, which are forwards"
     if problem.x.device.type != "cpu":
-        return f"runs on the CPU, not on {problem.x.device.type}, where a product with a fixed order is missing"
+        return f"runs on the CPU, not on {problem.x.device.type}"
     return None
 
 
@@ -121,6 +131,7 @@ LINEAR = Table(
         Kernel("torch", "linear.torch_ops", _torch_refuses),
         Kernel("bf16", "linear.bf16", _bf16_refuses),
         Kernel("tiled", "linear.tiled", _tiled_refuses),
+        Kernel("triton", "linear.triton_ops", _triton_refuses),
         Kernel("torch_fixed_order", "linear.torch_fixed_order", _torch_fixed_order_refuses),
     ),
 )
