@@ -74,6 +74,22 @@ def test_every_draw_is_that_of_the_whole_text(family: str, prefill_tokens: int |
     assert draws == (1 + 9) + (1 + 2) + (1 + 5) + (1 + 6)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_recorded_steps_have_the_bits_of_steps_op_by_op(family: str, dtype: torch.dtype) -> None:
+    config, drawn = FAMILIES[family], []
+    params = {name: x.to(dtype) for name, x in params_of(config).items()}
+    for capture in (True, False):
+        decoder = Decoder(config, params, batch_size=2, capacity=16, capture=capture)
+        decoder.prefill({0: Prompt([1, 2, 3]), 1: Prompt([4], sequence=1)})
+        for _ in range(6):
+            decoder.submit()
+        drawn.append(decoder.finished(wait=True))
+        recorded = decoder._recorded
+        assert (recorded is not None and bool(recorded.calls)) is capture
+    assert drawn[0] == drawn[1]
+
+
 def test_adapters_are_read_without_merging_them() -> None:
     lora = LoraConfig(rank=2, alpha=4, dropout=0.5)
     params = params_of(LLAMA, lora)

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..kernels.op import Calls, emitter, record
 from ..model.layer import Packed
 from ..model.transformer import Transformer
 from .batch import Batch, write_documents
@@ -109,6 +110,25 @@ class CapturedProgram:
         else:
             self.program()
         self.ran = True
+
+
+class RecordedProgram:
+    """A program of ops on a CPU, on fixed buffers. The first run lists the calls of its kernels, and later runs repeat them."""
+
+    def __init__(self, program: Callable[[], None]) -> None:
+        self.program = program
+        self.calls: Calls | None = None
+
+    def run(self) -> None:
+        if emitter() is not None:  # a trace, or a check of one, takes the ops themselves
+            self.program()
+        elif self.calls is None:
+            with record() as calls:
+                self.program()
+            self.calls = calls  # not before the first run is whole
+        else:
+            for call in self.calls:
+                call()
 
 
 class DeviceStep:

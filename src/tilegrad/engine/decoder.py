@@ -29,7 +29,7 @@ from ..model.decoding import Decoding, declare_decoding
 from ..model.layer import CacheSize
 from ..model.lora import LoraConfig
 from .batch import LIMITS, check_invariant, check_sizes, write_documents
-from .capture import CapturedProgram, on_stream
+from .capture import CapturedProgram, RecordedProgram, on_stream
 from .inference import InferenceMemory, without_given
 from .machine import check_device, check_threads, too_large
 from .recompute import most
@@ -202,7 +202,7 @@ class Decoder:
         dtype       by default that of the parameters
         penalties   whether prompts may have a repetition penalty
         invariant   True: the logits of a token have the bits of the training forward with invariant=True, in any batch
-        capture     False: a step on CUDA runs op by op
+        capture     False: a step runs op by op; it is not captured on CUDA, nor recorded on a CPU
         """
         first = params["wte.weight"]
         self.spec = spec = decoder_spec(
@@ -227,6 +227,7 @@ class Decoder:
         self._results: deque[tuple[tuple[int, ...], Tensor, Tensor, torch.cuda.Event | None]] = deque()
         self._stream = torch.cuda.Stream(spec.device) if spec.device.type == "cuda" else None
         self._captured = None if self._stream is None else CapturedProgram(self._run_step, self._stream)
+        self._recorded = RecordedProgram(self._step.run) if self._stream is None and capture else None
         self._capture = capture
 
     # ── the host's side ──
@@ -286,7 +287,10 @@ class Decoder:
 
     def _run_step(self) -> None:
         assert self._step.positions is not None
-        self._step.run()
+        if self._recorded is not None:
+            self._recorded.run()
+        else:
+            self._step.run()
         self._feed()
         self._step.positions.add_(self._state.active)
         self._step.sampler.draws.add_(self._state.active)

@@ -5,6 +5,9 @@ an observer is set, a call is passed to it as a `Call` instead of being run. The
 live ranges from calls. `poison_dead` (memory/planned/arena.py) runs each call, then fills every dead buffer with NaN to expose
 wrong live ranges. A name observer gets only the op's name and a function that runs it, which costs a microsecond per call:
 `follow` (dist/schedule.py) uses it to start collectives between ops. Without an observer the op runs directly.
+
+`record` lists the calls of kernels that a program makes on fixed buffers, so that they can be repeated without checks and
+selection. It is to a CPU what a CUDA graph is to a device.
 """
 
 from __future__ import annotations
@@ -38,7 +41,14 @@ class _ByName(NamedTuple):
     observer: NameObserver
 
 
-_observer: ContextVar[Observer | _ByName | None] = ContextVar("tilegrad_observer", default=None)
+Calls = list[Callable[[], None]]
+
+
+class _Recorder(NamedTuple):
+    calls: Calls
+
+
+_observer: ContextVar[Observer | _ByName | _Recorder | None] = ContextVar("tilegrad_observer", default=None)
 
 
 @contextmanager
@@ -61,17 +71,38 @@ def observe_names(observer: NameObserver) -> Iterator[None]:
         _observer.reset(token)
 
 
+@contextmanager
+def record() -> Iterator[Calls]:
+    """Runs every op called inside, and lists the calls. Calling these in order repeats the ops, as long as the tensors, the
+    number of threads and TILEGRAD_ISA stay. An op with `one_kernel` is listed as the call of its kernel, any other as itself."""
+    calls: Calls = []
+    token = _observer.set(_Recorder(calls))
+    try:
+        yield calls
+    finally:
+        _observer.reset(token)
+
+
+def run_kernel(call: Callable[[], None]) -> None:
+    """Runs the call of a kernel, and lists it inside `record`."""
+    observer = _observer.get()
+    if isinstance(observer, _Recorder):
+        observer.calls.append(call)
+    call()
+
+
 def emitter() -> Observer | None:
     """The current observer, for code that adds its own calls to a traced program; None if calls run directly."""
     observer = _observer.get()
-    return None if isinstance(observer, _ByName) else observer
+    return None if isinstance(observer, _ByName | _Recorder) else observer
 
 
 def op(
-    *, accumulates: tuple[str, ...] = (), adds: tuple[str, ...] = ()
+    *, accumulates: tuple[str, ...] = (), adds: tuple[str, ...] = (), one_kernel: bool = False
 ) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """Marks a function as an op. Written arguments are overwritten, except those named in `accumulates` (parameter gradients:
-    accumulated unless the call passes accumulate=False) and in `adds` (the residual stream: always accumulated)."""
+    accumulated unless the call passes accumulate=False) and in `adds` (the residual stream: always accumulated).
+    one_kernel: the op checks its arguments, and all else that it does is one call of `Table.run`."""
 
     def mark(fn: Callable[P, None]) -> Callable[P, None]:
         @functools.wraps(fn)
@@ -80,7 +111,17 @@ def op(
             if observer is None:
                 fn(*reads, **writes)
                 return
+            if isinstance(observer, _Recorder) and one_kernel:
+                fn(*reads, **writes)
+                return
             token = _observer.set(None)  # ops called by an op are not reported
+            if isinstance(observer, _Recorder):
+                try:
+                    fn(*reads, **writes)
+                finally:
+                    _observer.reset(token)
+                observer.calls.append(functools.partial(fn, *reads, **writes))
+                return
             if isinstance(observer, _ByName):
                 try:
                     observer.observer(fn.__name__, functools.partial(fn, *reads, **writes))

@@ -105,7 +105,7 @@ def _check_sums(h: Tensor, **sums: Tensor | None) -> bool:
     return True
 
 
-@op()
+@op(one_kernel=True)
 def activation_fwd(h: Tensor, kind: str, *, a: Tensor, invariant: bool = False, kernel: str | None = None) -> None:
     """a = kind(h); a may be h."""
     _check(kind, h, a=a)
@@ -127,7 +127,7 @@ def activation_bwd(
     )
 
 
-@op()
+@op(one_kernel=True)
 def swiglu_fwd(gate: Tensor, up: Tensor, *, a: Tensor, invariant: bool = False, kernel: str | None = None) -> None:
     """a = silu(gate) ∘ up"""
     for name, other in (("up", up), ("a", a)):

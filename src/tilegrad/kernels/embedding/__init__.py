@@ -29,7 +29,7 @@ def embedding_workspace(x: TensorLike, *, packed: bool = False, kernel: str | No
     return EMBEDDING.workspace(Problem(x), kernel=kernel, packed=packed)
 
 
-@op()
+@op(one_kernel=True)
 def embedding_fwd(
     tokens: Tensor,
     wte: Tensor,

@@ -160,7 +160,7 @@ def rounds_weights(x: TensorLike, w: TensorLike) -> bool:
     return w.dtype != x.dtype and LINEAR.select(Problem(x, w, backward=True)).name == "bf16"
 
 
-@op()
+@op(one_kernel=True)
 def linear_fwd(
     x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scale: float = 1.0, invariant: bool = False,
     **where: Unpack[Where],

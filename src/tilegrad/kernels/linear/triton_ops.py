@@ -98,7 +98,18 @@ def fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scale: float, scra
     grid = (ceil_div(m, block_m), ceil_div(n, block_n), splits if few else 1)
     launch(_product_kernel, grid, x, w, b, y, parts, x.stride(0), w.stride(0), y.stride(0), n, m, k, **constants)
     if parts is not None:
-        grid = ceil_div(m, BLOCK), n
-        launch(_add_splits_kernel, grid, parts, b, y, y.stride(0), n, m, splits, BLOCK=BLOCK, num_warps=4)
+        launch(
+            _add_splits_kernel,
+            (ceil_div(m, BLOCK), n),
+            parts,
+            b,
+            y,
+            y.stride(0),
+            n,
+            m,
+            splits,
+            BLOCK=BLOCK,
+            num_warps=4,
+        )
     if scale != 1.0:
         y.mul_(scale)

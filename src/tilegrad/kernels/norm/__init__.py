@@ -66,7 +66,7 @@ def norm_workspace(x: TensorLike, *, backward: bool, kernel: str | None = None) 
     return NORM.workspace(Problem(x), kernel=kernel, backward=backward)
 
 
-@op()
+@op(one_kernel=True)
 def layernorm_fwd(
     x: Tensor, w: Tensor, b: Tensor | None, eps: float, *, y: Tensor, mean: Tensor, rstd: Tensor, **where: Unpack[Where]
 ) -> None:
@@ -74,7 +74,7 @@ def layernorm_fwd(
     _fwd(x, None, w, b, eps, where, x1=None, y=y, mean=mean, rstd=rstd)
 
 
-@op()
+@op(one_kernel=True)
 def add_layernorm_fwd(
     x: Tensor, f: Tensor, w: Tensor, b: Tensor | None, eps: float, *,
     x1: Tensor, y: Tensor, mean: Tensor, rstd: Tensor, **where: Unpack[Where],
@@ -93,13 +93,13 @@ def layernorm_bwd(
     _bwd(dy, x, w, mean, rstd, b, where, Gradients(dx, dw, db, dx_sum, y, accumulate))
 
 
-@op()
+@op(one_kernel=True)
 def rmsnorm_fwd(x: Tensor, w: Tensor, eps: float, *, y: Tensor, rstd: Tensor, **where: Unpack[Where]) -> None:
     """Writes y and rstd."""
     _fwd(x, None, w, None, eps, where, x1=None, y=y, mean=None, rstd=rstd)
 
 
-@op()
+@op(one_kernel=True)
 def add_rmsnorm_fwd(
     x: Tensor, f: Tensor, w: Tensor, eps: float, *, x1: Tensor, y: Tensor, rstd: Tensor, **where: Unpack[Where]
 ) -> None:

@@ -73,7 +73,7 @@ def logprobs_workspace(logits: TensorLike, *, kernel: str | None = None) -> Shap
     return SAMPLING.workspace(Problem(logits), kernel=kernel, **_LOGPROBS)
 
 
-@op(adds=("tokens", "logprobs", "seen"))
+@op(adds=("tokens", "logprobs", "seen"), one_kernel=True)
 def sample_fwd(
     logits: Tensor, settings: Tensor, seeds: Tensor, sequences: Tensor, drawn: Tensor, *,
     tokens: Tensor, logprobs: Tensor, seen: Tensor | None = None, **where: Unpack[Where],
