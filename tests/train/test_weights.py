@@ -14,6 +14,8 @@ from support.models import CONFIG, LLAMA, QWEN3
 
 import tilegrad
 from tilegrad import Engine, ModelConfig
+from tilegrad.engine.decoder import Decoder, Prompt
+from tilegrad.engine.sampling import Sampling
 from tilegrad.kernels.rope.frequencies import RopeScaling
 from tilegrad.pretrained.families import config_json, config_of, theirs
 from tilegrad.pretrained.weights import open_weights, write_weights
@@ -91,8 +93,17 @@ def test_transformers_has_the_same_loss_gradients_and_text(kind: str, tmp_path: 
     largest = max(float(p.grad.norm()) for p in want.values())
     for name, p in want.items():
         assert float((gradients[name] - p.grad).norm()) < 2e-5 * max(float(p.grad.norm()), 1e-2 * largest), name
-    written = model.generate(tokens[:1, :5], max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
-    assert list(draw(config, engine.params, tokens[0, :5].tolist(), 8, temperature=0.0)) == written[0, 5:].tolist()
+    padded, mask = tokens[:, :5].clone(), torch.ones(2, 5, dtype=torch.int64)
+    padded[1, :2], mask[1, :2] = 0, 0  # the second prompt has three tokens, and transformers pads on the left
+    how = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    written = model.generate(padded, attention_mask=mask, **how)[:, 5:].tolist()
+    decoder, greedy = Decoder(config, engine.params, 2, 13), Sampling(temperature=0.0)
+    decoder.prefill(
+        {0: Prompt(tokens[0, :5].tolist(), sampling=greedy), 1: Prompt(tokens[1, 2:5].tolist(), sampling=greedy)}
+    )
+    for _ in range(7):
+        decoder.submit()
+    assert [list(row) for row in zip(*(each.tokens for each in decoder.finished(wait=True)), strict=True)] == written
     model.save_pretrained(tmp_path / "theirs")
     source = open_weights(tmp_path / "theirs")
     assert resolved(source.config) == resolved(config)

@@ -74,7 +74,7 @@ def observe_names(observer: NameObserver) -> Iterator[None]:
 @contextmanager
 def record() -> Iterator[Calls]:
     """Runs every op called inside, and lists the calls. Calling these in order repeats the ops, as long as the tensors, the
-    number of threads and TILEGRAD_ISA stay. An op with `one_kernel` is listed as the call of its kernel, any other as itself."""
+    number of threads and TILEGRAD_ISA stay. An op with `one_kernel` is listed as its kernel's call, any other as itself."""
     calls: Calls = []
     token = _observer.set(_Recorder(calls))
     try:
