@@ -673,6 +673,32 @@ def test_plan_says_whether_it_fits(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert "the largest batch that fits is " in capsys.readouterr().out
 
 
+def test_plan_of_generation_has_the_bytes_of_the_decoder(capsys: pytest.CaptureFixture[str]) -> None:
+    from tilegrad.engine.decoder import decoder_spec, plan_decoder
+    from tilegrad.model.config import PRESETS
+
+    arguments = ["--generate", "--preset", "tiny", "--batch-size", "3", "--device", "cpu"]
+    for more, capacity in (
+        ([], 128),
+        (["--max-tokens", "20", "--prompt-tokens", "9"], 29),
+        (["--max-tokens", "999"], 128),
+    ):
+        assert main(["plan", *arguments, *more, "--json", "--fit"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        plan = plan_decoder(decoder_spec(PRESETS["tiny"], 3, capacity, device="cpu", dtype=torch.float32))
+        assert found["peak_bytes"] == plan.peak_bytes and found["largest_batch_size"] >= 3
+        cache = next(row["at_most_bytes"] for row in found["roles"] if row["name"] == "cache")
+        assert cache == 4 * 2 * 3 * 128 * capacity * 4  # layers, k and v, sequences, channels, tokens, bytes
+    for more, words in (
+        (["--generate", "--max-tokens", "0"], "max-tokens: got 0; accepted: an int ≥ 1"),
+        (["--generate", "--world-size", "2"], "world-size: got 2 with --generate; accepted: 1"),
+        (["--generate", "--memory-budget", "1000000"], "memory-budget: got 1000000 with --generate; accepted: None"),
+        (["--max-tokens", "5"], "max-tokens: got 5 without --generate; give both"),
+    ):
+        assert main(["plan", "--preset", "tiny", *more]) == 2
+        assert words in capsys.readouterr().err
+
+
 def test_plan_finds_the_largest_batch_that_fits(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
