@@ -90,7 +90,7 @@ def _read_stdin() -> str:
     try:
         return sys.stdin.read().removesuffix("\n")
     except UnicodeDecodeError as error:
-        raise ValueError(f"stdin: got bytes that are not {error.encoding}: {error.reason}") from error
+        raise ValueError(f"stdin: got bytes with {error.reason}; accepted: text in {error.encoding}") from error
 
 
 def _stream(generation: Generation) -> int:
@@ -199,7 +199,7 @@ def _read_line(prompt: str) -> str | None:
             raise
         return None
     except UnicodeDecodeError as error:
-        raise ValueError(f"input: got bytes that are not {error.encoding}: {error.reason}") from error
+        raise ValueError(f"input: got bytes with {error.reason}; accepted: text in {error.encoding}") from error
 
 
 def _load(args: argparse.Namespace) -> TrainedModel:

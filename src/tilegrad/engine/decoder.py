@@ -40,7 +40,7 @@ PREFILL_TOKENS = {"cpu": 512, "cuda": 8192}  # tokens read at once by default; m
 
 
 class Prompt(NamedTuple):
-    """sequence   number of the sequence. The noise of a draw depends on it, on the seed and on how many tokens came before
+    """sequence   number of the sequence. The noise of a draw depends on it, the seed and the number of tokens drawn before
     draws      tokens drawn before: 0, unless a sequence is read again
     """
 
