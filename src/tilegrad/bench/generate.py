@@ -1,9 +1,8 @@
-"""Tokens a second of generation: ours, and transformers' `generate` with a static cache, interleaved in one process.
+"""Tokens per second of generation by tilegrad and by transformers' `generate` with a static cache, interleaved in one process.
 
-A round writes `max_tokens` tokens after `batch_size` prompts of PROMPT tokens with each contender, in an order that changes;
-the time includes reading the prompts. Weights are random, so no end-of-text token is drawn, and both sample by top-k 50. For a
-batch of one the bound is the time to read the weights once for each token, at the bandwidth that a large read reaches in the
-same run.
+In a round each contender writes `max_tokens` tokens after each of `batch_size` prompts of PROMPT tokens, in an order that
+changes. The time includes reading the prompts. Weights are random, no token ends a sequence, and both sample by top-k 50. For a
+batch of one the bound is the time to read the weights once for each token, at the bandwidth of a large read in the same run.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def random_params(config: ModelConfig, device: torch.device, dtype: torch.dtype)
 
 
 def ours(decoder: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int) -> int:
-    """Tokens drawn."""
+    """Returns the number of tokens drawn."""
     sampling, drawn = Sampling(top_k=50), 0
     decoder.prefill({i: Prompt(prompt, sequence=i, sampling=sampling) for i, prompt in enumerate(prompts)})
     for _ in range(max_tokens - 1):
@@ -85,7 +84,7 @@ def transformers_contender(
 
 
 def bandwidth(device: torch.device, repeats: int) -> float:
-    """Bytes a second of a large read."""
+    """Bytes per second of a large read."""
     x = torch.ones(READ_BYTES[device.type] // 4, dtype=torch.float32, device=device)
     out = torch.zeros((), device=device)
     ms = interleaved({"read": partial(torch.sum, x, 0, out=out)}, repeats, device)["read"]

@@ -1,4 +1,4 @@
-"""`tilegrad evaluate`: how well a model knows a text."""
+"""`tilegrad evaluate`: loss, perplexity and bits per byte of a model on a text."""
 
 from __future__ import annotations
 
@@ -51,10 +51,12 @@ def add_evaluation(commands: Commands) -> None:
         "--data",
         nargs="+",
         metavar="FILE",
-        help="text files and folders (default: what the run holds out for validation)",
+        help="text files and folders (default: the validation data of the run)",
     )
-    evaluate.add_argument("--batch-size", type=int, metavar="N", help="windows in a batch (default: the run's)")
-    evaluate.add_argument("--seq-len", type=int, metavar="N", help="tokens in a window (default: the run's)")
+    evaluate.add_argument("--batch-size", type=int, metavar="N", help="windows in a batch (default: as in the run)")
+    evaluate.add_argument("--seq-len", type=int, metavar="N", help="tokens in a window (default: as in the run)")
     evaluate.add_argument("--device", help="default: cuda where there is one, else cpu")
-    add_dtype(evaluate, "default: the run's; for a folder of weights bfloat16 on CUDA, else float32", choices=DTYPES)
+    add_dtype(
+        evaluate, "default: as in the run; for a folder of weights bfloat16 on CUDA, else float32", choices=DTYPES
+    )
     evaluate.add_argument("--json", action="store_true", help="JSON instead of the table")

@@ -1,4 +1,4 @@
-"""`tilegrad generate` and `tilegrad chat`: what a trained model writes."""
+"""`tilegrad generate` and `tilegrad chat`: text from a trained model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..training.generation import Generated, Generation, SamplingSettings
 
 PROMPT = "Call me "  # the default of generate
-_SHOWN_S = 5.0  # between two lines of progress
+_SHOWN_S = 5.0  # seconds between two lines of progress
 
 
 def _generate(args: argparse.Namespace) -> int:
@@ -90,27 +90,27 @@ def _read_stdin() -> str:
     try:
         return sys.stdin.read().removesuffix("\n")
     except UnicodeDecodeError as error:
-        raise ValueError(f"stdin: got bytes that are not {error.encoding}: {error.reason}") from error
+        raise ValueError(f"stdin: got bytes with {error.reason}; accepted: text in {error.encoding}") from error
 
 
 def _stream(generation: Generation) -> int:
-    """Print the prompt and its continuation as it comes; returned is the number of tokens."""
+    """Print the prompt, and its continuation as it is drawn. Returns the number of tokens."""
     print(generation.prompts[0], end="", flush=True)
     tokens = 0
     try:
         for tokens, piece in enumerate(generation.pieces(), 1):  # noqa: B007, counted
             print(piece.text, end="", flush=True)
-    finally:  # Ctrl-C as well: what is written stays, on lines of its own
+    finally:  # after Ctrl-C too, so that the text ends with a newline
         print(flush=True)
     return tokens
 
 
 def _print_all(generation: Generation, args: argparse.Namespace) -> int:
-    """Print sequences in the order of the prompts, each when it and those before it are complete; returned is the number of
+    """Print sequences in the order of the prompts, each when it and those before it are complete. Returns the number of
     tokens."""
     from .progress import watch
 
-    out = None if sys.stdout.isatty() else sys.stdout  # a bar on stderr moves what is printed in the same terminal
+    out = None if sys.stdout.isatty() else sys.stdout  # None: the sys.stdout of the bar, which prints above it
     tokens, started_at, shown_at = 0, time.perf_counter(), time.perf_counter()
     many = generation.sequences > 1
     with watch(sys.stderr) as show:
@@ -130,7 +130,7 @@ def _as_json(found: Generated) -> str:
     content = asdict(found)
     if found.logprobs is None:
         del content["logprobs"]
-    return json.dumps(content)  # ASCII: a line in any encoding, and for any reader
+    return json.dumps(content)  # ASCII, which every encoding of stdout has
 
 
 def _as_text(found: Generated, number: int, generation: Generation) -> str:
@@ -199,7 +199,7 @@ def _read_line(prompt: str) -> str | None:
             raise
         return None
     except UnicodeDecodeError as error:
-        raise ValueError(f"input: got bytes that are not {error.encoding}: {error.reason}") from error
+        raise ValueError(f"input: got bytes with {error.reason}; accepted: text in {error.encoding}") from error
 
 
 def _load(args: argparse.Namespace) -> TrainedModel:
@@ -234,7 +234,7 @@ def add_generation(commands: Commands) -> None:
     text.add_argument("--prompt", metavar="TEXT", help="the same as one PROMPT")
     text.add_argument("--prompt-file", metavar="FILE", help="a text to continue in each line; - reads stdin")
     text.add_argument(
-        "--max-tokens", type=int, default=80, metavar="N", help="the most tokens of a sequence (default: %(default)s)"
+        "--max-tokens", type=int, default=80, metavar="N", help="most new tokens of a sequence (default: %(default)s)"
     )
     text.add_argument(
         "--num-samples", type=int, default=1, metavar="N", help="sequences for each prompt (default: %(default)s)"
@@ -251,10 +251,10 @@ def add_generation(commands: Commands) -> None:
     text.add_argument("--verbose", action="store_true", help="print tokens per second, on stderr")
     _add_sampling(text)
 
-    chat = add_command(commands, "chat", "talk with a model, by its tokenizer's chat template", _chat)
+    chat = add_command(commands, "chat", "talk with a model, using its tokenizer's chat template", _chat)
     add_model(chat)
-    chat.add_argument("--system", metavar="TEXT", help="the system message, before the first of yours")
-    chat.add_argument("--once", metavar="PROMPT", help="answer this and end")
+    chat.add_argument("--system", metavar="TEXT", help="the system message, which comes before your first message")
+    chat.add_argument("--once", metavar="PROMPT", help="answer this message and exit")
     chat.add_argument(
         "--max-tokens", type=int, metavar="N", help="tokens of an answer (default: as many as the context has room for)"
     )
@@ -275,27 +275,25 @@ def _add_sampling(command: Parser) -> None:
         type=float,
         default=1.0,
         metavar="X",
-        help="sample only from the likeliest tokens that have this probability together (default: %(default)s)",
+        help="sample only from the likeliest tokens whose total probability reaches X (default: %(default)s)",
     )
     command.add_argument(
         "--min-p",
         type=float,
         default=0.0,
         metavar="X",
-        help="sample only from tokens with this share of the likeliest one's probability (default: %(default)s)",
+        help="sample only from tokens of at least X times the largest probability (default: %(default)s)",
     )
     command.add_argument(
         "--repetition-penalty",
         type=float,
         default=1.0,
         metavar="X",
-        help="above 1: tokens that the text has already are less likely (default: %(default)s)",
+        help="above 1: tokens that the text already contains are less likely (default: %(default)s)",
     )
     command.add_argument(
         "--seed", type=int, default=0, metavar="N", help="the same seed gives the same text (default: %(default)s)"
     )
     command.add_argument("--device", help="default: cuda where there is one, else cpu")
     add_dtype(command, "default: bfloat16 on CUDA, else that of the weights", choices=DTYPES)
-    command.add_argument(
-        "--invariant", action="store_true", help="the same bits in any batch, and as in training; slower"
-    )
+    command.add_argument("--invariant", action="store_true", help="the same bits in any batch and in training; slower")

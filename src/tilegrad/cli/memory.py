@@ -153,10 +153,10 @@ def add_memory(commands: Commands) -> None:
     plan.add_argument("--fit", action="store_true", help="also find the largest batch size that fits into free memory")
     plan.add_argument("--generate", action="store_true", help="plan generation instead: --batch-size sequences at once")
     plan.add_argument(
-        "--max-tokens", type=int, metavar="N", help="with --generate: new tokens (default: up to block_size)"
+        "--max-tokens", type=int, metavar="N", help="with --generate: most new tokens (default: up to block_size)"
     )
     plan.add_argument(
-        "--prompt-tokens", type=int, metavar="N", help="with --generate: of the longest prompt (default: 1)"
+        "--prompt-tokens", type=int, metavar="N", help="with --generate: tokens of the longest prompt (default: 1)"
     )
     plan.add_argument("--world-size", type=int, default=1, metavar="N", help="plan one of N ranks (default: 1)")
     add_ranks(plan)

@@ -1,10 +1,10 @@
 """Jinja2's sandbox for chat templates, which are untrusted code, with two limits for each text that a template writes:
 
     MAX_LINES    lines of code that run
-    MAX_SIZE     size of all strings and lists that are made, kept or not; a character has size 1, an element of a list 8
+    MAX_SIZE     total size of all strings and lists made, even temporary ones; a character has size 1, an element of a list 8
 
-Operators, calls and filters that can make a value much larger than what they are given are checked before they run, by an
-upper bound of the result. What has been made is then counted: by operators, calls, filters, ~, slices, literals and output.
+Operators, calls and filters whose result can be much larger than their arguments are checked before they run, by an upper bound
+of that result. Then all results of operators, calls, filters, ~, slices, literals and output are counted.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ MAX_LINES = 1_000_000
 MAX_SIZE = 1 << 26
 _ELEMENT = 8
 _NUMBER = re.compile(r"\d+")
-_NO_TEXT = (  # filters that make no text of what they are given, but choose, order or count its elements
+_NO_TEXT = (  # filters that choose, order or count elements, and do not convert them to text
     "abs", "attr", "batch", "count", "d", "default", "dictsort", "first", "float", "groupby", "int", "items", "last", "length",
     "list", "map", "max", "min", "random", "reject", "rejectattr", "reverse", "round", "select", "selectattr", "slice", "sort",
     "sum", "unique",
 )  # fmt: skip
 _PRODUCTS = ("expandtabs", "indent", "pprint", "tojson", "translate", "urlize", "wordwrap", "xmlattr")
-# no abstract types: Python code would run in isinstance, and its lines would be counted
+# no abstract types: isinstance would run Python code for them, whose lines would be counted
 _VIEWS = tuple(map(type, (dict[str, str]().keys(), dict[str, str]().values(), dict[str, str]().items())))
 _COLLECTIONS: tuple[type[Collection[object]], ...] = (list, tuple, set, frozenset, dict, range, *_VIEWS)
 _COUNTED: tuple[type[Collection[object]], ...] = (str, *_COLLECTIONS)
@@ -64,7 +64,7 @@ def limits() -> Iterator[None]:
             return None
         use.lines += 1
         if use.lines > MAX_LINES:
-            raise ValueError(f"it has not ended after {MAX_LINES:,} lines")
+            raise ValueError(f"the template ran more than {MAX_LINES:,} lines")
         return count
 
     _use.set(use)
@@ -83,7 +83,7 @@ def _check(size: float, what: str) -> None:
 
 
 def _made(value: T, what: str) -> T:
-    """`value`, which has been made, counted without its elements."""
+    """Counts the size of a new value, without its elements, and returns the value."""
     size = _own_size(value)
     _check(size, what)
     _use.get().size += size
@@ -91,7 +91,7 @@ def _made(value: T, what: str) -> T:
 
 
 def _own_size(value: object) -> int:
-    """The size of a value without that of its elements."""
+    """The size of a value without the sizes of its elements."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, int):
@@ -100,7 +100,7 @@ def _own_size(value: object) -> int:
 
 
 def _size(value: object) -> int:
-    """The size of a value with that of its elements and their elements; it stops above MAX_SIZE."""
+    """The size of a value with all nested elements. Counting stops above MAX_SIZE."""
     total, waiting = 0, [value]
     while waiting and total <= MAX_SIZE:
         one = waiting.pop()
@@ -114,7 +114,7 @@ def _size(value: object) -> int:
 
 def _bound(name: str, value: object, given: Collection[object], *, named: bool = False) -> float:
     """An upper bound of the size of value.name(given), of value|name(given) and of value % given.
-    named: some of `given` were keyword arguments, so their order is not known"""
+    named: some of `given` were keyword arguments, so their order is not known."""
     size = _own_size if name in _NO_TEXT else _size
     length, others = size(value), sum(map(size, given))
     number = max((abs(one) for one in given if isinstance(one, int)), default=0)
@@ -147,7 +147,7 @@ def _operator_bound(operator: str, left: object, right: object) -> float:
 
 
 def _bounded(name: str, function: Callable[..., object], passed: tuple[type, ...]) -> Callable[..., object]:
-    """A filter with the limit. passed: types of what Jinja2 passes to it before the value"""
+    """A filter that checks MAX_SIZE. passed: types of the argument that Jinja2 may pass before the value."""
 
     @wraps(function)
     def bounded(*args: object, **kwargs: object) -> object:

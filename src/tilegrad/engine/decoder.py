@@ -2,7 +2,7 @@
 
     prefill({slot: prompt})     reads prompts into the cache of their slots, and draws the next token of each
     submit()                    reads the token that each active slot drew last, and draws the next
-    finished()                  what was drawn, in order
+    finished()                  returns the tokens that were drawn, oldest first
 
 Both programs (model/decoding.py) are traced and planned before anything is allocated. Sizes are fixed: a slot has room for
 `capacity` tokens, and kernels read the number of tokens in it from `positions` on the device. So on CUDA the step is one graph
@@ -36,11 +36,11 @@ from .recompute import most
 from .sampling import Sampling
 
 _PREFILLS = 16  # bound prefills that are kept, by their number of tokens
-PREFILL_TOKENS = {"cpu": 512, "cuda": 8192}  # read at once, where a prompt is not longer
+PREFILL_TOKENS = {"cpu": 512, "cuda": 8192}  # tokens read at once by default; more if capacity or batch_size is larger
 
 
 class Prompt(NamedTuple):
-    """sequence   its number: the noise of a draw depends on the seed, this number and how many tokens it has drawn before
+    """sequence   number of the sequence. The noise of a draw depends on it, the seed and the number of tokens drawn before
     draws      tokens drawn before: 0, unless a sequence is read again
     """
 
@@ -119,7 +119,7 @@ def plan_decoder(spec: DecoderSpec) -> MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """The slots as the host counts them: `State` of model/decoding.py, with `positions` and `draws`, on the CPU."""
+    """The host's copy of `State` (model/decoding.py), `positions` and `draws`. It counts the steps in flight as done."""
 
     positions: Tensor
     draws: Tensor
@@ -135,7 +135,7 @@ class Slots:
         return cls(positions, draws.fill_(-1), active, seeds, sequences, settings)
 
     def begin(self, slot: int, prompt: Prompt) -> None:
-        """A prompt is in the cache, and its next token is drawn."""
+        """Counts a prefill: the prompt is in the cache, and its next token is drawn."""
         seed = prompt.sampling.seed
         self.positions[slot], self.draws[slot], self.active[slot] = len(prompt.tokens), prompt.draws + 1, 1
         self.seeds[slot] = seed - (1 << 64) if seed >= 1 << 63 else seed
@@ -143,7 +143,7 @@ class Slots:
         self.settings[slot] = torch.tensor(prompt.sampling.row(), dtype=torch.float32)
 
     def end(self, slot: int) -> None:
-        """The slot draws no more: until the next prompt, steps read some token at its position 0."""
+        """The slot draws no more tokens. Until its next prompt, steps still compute it, from some token at position 0."""
         self.positions[slot], self.draws[slot], self.active[slot] = 0, -1, 0
 
 
@@ -233,8 +233,8 @@ class Decoder:
     # ── the host's side ──
 
     def prefill(self, prompts: Mapping[int, Prompt]) -> None:
-        """Read prompts into their slots, whatever these had before, and draw the next token of each. As many prompts are read
-        together as `prefill_tokens` allows; each of these groups has its own result."""
+        """Read prompts into their slots, in place of older sequences, and draw the next token of each. As many prompts are read
+        together as `prefill_tokens` allows; each such group has its own result."""
         for slot, prompt in prompts.items():
             self._check_prompt(slot, prompt)
         group: dict[int, Prompt] = {}
@@ -273,7 +273,7 @@ class Decoder:
             self._load_slots()
 
     def finished(self, *, wait: bool | Literal["oldest"] = False) -> list[Drawn]:
-        """Results of prefills and steps, oldest first, each once. True waits for all, "oldest" for the first of them."""
+        """Results of prefills and steps, oldest first, each once. wait=True waits for all of them, "oldest" for the first."""
         drawn: list[Drawn] = []
         while self._results and (wait is True or (wait == "oldest" and not drawn) or _is_done(self._results[0][3])):
             slots, tokens, logprobs, event = self._results.popleft()
@@ -296,12 +296,12 @@ class Decoder:
         self._step.sampler.draws.add_(self._state.active)
 
     def _feed(self) -> None:
-        """The tokens that were drawn are the next to be read."""
+        """Makes the drawn tokens the input of the next step."""
         torch.clamp(self._state.tokens, min=0, out=self._step.model.tokens.view(-1))
 
     def _load_slots(self) -> None:
-        """Copies the host's view of the slots to the device. Steps in flight come first on the stream, and the host has counted
-        them."""
+        """Copies the slots from the host to the device. The stream copies after the steps in flight, which the host has counted
+        already."""
         slots, state = self._slots, self._state
         assert self._step.positions is not None
         self._step.positions.copy_(slots.positions)

@@ -1,5 +1,5 @@
-"""The memory of a program without gradients: parameters that the caller has are used where they are, if the program can read
-them there."""
+"""The memory of a program without gradients. The caller's parameters are used in place if they have the program's dtype and
+device, and are copied into the plan otherwise."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..model.layer import Param
 
 
 def without_given(plan: MemoryPlan, declared: Mapping[str, Param], params: Mapping[str, Tensor]) -> MemoryPlan:
-    """The plan without its parameters, if `params` have their dtype and device already. Refuses parameters of another model."""
+    """The plan without parameters, if `params` have the planned dtype and device. Refuses parameters of another model."""
     for name, p in declared.items():
         if name not in params or params[name].shape != p.value.shape:
             got = "none" if name not in params else str(tuple(params[name].shape))
@@ -23,7 +23,7 @@ def without_given(plan: MemoryPlan, declared: Mapping[str, Param], params: Mappi
     adapter = next((name for name in params if name not in declared and ".lora_" in name), None)
     if adapter is not None:
         raise ValueError(
-            f"params: got {adapter}, an adapter that `lora` does not name; accepted: its LoraConfig as lora"
+            f"params: got {adapter}, an adapter that `lora` does not name; accepted: adapters of lora (give their LoraConfig)"
         )
     usable = all(
         (params[name].dtype, params[name].device) == (p.value.dtype, p.value.device) and params[name].is_contiguous()
@@ -34,7 +34,7 @@ def without_given(plan: MemoryPlan, declared: Mapping[str, Param], params: Mappi
 
 
 class InferenceMemory:
-    """The arenas of a plan that `without_given` made, and the parameters: the caller's, or planned copies of them."""
+    """The arenas of a plan from `without_given`, and the parameters: those of the caller, or copies in an arena."""
 
     def __init__(self, plan: MemoryPlan, params: Mapping[str, Tensor]) -> None:
         self.plan, self.arenas = plan, Arenas(plan)
@@ -44,7 +44,7 @@ class InferenceMemory:
                 self.view(handle).copy_(params[handle.name])
 
     def view(self, handle: Handle) -> Tensor:
-        """The tensor of a buffer: what `bind` puts in place of a handle. A handle that no program uses stays as it is."""
+        """The tensor that `bind` puts in place of a handle. A handle that no program uses is returned unchanged."""
         if handle.role == "frozen" and self._given:
             return self._given[handle.name]
         return self.arenas.view(handle)  # type: ignore[return-value]

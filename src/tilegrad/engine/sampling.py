@@ -48,8 +48,8 @@ class Sampling:
             raise ValueError(f"seed: got {seed!r}; accepted: an int, −2⁶³ … 2⁶⁴ − 1, as torch.Generator takes it")
 
     def row(self) -> tuple[float, float, float, float, float]:
-        """The settings of `sample_fwd`, as float32 holds them. A number beyond the range of float32 becomes the nearest one in
-        it that means the same: a positive one stays positive, but a temperature below the range is 0."""
+        """The settings of `sample_fwd`, rounded to float32. A positive number outside the range of float32 becomes the nearest
+        number in the range, so it stays positive. But a temperature below the range becomes 0."""
         temperature = _float32(self.temperature) if self.temperature >= _TINY else 0.0
         top_k = 0.0 if self.top_k is None else float(min(self.top_k, MOST_TOKENS))
         top_p, penalty = _float32(self.top_p), _float32(self.repetition_penalty)
@@ -57,7 +57,7 @@ class Sampling:
 
     @property
     def seed_word(self) -> int:
-        """The seed as an int64: those from 2⁶³ on are negative, with the same bits."""
+        """The seed as an int64 with the same bits: seeds from 2⁶³ on become negative."""
         return self.seed - (1 << 64) if self.seed >= 1 << 63 else self.seed
 
 

@@ -1,9 +1,9 @@
 """`Scorer`: the forward of training on given tokens, in planned memory without gradients.
 
     loss       the mean loss of a batch, with the bits of Engine.evaluate
-    logprobs   log p(target | the tokens before it) of each position
+    logprobs   log p(target | the tokens before it) at each position
 
-It is the training side of generation: what a decoder drew, scored by the forward that training runs.
+For example, it scores the tokens that a decoder drew by the forward that training runs.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def plan_scorer(spec: StepSpec) -> MemoryPlan:
 
 
 class Scorer:
-    """Batches of up to spec.batch_size × spec.seq_len tokens.
+    """Scores batches of up to spec.batch_size × spec.seq_len tokens.
 
     >>> import torch
     >>> from tilegrad import Engine, ModelConfig
@@ -88,7 +88,7 @@ class Scorer:
     """
 
     def __init__(self, spec: StepSpec, params: Mapping[str, Tensor]) -> None:
-        """params: by name; used where they are if they have the program's dtype and device, otherwise copied."""
+        """params: by name; used in place if they have the dtype and device of the spec, otherwise copied."""
         check_spec(spec)
         self.spec = spec
         declared = Scoring.declare(spec, spec.batch_size, spec.seq_len).model
@@ -100,7 +100,7 @@ class Scorer:
         bind(declared, self._memory.view).fill_tables(spec.config)
 
     def loss(self, tokens: Tensor, targets: Tensor, *, cu_seqlens: Tensor | None = None) -> float:
-        """The mean loss over the targets; 0 without any."""
+        """The mean loss over the targets; 0 if there are none."""
         scoring, count = self._load(Batch(tokens, targets, cu_seqlens))
         scoring.loss()
         return float(scoring.model.head.loss) if count else 0.0

@@ -1,11 +1,11 @@
-"""The two programs of a decoder, on the tree of the model: `prefill` reads prompts, `step` continues every sequence by a token.
+"""The two programs of a decoder, made of the model's layers: `prefill` reads prompts, `step` adds a token to every sequence.
 
     prefill   tokens (1, N), packed prompts → hidden states; k and v of every token → the cache; n = the last row of each prompt
     step      tokens (B, 1), the last of each sequence → hidden states by attention over the cache; n = all rows
-    both      logits = n W'        token ~ the logits of its sequence, as `settings` say            n (B, C)   logits (B, V)
+    both      logits = n W'        tokens are drawn from the logits as `settings` say               n (B, C)   logits (B, V)
 
 Both are declared on handles, traced and planned together, so they share the memory of their activations. A prefill may read
-prompts for some sequences only: `draws` of the others is −1, and their tokens stay as they are.
+prompts for some sequences only: the others have `draws` = −1, and their tokens stay as they are.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ SETTINGS = 5  # temperature, top_k, top_p, min_p, repetition_penalty
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What a decoder knows of each sequence.       int64 (B,), except logprobs, settings (B, 5) float32, seen (B, V) uint8
+    """The state of each sequence.       int64 (B,), except logprobs, settings (B, 5) float32, seen (B, V) uint8
 
     tokens      the last token drawn, −1 if its logits were not finite
-    logprobs    of that token, by the softmax of the logits
+    logprobs    log softmax(logits) of that token
     active      1 for the sequences that continue, else 0
-    seen        1 for the tokens of the sequence; only with a repetition penalty
+    seen        1 for the tokens that the sequence contains; only with a repetition penalty
     """
 
     tokens: Buffer
@@ -77,7 +77,7 @@ class Sampler:
     last: Buffer | None
     draws: Buffer
     n: Buffer | None
-    rounded: Buffer | None  # the logits in the compute dtype, where a product writes no other
+    rounded: Buffer | None  # bfloat16 on a CPU: the logits as the product writes them
     logits: Buffer  # in the accumulation dtype
     gather_scratch: Scratch
     product_scratch: Scratch
@@ -131,8 +131,8 @@ class Sampler:
 class Decoding:
     """The model, with the head that draws tokens.
 
-    slots        of a prefill, as in model/attention.py's Cache
-    positions    of a step, (B,) int64: the tokens of each sequence in the cache
+    slots        (N,) int64, in a prefill: see `Cache` in model/attention.py
+    positions    (B,) int64, in a step: the number of tokens of each sequence in the cache
     """
 
     model: Transformer
@@ -148,7 +148,7 @@ def declare_decoding(
     config: ModelConfig, size: CacheSize, dtype: torch.dtype, device: torch.device, *,
     prefill_tokens: int | None, penalties: bool, lora: LoraConfig | None, invariant: bool,
 ) -> Decoding:  # fmt: skip
-    """The step on handles or, with prefill_tokens, the program that reads so many tokens of at most size.sequences prompts."""
+    """Declares the step or, with prefill_tokens, the prefill of so many tokens from at most size.sequences prompts."""
     prefill = prefill_tokens is not None
     at = Declare(
         replace(config, dropout=0.0),

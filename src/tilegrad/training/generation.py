@@ -3,13 +3,13 @@
     slot ends its sequence  →  prefill the next prompt there        the other slots continue
     cache of a slot is full →  the window slides: prefill the last ⌈capacity / 2⌉ tokens of its text, from position 0 on
 
-A token's noise depends on the seed, the number of its sequence and the tokens drawn before it. So a sequence does not depend on
-the size of the batch or on what shares it, but for rounding, which `invariant` fixes too.
+A token's noise depends on the seed, the number of its sequence and how many tokens were drawn before it. So a sequence depends
+on the rest of its batch only by rounding, and with `invariant` not at all.
 
-On CUDA the host reads results up to three steps behind. Tokens drawn after the end of a sequence are ignored.
+On CUDA the host submits up to three steps before it reads the first result. Tokens after the end of a sequence are ignored.
 
 A sequence ends at EOS, at a stop string or after max_tokens. A stop string may be split over tokens. Text that could be the
-beginning of one is held back, and so is an incomplete character.
+beginning of a stop string is held back, and so is an incomplete character.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Settings(SamplingSettings, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """What follows a prompt. `text` ends before EOS or the stop string; `tokens` have the token that ended it too."""
+    """What follows a prompt. `text` ends before EOS or the stop string; `tokens` include the token that ended it."""
 
     prompt: str | tuple[int, ...]  # as it was given
     text: str
@@ -86,13 +86,13 @@ class Generated:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One token of a sequence. `text` is what is new and can't change any more; it may be empty."""
+    """One token of a sequence. `text` is new text that later tokens can't change; it may be empty."""
 
     sequence: int  # prompt · num_samples + sample
     text: str
     token: int
     logprob: float
-    finish: Finish | None = None  # of its last token
+    finish: Finish | None = None  # None before the last token
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +108,13 @@ class Request:
 
 
 class StopAt:
-    """Text up to the first stop string. That is the one which is complete first, however the text is cut into pieces."""
+    """Text up to the stop string that is complete first, however the text is split into pieces."""
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop, self._held, self.found = stop, "", False
 
     def add(self, text: str) -> str:
-        """The text that is surely before a stop string."""
+        """Returns the text that can't be part of a stop string."""
         if self.found or not self._stop:
             return "" if self.found else text
         held = self._held + text
@@ -150,12 +150,12 @@ class _Open:
 
     @property
     def slides(self) -> bool:
-        """Whether it is to be read again: its cache is full, and all of its tokens are known."""
+        """Whether its window must slide now: its cache is full, and the host has read all tokens that were drawn."""
         known = self.asked == len(self.tokens) < self.request.max_tokens
         return known and self.cached == self._capacity
 
     def prompt(self) -> Prompt:
-        """What to read into its slot, at its beginning or when its window slides."""
+        """What to prefill when the sequence begins or its window slides."""
         drawn, all_tokens = len(self.tokens), [*self.request.tokens, *self.tokens]
         window = all_tokens[-(_kept(self._capacity) if drawn else self._capacity) :]
         self.asked, self.cached = self.asked + 1, len(window)
@@ -186,11 +186,11 @@ class _Open:
 def write(
     decoder: Decoder, requests: Iterable[Request], tokenizer: Tokenizer | None, *, stream: bool = True
 ) -> Iterator[Piece]:
-    """The tokens of all requests as they come. Without `stream` a sequence's text comes whole, with its last token; without a
-    tokenizer there is no text."""
+    """Yields the tokens of all requests as they are drawn. Without `stream` the last token of a sequence has its whole text.
+    Without a tokenizer there is no text."""
     waiting, slots = iter(requests), dict[int, _Open]()
     active = set[int]()  # slots that a step draws tokens for
-    pending: dict[int, deque[_Open]] = {slot: deque() for slot in range(decoder.batch_size)}  # whose tokens are to come
+    pending: dict[int, deque[_Open]] = {slot: deque() for slot in range(decoder.batch_size)}  # of each result to come
     ahead = _AHEAD.get(decoder.spec.device.type, 1)
     try:
         while True:
@@ -241,7 +241,7 @@ def draw(
     lora: LoraConfig | None = None,
     **sampling: Unpack[SamplingSettings],
 ) -> Iterator[int]:
-    """The tokens that follow a prompt, as they come, until one of `eos`, which is left out. lora: of the adapters in params"""
+    """Yields the tokens that follow a prompt, as they are drawn, without EOS. lora: configuration of the adapters in params."""
     _check_count("max_tokens", max_tokens)
     request = Request(prompt, max_tokens, Sampling(**sampling), eos=eos)
     capacity = min(config.block_size, len(prompt) + max_tokens - 1)
@@ -252,8 +252,8 @@ def draw(
 
 
 class Generation:
-    """Prompts that a model continues. Arguments are checked here; memory is allocated with the first piece. `warning` says what
-    happens to sequences that do not fit into block_size."""
+    """Prompts that a model continues. The constructor checks its arguments; memory is allocated when the first piece is drawn.
+    `warning` says what happens to sequences that do not fit into block_size."""
 
     def __init__(
         self,
@@ -293,7 +293,7 @@ class Generation:
         self.warning = sliding(model.config, longest, max_tokens) if self.prompts else None
 
     def pieces(self, *, stream: bool = True) -> Iterator[Piece]:
-        """The tokens of all sequences as they come."""
+        """Yields the tokens of all sequences as they are drawn."""
         if not self.prompts:
             return
         model, settings = self.model, self.sampling
@@ -314,7 +314,7 @@ class Generation:
         yield from write(decoder, requests, model.tokenizer, stream=stream)
 
     def results(self, *, logprobs: bool = False) -> Iterator[Generated]:
-        """The sequences in the order of the prompts, each once it and those before it are complete."""
+        """The sequences in the order of the prompts, each as soon as it and those before it are complete."""
         parts: dict[int, list[Piece]] = {}
         done = 0
         for piece in self.pieces(stream=False):
@@ -338,8 +338,8 @@ class Generation:
 def place(
     model: TrainedModel, device: torch.device | str | None, dtype: torch.dtype | str | None
 ) -> tuple[torch.device, torch.dtype]:
-    """Where and in which dtype a model generates. None: where its weights are; bfloat16 on CUDA, on a CPU their own dtype.
-    Weights in float64 keep it."""
+    """Device and dtype of generation. None: the device of the weights; bfloat16 for float32 weights on CUDA, otherwise the
+    dtype of the weights."""
     own = model.params["wte.weight"]
     check_device(str(own.device if device is None else device))
     at = torch.device(own.device if device is None else device)
@@ -374,7 +374,7 @@ def _check_count(name: str, value: int) -> None:
 def encode_prompts(
     model: TrainedModel, prompts: Prompts, name: str = "prompts"
 ) -> tuple[list[str | tuple[int, ...]], list[list[int]]]:
-    """The prompts as a list, and the tokens of each. `name`: of the caller's argument."""
+    """The prompts as a list, and the tokens of each. `name` is the name of the caller's argument, for error texts."""
     listed = _listed(prompts)
     names = [name.removesuffix("s")] if len(listed) == 1 else [f"{name}[{i}]" for i in range(len(listed))]
     return listed, [_encoded(model, prompt, own) for prompt, own in zip(listed, names, strict=True)]

@@ -1,6 +1,6 @@
 """Attention over a cache of keys and values, for generation: B sequences, each with room for `capacity` tokens.
 
-    k_cache, v_cache (B, Hkv, capacity, D)       q, o (B, Hq·D)   k, v (B, Hkv·D)   positions (B,)   slots (N,), both int64
+    k_cache, v_cache (B, Hkv, capacity, D)       q, o (B, Hq·D)   k, v (B, Hkv·D)   positions (B,), slots (N,) int64
 
     prefill    cache_write_fwd        for each row n, s = slots[n]:  k_cache[s // capacity, :, s % capacity] = k[n], v likewise
     one token  cache_attention_fwd    for each sequence b, p = positions[b], the number of tokens in its cache:
@@ -10,14 +10,14 @@
 The equations are those of attention/mask.py with Tq = 1 and Tk = p + 1: window, softcap, ALiBi slopes, sinks and scale are
 taken from the mask. The mask must be causal, without dropout, bias and packed sequences.
 
-A position outside 0 … capacity − 1 writes nothing and gives o[b] = 0, so position −1 marks an empty place of the batch. A slot
+A position outside 0 … capacity − 1 writes nothing and gives o[b] = 0, so −1 marks a row of the batch without a sequence. A slot
 outside 0 … B · capacity − 1 writes nothing either. Columns after positions[b] are not used, so a cache needs no initial value.
 
-The bits of a row depend on its own sequence alone, not on the batch or on the number of threads. Rows of kernel `native` have
-the bits of the same rows of the training forward, dense or packed, by attention's kernel `native`.
+The bits of a row depend on its own sequence alone, not on the batch or on the number of threads. A row by kernel `native` has
+the same bits as in the training forward, dense or packed, by attention's kernel `native`.
 
 `CACHE_ATTENTION` is the table of kernels. Each module offers `workspace`, `write` on k and v (N, Hkv, D), and `prepare`, which
-returns the run of a call on q and o (B, Hq, D), k and v (B, Hkv, D).
+returns a function that runs a call on q and o (B, Hq, D), k and v (B, Hkv, D).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from ..overlap import check_apart
 from ..scratch import Form, Shapes, TensorLike, views
 from ..table import Kernel, Table, Where, takes_all
 
-LONGEST = 2**31 - 1  # tokens of a cache
+LONGEST = 2**31 - 1  # largest capacity
 
 
 class Problem(NamedTuple):
@@ -113,7 +113,7 @@ def cache_write_fwd(
     CACHE_ATTENTION.run("write", problem, keys, values, slots, k_cache=k_cache, v_cache=v_cache, **where)
 
 
-# Signatures and addresses of calls that passed all checks → the run of `native`, which holds no tensor; None: another kernel.
+# Signature and addresses of a call that passed all checks → the prepared call of `native`, or None for another kernel.
 _known: dict[tuple[object, ...], Callable[[], None] | None] = {}
 
 
@@ -122,7 +122,7 @@ def cache_attention_fwd(
     q: Tensor, k: Tensor | None, v: Tensor | None, positions: Tensor, mask: Mask, n_head: int, n_kv_head: int, *,
     o: Tensor, k_cache: Tensor, v_cache: Tensor, **where: Unpack[Where],
 ) -> None:  # fmt: skip
-    """Writes the new token of each sequence to the cache, and o. With k = v = None, q is the fused qkv (B, (Hq + 2·Hkv)·D)."""
+    """Appends each sequence's new k and v to the cache, and writes o. k = v = None: q is the fused qkv (B, (Hq + 2·Hkv)·D)."""
     scratch, kernel = where.get("scratch"), where.get("kernel")
     tensors = (q, k, v, positions, o, k_cache, v_cache, scratch.get("native.native") if scratch else None)
     key = signature((n_head, n_kv_head, kernel, torch.get_num_threads()), tensors, mask)
@@ -149,11 +149,11 @@ def cache_attention_fwd(
 
 
 def check_mask(mask: Mask) -> None:
-    """Raises for options that a decoded row can't have."""
+    """Raises for options that attention over a cache does not support."""
     why = "because a new token attends to the tokens before it"
     require(mask.causal is True, "causal", mask.causal, f"True, {why}")
     require(not mask.dropout_p, "dropout_p", mask.dropout_p, "0, because generation has no dropout")
-    require(mask.bias is None, "bias", mask.bias, "None, because a bias has one size for all sequences", show=_shape)
+    require(mask.bias is None, "bias", mask.bias, "None, because the lengths of sequences differ", show=_shape)
     for name, x in (("cu_seqlens_q", mask.cu_seqlens_q), ("cu_seqlens_k", mask.cu_seqlens_k)):
         require(x is None, name, x, "None, because each sequence has its own place in the cache", show=_shape)
 
@@ -193,7 +193,7 @@ def _check_caches(k_cache: Tensor, v_cache: Tensor) -> None:
 
 
 def _rows(name: str, x: Tensor, n: int, heads: int, cache: Tensor) -> Tensor:
-    """x, a tensor (n, heads·D) with the cache's dtype whose rows are contiguous."""
+    """Checks that x is (n, heads·D) in the cache's dtype, with contiguous columns, and returns x."""
     check_tensor(name, x, (n, heads * cache.shape[3]), cache.dtype, cache.device)
     check_columns(name, x)
     return x

@@ -1,6 +1,6 @@
-"""Attention over a cache in C++: the forward of attention/cpu.py, which reads each sequence's length and appends its new row.
+"""Attention over a cache in C++: the forward of attention/cpu.py, with lengths from `positions`. It also appends the new rows.
 
-The loops, their order and so the bits are those of the training forward (cpu/csrc/attention/forward.h and amx_forward.h). A
+The loops run in the order of the training forward (cpu/csrc/attention/forward.h and amx_forward.h), so the bits are the same. A
 thread computes the query heads of one kv head of one sequence.
 """
 
@@ -34,7 +34,7 @@ def _workspace(shape: tuple[int, ...], n_head: int, dtype: torch.dtype, _threads
     b, _, _, d = shape
     q, k = (Form(size, dtype, torch.device("cpu")) for size in ((b, n_head, 1, d), shape))
     acc = accumulation_dtype(dtype)
-    decoding = pack_call(**size_fields(q, k, _CAUSAL), positions=1)  # not read: any address
+    decoding = pack_call(**size_fields(q, k, _CAUSAL), positions=1)  # positions is not read: any address but 0
     needed_bytes = native().tilegrad_native_scratch(decoding, _FORWARD)
     return {"native": (((needed_bytes + 64) // acc.itemsize,), acc)}  # 64: room to align to a cache line
 
@@ -43,7 +43,7 @@ def prepare(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, mask: Mask, *,
     o: Tensor, k_cache: Tensor, v_cache: Tensor, scratch: Scratch,
 ) -> Callable[[], None]:  # fmt: skip
-    """The run holds addresses, not tensors."""
+    """The returned function holds addresses, not tensors."""
     memory = scratch["native"]
     place, nbytes = from_cache_line(memory, memory.nbytes)
     call = pack_call(

@@ -5,9 +5,9 @@
       row_sum = alpha · row_sum + Σ p                    acc = alpha · acc + p v
     o = acc / row_sum
 
-On a CPU sequences are computed one by one, over the columns that they have. On a GPU the host does not wait for positions: as
-many sequences as fit in BLOCK are computed together, over the whole capacity. Columns without a token have p = 0, and v counts
-as 0 there. All numbers are in the accumulation dtype (float32; float64 for float64).
+On a CPU sequences are computed one by one, each over its own columns. On a GPU the host does not read positions, so as many
+sequences as fit in BLOCK are computed together, over the whole capacity. In columns without a token, p = 0 and v counts as 0.
+All numbers are in the accumulation dtype (float32; float64 for float64).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from ..scratch import Scratch, Shapes, TensorLike, accumulation_dtype, blocks
 
 TILE = 256  # columns
 ROWS = 1024  # rows that `write` copies at once
-BLOCK = 1 << 24  # most elements of a tile of k, not on a CPU
+BLOCK = 1 << 24  # most elements of a tile of k on a GPU
 
 
 def _sequences(cache: TensorLike) -> int:
-    """How many are computed together."""
+    """Number of sequences that are computed together."""
     b, hkv, capacity, d = cache.shape
     if cache.device.type == "cpu":
         return min(1, b)
@@ -66,8 +66,8 @@ def _inside(x: Tensor, end: int, scratch: Scratch) -> Tensor:
 
 
 def write(k: Tensor, v: Tensor, slots: Tensor, *, k_cache: Tensor, v_cache: Tensor, scratch: Scratch) -> None:
-    """A row whose slot is outside of the cache is replaced by another row of its block, whose slot is inside, so that it writes
-    the same numbers again. If there is none, the old numbers of a slot are written again."""
+    """A row whose slot is outside the cache repeats the last row of its block whose slot is inside: it writes the same numbers
+    again. If all slots of a block are outside, the old numbers of one slot are written back."""
     b, hkv, capacity, d = k_cache.shape
     for i in blocks(len(k), ROWS):
         n = i.stop - i.start
@@ -111,7 +111,7 @@ def _attend(
 
 
 def _append(new: Tensor, positions: Tensor, cache: Tensor, scratch: Scratch) -> None:
-    """cache[b, :, positions[b]] = new[b]; where the position is not in the cache, an old row is written again."""
+    """cache[b, :, positions[b]] = new[b]. If the position is outside the cache, the row nearest to it is written back."""
     b, hkv, capacity, d = cache.shape
     inside, row = _inside(positions, capacity, scratch), _part(scratch, "new", b, hkv, 1, d)
     place = torch.clamp(positions, 0, capacity - 1, out=_part(scratch, "place", b))
@@ -122,7 +122,7 @@ def _append(new: Tensor, positions: Tensor, cache: Tensor, scratch: Scratch) -> 
 
 
 def _columns(positions: Tensor, mask: Mask, capacity: int) -> Iterator[slice]:
-    """Tiles of columns that a row of the block may attend to. Only a CPU reads the position, of its one sequence."""
+    """Tiles of columns that a row of the block may attend to. On a CPU the position of its one sequence limits them."""
     start, stop, left = 0, capacity, mask.band[0]
     if positions.device.type == "cpu":
         position = int(positions)
@@ -135,7 +135,7 @@ def _columns(positions: Tensor, mask: Mask, capacity: int) -> Iterator[slice]:
 def _rows(
     q: Tensor, positions: Tensor, mask: Mask, i: slice, o: Tensor, k_cache: Tensor, v_cache: Tensor, scratch: Scratch
 ) -> None:
-    """o (B, Hkv, G, D) of the sequences i."""
+    """Writes o (B, Hkv, G, D) of the sequences i."""
     b, hkv, group, d = q.shape
     capacity, left = k_cache.shape[2], mask.band[0]
     heads = b * hkv

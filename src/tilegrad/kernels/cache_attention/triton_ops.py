@@ -2,13 +2,13 @@
 
     _attend_kernel   for each tile of the split:   s = scores   new_max = max(row_max, max s)   p = exp(s − new_max)
                                                    row_sum = alpha · row_sum + Σ p              acc = alpha · acc + p v
-                     then the new column, in the program whose split it is in, which also writes it to the cache
+                     then the new column: the program whose split contains it also writes it to the cache
     _merge_kernel    top = max(row_max of the splits, sink)   w = exp(row_max − top)
                      o = Σ w · acc / (Σ w · row_sum + exp(sink − top))
 
-Splits depend on the capacity, the dtype and the head dimension, so a row has the same bits in any batch. A program reads its
-position on the device, so the launches can be captured. The cache is read once, up to the position. Sums are float32; float32
-inputs have float64 sums where float64 is fast (attention/triton/fit.py). p is rounded to v's dtype, except for the new column.
+Splits depend only on the capacity, the dtype and the head dimension, so a row has the same bits in any batch. A program reads
+its position on the device, so the launches can be captured. The cache is read once, up to the position. Sums are float32, but
+float64 for float32 inputs where it is fast (attention/triton/fit.py). p is rounded to v's dtype, except for the new column.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -32,7 +32,7 @@ from ..gpu import ceil_div, launch, padded
 from ..scratch import Scratch, Shapes, TensorLike
 
 MOST_SPLITS = 32
-LEAST_ROWS = 16  # of a tile of queries: the least that tl.dot takes
+LEAST_ROWS = 16  # fewest rows of a tile of queries that tl.dot takes
 COPIED, WARPS = 1024, 4  # COPIED: most elements of a row that a program of `write` copies
 
 
@@ -187,7 +187,7 @@ def _columns(dtype: torch.dtype, head_dim: int) -> int:
 
 
 def _share(cache: TensorLike) -> int:
-    """Columns of a split: whole tiles."""
+    """Columns of a split, a multiple of those of a tile."""
     _, _, capacity, d = cache.shape
     tile = _columns(cache.dtype, d)
     return tile * ceil_div(capacity, tile * MOST_SPLITS)

@@ -2,16 +2,16 @@
 
     x (N, Cin)   w (Cout, Cin)   b (Cout,)   y (N, Cout)
     dx = dy w    dw += dyᵀ x     db += Σ_n dy              accumulate=False: dw = dyᵀ x, db = Σ_n dy
-    scale=s: y = s x wᵀ, dx = s dy w, for outputs without b that are overwritten
+    scale=s: y = s x wᵀ, dx = s dy w                       only without b, and with accumulate=False
 
 `linear_bwd` is the whole backward. `linear_bwd_input` computes only dx, and may add to it. `linear_bwd_weight` computes only dw
-and db. A program may run other ops between the two. Rows may be strided, columns must be contiguous. For bfloat16, dw and db
-are float32; on a CPU w and b may be too. On CUDA y may be float32 (the logits of a loss). db is computed by `column_sum`,
-which has its own table.
+and db. A program may run other ops between these two. Rows may be strided, columns must be contiguous. For bfloat16, dw and db
+are float32; on a CPU w and b may be float32 too. On CUDA y may be float32 (the logits of a loss). db is computed by
+`column_sum`, which has its own table.
 
-invariant=True: the bits of a row of y depend on that row of x, on w and on b alone, not on the other rows, their number or the
-number of threads. A BLAS chooses another order of additions for another number of rows, so only kernels with a fixed order
-take such a problem.
+invariant=True: the bits of a row of y depend only on that row of x, on w and on b, not on the other rows, their number or the
+number of threads. The order in which a BLAS adds depends on the number of rows, so only kernels with a fixed order take such a
+problem.
 
 `LINEAR` is the table of kernels: each module offers `workspace` and `fwd` and, if it takes a problem with backward=True,
 `bwd_input` and `bwd_weight`.
@@ -37,12 +37,12 @@ from ..table import Problem as SumProblem
 
 NO_BIAS, BIAS = {"bias": False}, {"bias": True}  # options of a `workspace`
 FEW_ROWS = 12  # up to this many rows fixed_order is faster than the other kernels, whose BLAS copies w
-FEW_ROWS_ELEMENTS = 1 << 16  # of w; a smaller one is in the caches
+FEW_ROWS_ELEMENTS = 1 << 16  # fewest elements of w for that: a smaller w is in the caches
 
 
 class Problem(NamedTuple):
     """A product as the table sees it: shapes, dtypes, and the device of x. invariant: the bits of a row of y must depend on
-    that row of x alone. backward: dx or dw."""
+    no other row of x. backward: the product is dx or dw."""
 
     x: TensorLike
     w: TensorLike
@@ -100,16 +100,16 @@ def _fixed_order_refuses(problem: Problem) -> str | None:
     if backward:
         return "has the forward only"
     if not invariant and not _few_rows(x, w):
-        return f"is for invariant problems, and for {FEW_ROWS} rows or fewer with a w of x's dtype that is no small one"
+        return f"is for invariant problems, and for up to {FEW_ROWS} rows with a large w of x's dtype"
     if any(isinstance(each, Tensor) and each.stride(-1) != 1 and each.shape[-1] > 1 for each in (x, w)):
-        return "takes rows with contiguous columns"
+        return "takes x and w with contiguous columns"
     return rows.refusal(x)
 
 
 def _triton_refuses(problem: Problem) -> str | None:
     x, w, invariant, backward = problem
     if backward or not invariant:
-        return "is for invariant problems, which are forwards"
+        return "is for invariant problems only, which have no backward"
     if w.dtype != x.dtype:
         return f"takes a w of x's dtype, {x.dtype}, not {w.dtype}"
     return gpu.refusal(x)
@@ -117,7 +117,7 @@ def _triton_refuses(problem: Problem) -> str | None:
 
 def _torch_fixed_order_refuses(problem: Problem) -> str | None:
     if problem.backward or not problem.invariant:
-        return "is for invariant problems, which are forwards"
+        return "is for invariant problems only, which have no backward"
     if problem.x.device.type != "cpu":
         return f"runs on the CPU, not on {problem.x.device.type}"
     return None
@@ -267,7 +267,7 @@ def per_head_linear_bwd_weight(
 
 def _check_scale(scale: float, *, alone: bool) -> None:
     if scale != 1.0 and not alone:
-        raise ValueError(f"scale: got {scale!r} with b, accumulate or a float32 output; accepted: 1.0 there")
+        raise ValueError(f"scale: got {scale!r} with b, accumulate or a float32 output; accepted: 1.0 with these")
 
 
 def _heads(w: Tensor) -> Iterator[tuple[int, slice]]:

@@ -1,8 +1,8 @@
 """Products with a fixed order of additions in C++: cpu/csrc/gemm/fixed_order.cpp. float32 and bfloat16, on a CPU.
 
-The bits of a row of y depend on that row of x, on w and on b alone, because one register has the partial sums of each number.
-Up to STREAMED rows x and w are read where they are, so w is read once from memory. More rows are multiplied in panels, which
-are in scratch. If x is bfloat16, a float32 w or b is rounded to bfloat16 in registers, to the bits of one rounded before.
+The bits of a row of y depend only on that row of x, on w and on b, because each element of y has its own register of partial
+sums. For up to STREAMED rows, x and w are read in place, and w is read from memory once. More rows are multiplied in panels in
+scratch. If x is bfloat16, a float32 w or b is rounded to bfloat16 in registers, as if it had been rounded before the call.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..cpu.rows import DTYPES, address, rows
 from ..scratch import Scratch, Shapes, TensorLike
 
 STREAMED = 12  # most rows that are multiplied without panels
-LEAST = 1 << 15  # multiplications of a thread
+LEAST = 1 << 15  # multiplications for which one more thread is used
 
 
 def workspace(x: TensorLike, w: TensorLike, invariant: bool = False, backward: bool = False, *, bias: bool) -> Shapes:

@@ -1,8 +1,8 @@
-"""Products with a fixed order of additions by torch's elementwise ops: every dtype, on a CPU. It is for machines without a
-compiler and for float64: it writes and reads N · Cin · Cout products, and takes about a hundred times as long as a BLAS.
+"""Products with a fixed order of additions by torch's elementwise ops: every dtype, on a CPU. This kernel is for float64 and
+for machines without a compiler. It writes and reads N · Cin · Cout products, and takes about a hundred times as long as a BLAS.
 
-The products of a row are added by halves: element i and element i + h, where h is half the padded number of columns, then
-half of that, and so on. An elementwise product or sum is rounded once, so the bits do not depend on the number of rows, on
+The products of a row are added by halves: element i + h to element i, where h is half the padded number of columns, then a
+quarter of it, and so on. An elementwise product or sum is rounded once, so the bits do not depend on the number of rows, on
 the threads or on the machine. If x is bfloat16, a float32 w or b is rounded to bfloat16.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..scratch import Scratch, Shapes, TensorLike, accumulation_dtype, blocks
 
-TILE = 1 << 16  # products at once
+TILE = 1 << 16  # products that are computed at once
 
 
 def _padded(k: int) -> int:
@@ -54,7 +54,7 @@ def fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scale: float, scra
 
 
 def _rounded(x: Tensor, name: str, scratch: Scratch) -> Tensor:
-    """x rounded to bfloat16 if the product's x is, in the accumulation dtype."""
+    """w or b in the accumulation dtype, rounded to bfloat16 first if the x of the product is bfloat16."""
     if "x32" not in scratch:
         return x
     short, wide = scratch[f"{name}16"][: x.shape[0]], scratch[f"{name}32"][: x.shape[0]]

@@ -1,15 +1,15 @@
-"""y = x wᵀ + b in Triton, for few rows and for rows whose bits depend on no other row.       x (N, K)   w (M, K)   y (N, M)
+"""y = x wᵀ + b in Triton, with bits of a row that depend on no other row.       x (N, K)   w (M, K)   y (N, M)
 
     s_i = Σ x w over the columns i·SPLIT … (i + 1)·SPLIT of K           y = ((s_0 + s_1) + s_2) + … + b
 
-Each s_i is a product of tensor cores in steps of BLOCK_K. Its order, and the order in which the s_i are added, depend on K
-alone. So a row has the same bits for any N:
+Each s_i is computed by tl.dot in steps of BLOCK_K. The order of additions in s_i, and the order in which the s_i are added,
+depend only on K. So a row has the same bits for any N:
 
-    N ≤ FEW    a program computes one s_i of a tile of yᵀ. There are enough programs to stream w at the speed of memory, and
+    N ≤ FEW    a program computes one s_i of a tile of yᵀ, so there are enough programs to read w at the bandwidth of memory.
                `_add_splits_kernel` adds the s_i
     N > FEW    a program computes all s_i of its tile one after another, and adds them
 
-A tile of yᵀ has the rows of w as its rows, because a tensor core multiplies 64 rows at a time but any 8 columns.
+The tiles are of yᵀ, whose rows are the rows of w, because an MMA takes 64 rows but any multiple of 8 columns.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -31,7 +31,7 @@ BLOCK_M = {
     torch.float32: 64,
 }  # rows of w in a tile, for more than FEW rows of x
 BLOCK_M_FEW = 64
-BLOCK = 1024  # elements of y of a program of `_add_splits_kernel`
+BLOCK = 1024  # elements of y that a program of `_add_splits_kernel` computes
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def _product_kernel(
     x, w, b, y, parts, x_n, w_m, y_n, n, m, k,
     SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """parts (splits, N, M) float32: writes one s_i. None: writes y."""
+    """Writes one s_i to parts (splits, N, M) float32 or, if parts is None, y."""
     outputs = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     rows = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = (outputs < m)[:, None] & (rows < n)[None, :]
@@ -83,7 +83,7 @@ def _add_splits_kernel(parts, b, y, y_n, n, m, splits, BLOCK: tl.constexpr):
 
 
 def workspace(x: TensorLike, w: TensorLike, invariant: bool = False, backward: bool = False, *, bias: bool) -> Shapes:
-    """For up to FEW rows, which a program that was planned for more may have too."""
+    """Never empty, because a program that is planned for more than FEW rows may also run with fewer."""
     (n, k), m = x.shape, w.shape[-2]
     return {"parts": ((ceil_div(k, SPLIT), min(n, FEW), m), torch.float32)}
 

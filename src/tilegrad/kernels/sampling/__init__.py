@@ -2,25 +2,25 @@
 
     settings = temperature T, top_k (0 = all), top_p (1 = all), min_p (0 = all), repetition_penalty (1 = none)
 
-    y   = l · penalty if l < 0, else l / penalty        where seen, else l; a finite l stays finite
+    y   = l · penalty if l < 0, else l / penalty        for tokens in seen, else y = l; finite stays finite
     z   = (y − max y) / T        e = exp(z)             after the temperature
     kept by top_k     fewer than top_k tokens have a larger y
-    kept by top_p     the tokens with a larger e have less than top_p of Σ e, over what top_k kept
+    kept by top_p     the tokens with a larger e sum to less than top_p · Σ e, both over the tokens that top_k kept
     kept by min_p     e ≥ min_p                         max e = 1
-    token   = argmax over the kept of z + g,   g = −log(−log(1 − v)),   v = min((word + ½) / 2³², 1 − 2⁻²⁴)
+    token   = argmax of z + g over the kept,   g = −log(−log(1 − v)),   v = min((word + ½) / 2³², 1 − 2⁻²⁴)
     word    = first word of Philox4×32-10(counter = (index in V, drawn, sequence mod 2³², sequence div 2³²), key = seed)
     T = 0:    token = argmax y, the first of equal ones
-    logprob = l[token] − max l − log Σ exp(l − max l)   of the logits as they are
+    logprob = l[token] − max l − log Σ exp(l − max l)   from the unchanged logits
 
 The order is that of transformers: penalty, temperature, top_k, top_p, min_p. Tokens of equal y (top_k) or of equal e (top_p)
-are kept or removed together, and the largest is always kept. transformers does the same for top_k; for top_p it removes some
-of several equal ones, in the order of its sort. A row that has NaN or +inf, or −inf only, gets the token −1 and logprob 0.
+are kept or removed together, and the largest is always kept. transformers does the same for top_k, but for top_p its sort
+decides which of several equal tokens are kept. A row with a NaN or a +inf, or with only −inf, gets token −1 and logprob 0.
 
 A row's result depends on that row alone, and all kernels give the same bits. exp and log are computed from correctly rounded
-additions, products and quotients (elementary.py), without fused multiply-adds. Sums of e are sums of integers, so their order
-does not matter: e counts as floor(e · 2ˢ + ½), s = 62 − ⌈log2 V⌉, which limits logprobs in float64 to about 10⁻¹². `SAMPLING`
-is the table of kernels: each module offers `workspace`, `fwd` and `logprobs`. torch's sorts the vocabulary; the others find the
-smallest kept y and e digit by digit of their bits.
+additions, products and quotients (elementary.py), without fused multiply-adds. Instead of e, its mass is summed: the integer
+floor(e · 2ˢ + ½), s = 62 − ⌈log2 V⌉. So the order of a sum does not matter, and float64 logprobs are accurate to about 10⁻¹².
+`SAMPLING` is the table of kernels: each module offers `workspace`, `fwd` and `logprobs`. Kernel `torch` sorts the vocabulary.
+The others find the smallest kept y and e by a radix search over their bits.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ..scratch import Shapes, TensorLike
 from ..table import Kernel, Problem, Table, Where, takes_all
 
 SETTINGS = 5  # temperature, top_k, top_p, min_p, repetition_penalty
-MOST_TOKENS = 1 << 24  # of a vocabulary: top_k is a float32
+MOST_TOKENS = 1 << 24  # largest vocabulary; top_k is a float32, which is exact up to here
 _DRAW, _LOGPROBS = {"draw": True}, {"draw": False}  # options of a `workspace`
 
 SAMPLING = Table(
@@ -78,9 +78,9 @@ def sample_fwd(
     logits: Tensor, settings: Tensor, seeds: Tensor, sequences: Tensor, drawn: Tensor, *,
     tokens: Tensor, logprobs: Tensor, seen: Tensor | None = None, **where: Unpack[Where],
 ) -> None:  # fmt: skip
-    """tokens (B,) int64 and their logprobs (B,); sets seen[b, token] to 1. seeds, sequences, drawn (B,) int64; drawn: how many
-    tokens this sequence has drawn before; −1: it draws none, and its token and logprob stay as they are. Without `seen` there
-    is no penalty."""
+    """Draws tokens (B,) int64 with their logprobs (B,), and sets seen[b, token] to 1. seeds, sequences, drawn are (B,) int64.
+    drawn is the number of tokens that a sequence has drawn before. A row with drawn = −1 draws none, and its token and logprob
+    stay as they are. Without `seen` there is no repetition penalty."""
     _check_logits(logits, logprobs)
     (b, v), device = logits.shape, logits.device
     check_given(
@@ -106,8 +106,8 @@ def sample_fwd(
 
 @op()
 def logprobs_fwd(logits: Tensor, targets: Tensor, *, logprobs: Tensor, **where: Unpack[Where]) -> None:
-    """logprobs (N,) = log softmax(logits)[target], 0 where the target is −1, NaN in a row that has NaN, +inf, or −inf only. The
-    bits are those of `sample_fwd`.       logits (N, V)   targets (N,) int64"""
+    """logprobs (N,) = log softmax(logits)[target]; 0 where the target is −1; NaN in a row with a NaN or a +inf, or with only
+    −inf. `sample_fwd` gives the same bits.       logits (N, V)   targets (N,) int64"""
     _check_logits(logits, logprobs)
     n, v = logits.shape
     check_tensor("targets", targets, (n,), torch.int64, logits.device)
@@ -116,7 +116,7 @@ def logprobs_fwd(logits: Tensor, targets: Tensor, *, logprobs: Tensor, **where: 
     if logits.device.type == "cpu" and n:
         low, high = (int(end) for end in targets.aminmax())
         if low < -1 or high >= v:
-            raise ValueError(f"targets: got {low if low < -1 else high}; accepted: 0 … {v - 1}, or −1 for 0")
+            raise ValueError(f"targets: got {low if low < -1 else high}; accepted: 0 … {v - 1}, or −1 for no target")
     SAMPLING.run("logprobs", Problem(logits), logits, targets, options=_LOGPROBS, logprobs=logprobs, **where)
 
 
@@ -132,11 +132,11 @@ def _check_logits(logits: Tensor, logprobs: Tensor) -> None:
 
 def _check_contiguous(name: str, x: Tensor) -> None:
     if not x.is_contiguous():
-        raise ValueError(f"{name}: got strides {x.stride()}; accepted: contiguous ones (call .contiguous())")
+        raise ValueError(f"{name}: got strides {x.stride()}; accepted: contiguous strides (call .contiguous())")
 
 
 def _check_values(settings: Tensor, drawn: Tensor, *, penalties: bool) -> None:
-    """On a CPU; on a device reading them would synchronize."""
+    """Called on a CPU only: on a GPU, reading the values would synchronize."""
     largest = torch.finfo(torch.float32).max
     for row, (temperature, top_k, top_p, min_p, penalty) in enumerate(settings.tolist()):
         if not 0 <= temperature <= largest:

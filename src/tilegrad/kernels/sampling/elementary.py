@@ -5,8 +5,8 @@
     log(x), x > 0:   x = 2ᵏ m, √½ ≤ m < √2    s = (m − 1) / (m + 1)    q = s²
                      log(x) = ((2 s · (q (1/3 + q (1/5 + …))) + k · LN2_LOW) + 2 s) + k · LN2_HIGH
 
-x must be a normal number in log. k · LN2_HIGH and n · LN2_HIGH are exact. torch's own exp and log differ in the last bit
-between a vector and the last columns of a row, and between devices. triton_ops.py and cpu/csrc/rows/sampling.cpp have the same
+x must be a normal number in log. k · LN2_HIGH and n · LN2_HIGH are exact. The last bit of torch's own exp and log depends on
+the device, and on whether vector instructions compute the column. triton_ops.py and cpu/csrc/rows/sampling.cpp have the same
 functions.
 """
 
@@ -22,7 +22,7 @@ LOG2E = math.log2(math.e)
 
 
 class Constants(NamedTuple):
-    """exp_terms and log_terms: 1/i! and 1/(2 i + 1), the last first. root: the bits of √½."""
+    """exp_terms and log_terms: 1/i! and 1/(2 i + 1), the highest i first. root: the bits of √½. exp(x) is 0 below `least`."""
 
     integer: torch.dtype
     mantissa: int
@@ -49,7 +49,7 @@ CONSTANTS = {
 
 
 def mass_bits(v: int) -> int:
-    """s of floor(e · 2ˢ + ½): a sum over v tokens is below 2⁶³."""
+    """s of a mass floor(e · 2ˢ + ½), chosen so that the masses of v tokens sum to less than 2⁶³."""
     return 62 - (v - 1).bit_length()
 
 

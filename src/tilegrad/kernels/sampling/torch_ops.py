@@ -1,7 +1,7 @@
-"""Sampling by torch ops, some rows at a time: any device. On CUDA nothing is read back, so a step can be captured.
+"""Sampling by torch ops on any device, a block of rows at a time. On CUDA the host reads nothing, so a step can be captured.
 
-Unlike the other kernels this one sorts: y for top_k, e for top_p. torch.sort allocates, on a CPU 8 · V bytes. On a CPU a sort
-that no row needs is left out. Every operation is rounded once or is one of integers, so a row's bits depend on that row alone.
+Unlike the other kernels this one sorts y for top_k and e for top_p. torch.sort allocates memory, 8 · V bytes on a CPU. On a CPU
+a sort that no row needs is skipped. Every operation is rounded once or is on integers, so a row's bits depend on no other row.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def fwd(
         tokens[i].masked_fill_(bad, -1)
         logprobs[i].masked_fill_(bad, 0.0)
         bad.logical_or_(idle)
-        if seen is not None:  # a row without a token stays as it is
+        if seen is not None:  # a row without a new token keeps its flags
             one, at = part["bits"].view(torch.uint8)[:, :1], torch.clamp(tokens[i], min=0, out=part["row_integers"][0])
             torch.gather(seen[i], 1, at[:, None], out=one)
             one.bitwise_or_(torch.logical_not(bad, out=bad)[:, None])
@@ -83,7 +83,7 @@ def _part(scratch: Scratch, i: slice) -> Scratch:
 
 
 def _logprobs(l: Tensor, targets: Tensor, part: Scratch, *, out: Tensor) -> Tensor:
-    """out (m,); returns a mask of the rows whose logits are not all finite or −inf, or are all −inf."""
+    """Writes out (m,). Returns the mask of rows with a NaN or a +inf, or with only −inf."""
     x, work, bad, masses = part["numbers"][0], part["numbers"][1:3], part["row_flags"], part["masses"]
     (top, at, _), (a, b, *rest) = part["row_tops"], part["row_numbers"]
     total, index, integers = part["row_integers"]
@@ -106,7 +106,7 @@ def _logprobs(l: Tensor, targets: Tensor, part: Scratch, *, out: Tensor) -> Tens
 def _draw(
     l: Tensor, settings: Tensor, seen: Tensor | None, noise: Tensor, part: Scratch, *, token: Tensor
 ) -> None:  # fmt: skip
-    """token (m,) = argmax of z + noise over the kept."""
+    """token (m,) = argmax of z + noise over the kept tokens."""
     y, z, e = part["numbers"][:3]
     work, flags, greedy = part["numbers"][3:], part["flags"][0], part["row_flags"]
     temperature, top_k, top_p, min_p, penalty = settings.unbind(1)
@@ -132,7 +132,7 @@ def _draw(
 
 
 def _needed(setting: Tensor, none: float) -> bool:
-    """Whether to sort: on a CPU only if a row has this setting; on a device always, because reading would synchronize."""
+    """Whether to sort: on a CPU only if a row uses the setting; on a GPU always, because reading it would synchronize."""
     return setting.device.type != "cpu" or bool((setting != none).any())
 
 
@@ -146,7 +146,7 @@ def _smallest_of_top_k(y: Tensor, top_k: Tensor, part: Scratch, *, out: Tensor) 
 
 
 def _smallest_of_top_p(e: Tensor, top_p: Tensor, part: Scratch, *, out: Tensor) -> None:
-    """out (m,) = the smallest e of which those above have less than top_p of the mass; at most 1, and 0 if top_p is 1."""
+    """out (m,) = the smallest e for which the larger ones have less than top_p of the mass; at most 1; 0 if top_p is 1."""
     (ordered, scaled), masses, before = part["numbers"][3:], part["masses"], part["philox"][0]
     (bound, factor, *_), above, flags = part["row_numbers"], part["philox"][1].view(torch.float64), part["flags"][0]
     torch.sort(e, 1, descending=True, out=(ordered, masses))
@@ -159,7 +159,7 @@ def _smallest_of_top_p(e: Tensor, top_p: Tensor, part: Scratch, *, out: Tensor) 
 
 
 def _penalise(l: Tensor, seen: Tensor, penalty: Tensor, y: Tensor, work: Tensor, flags: Tensor) -> None:
-    """y = l · penalty if l < 0, else l / penalty, where seen; l where not. A finite l stays finite."""
+    """y = l · penalty if l < 0, else l / penalty, for tokens in seen; y = l for the others. A finite l stays finite."""
     times, over = work
     largest = torch.finfo(l.dtype).max
     torch.mul(l, penalty[:, None], out=times)
@@ -182,7 +182,7 @@ def _noise(seeds: Tensor, sequences: Tensor, drawn: Tensor, part: Scratch) -> Te
     (v, u, rounded), bits, work = part["noise"], part["noise_bits"], c1.view(torch.float32).view(2, *c1.shape)
     v.copy_(c0).add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
     torch.sub(1.0, v, out=u)
-    v.sub_(torch.sub(1.0, u, out=rounded)).div_(u)  # what 1 − v lost by rounding
+    v.sub_(torch.sub(1.0, u, out=rounded)).div_(u)  # relative rounding error of u = 1 − v
     log_(u, work, bits)
     log_(v.sub_(u), work, bits)
     noise: Tensor = v.neg_()

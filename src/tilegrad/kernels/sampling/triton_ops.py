@@ -1,13 +1,13 @@
 """Sampling in Triton: one program for each row, which reads the row several times, TILE logits at a time.
 
-    pass      max l, max y, whether a logit is not finite                    y goes to scratch
+    pass      max l, max y, whether a logit is NaN or +inf; writes y to scratch
     pass      Σ exp(l − max l)
-    top_k     16 passes: two bits of the smallest kept y each
-    top_p     a pass that replaces y by e in scratch, then 15 passes: two bits of the smallest kept e each
-    pass      argmax of z + g over the kept
+    top_k     16 passes, each for two bits of the smallest kept y
+    top_p     a pass that replaces y by e in scratch, then 15 passes, each for two bits of the smallest kept e
+    pass      argmax of z + g over the kept tokens
 
-A row of GPT-2 has 200 KB and stays in the L2 cache. Two bits need three sums in a pass. Fused multiply-adds are off: the bits
-are those of the other kernels.
+A row of GPT-2's logits takes 200 KB and stays in the L2 cache. A pass computes three sums to find two bits. Fused multiply-adds
+are off, so the results have the bits of the other kernels.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -32,7 +32,7 @@ INFINITY = tl.constexpr(float("inf"))
 
 @triton.jit
 def _exp(x):
-    """exp(x), x ≤ 0: elementary.py"""
+    """exp(x) for x ≤ 0, as in elementary.py."""
     inside = tl.maximum(x, -87.0)
     n = tl.floor(inside * LOG2E + 0.5)
     r = (inside - n * 0.693359375) - n * -2.12194440e-4
@@ -50,7 +50,7 @@ def _exp(x):
 
 @triton.jit
 def _log(x):
-    """log(x), x > 0 and normal: elementary.py"""
+    """log(x) for a normal x > 0, as in elementary.py."""
     bits = x.to(tl.int32, bitcast=True)
     exponent = (bits - 0x3F3504F3) >> 23
     m = (bits - (exponent << 23)).to(tl.float32, bitcast=True)
@@ -107,8 +107,8 @@ def _ordered(y):
 
 @triton.jit
 def _smallest(row, V, bound, scale, MASSES: tl.constexpr, TILE: tl.constexpr):
-    """The smallest t of which the keys above t have a mass below `bound`: the numbers of `row` are e, each with its mass, or y,
-    each with mass 1. Digits of two bits are found, the highest first; that of y begins with the sign, which is reversed."""
+    """The smallest t such that the keys above t have a total mass below `bound`. `row` has e, each with its mass, or y, each of
+    mass 1. t is found two bits at a time, the highest first. For y the first of them is the sign, which is reversed."""
     cols = tl.arange(0, TILE)
     t = tl.full([], 0 if MASSES else -2147483648, tl.int32)
     passes: tl.constexpr = 15 if MASSES else 16
@@ -275,6 +275,6 @@ def fwd(
     b, v = logits.shape
     tensors = (logits, settings, seeds, sequences, drawn, tokens, logprobs, seen, scratch["row"])
     if seen is None:
-        tensors = (*tensors[:7], tokens, scratch["row"])  # never read
+        tensors = (*tensors[:7], tokens, scratch["row"])  # tokens in place of seen, which is not read
     numbers = (logits.stride(0), 0 if seen is None else seen.stride(0), v, 2.0 ** mass_bits(v))
     launch(_sample_kernel, (b,), *tensors, *numbers, SEEN=seen is not None, **_options(v))

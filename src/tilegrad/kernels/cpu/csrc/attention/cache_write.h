@@ -7,8 +7,8 @@
 namespace tilegrad {
 
 struct CacheWrite {
-    int64_t n, b, hkv, capacity, head_bytes;  // head_bytes: D elements
-    int64_t k_bytes, v_bytes, threads;        // k_bytes, v_bytes: from one row to the next
+    int64_t n, b, hkv, capacity, head_bytes;  // head_bytes: bytes of D elements
+    int64_t k_bytes, v_bytes, threads;        // k_bytes, v_bytes: bytes from one row to the next
     const char *k, *v;
     const int64_t* slots;
     char *k_cache, *v_cache;

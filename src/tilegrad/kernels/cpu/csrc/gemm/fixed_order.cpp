@@ -1,10 +1,10 @@
 // y = scale · x wᵀ + b for rows of float32 or bfloat16. Compiled once per instruction set.
 //
-// Each number of y has one register of partial sums. Its element l adds the products k = l, l + N, l + 2N, … in this order, and
-// a fixed tree adds the elements. Columns after the last whole register are 0. So the bits of a row of y depend on that row of x,
-// on w and on b, and on nothing else: not on the other rows, the threads or the schedule. There are two schedules:
+// Each element of y has one register of partial sums. Element l of the register adds the products k = l, l + N, l + 2N, … in this
+// order, and a fixed tree adds its elements. The last register is padded with zeros. So the bits of a row of y depend only on that
+// row of x, on w and on b, not on the other rows, the threads or the schedule. There are two schedules:
 //
-//   stream   few rows: registers are loaded from x and w where they are. w is read once, COLUMNS rows at a time, from memory
+//   stream   few rows: x and w are loaded in place, and w is read from memory once, COLUMNS rows at a time
 //   panels   many rows: blocks of x and w are converted to float32 panels in scratch, which all tiles of the block read
 //
 // If x is bfloat16, a float32 w or b is rounded to bfloat16, as if it had been rounded before the call.
@@ -19,19 +19,19 @@ namespace {
 
 constexpr int N = Lanes<float>::N;
 
-// ROWS × COLUMNS registers of partial sums, the others for x and w.
+// A register tile has ROWS × COLUMNS registers of partial sums. The remaining registers are for x and w.
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int ROWS = 6;
 #else
 constexpr int ROWS = 3;
 #endif
 constexpr int COLUMNS = 4;
-constexpr int64_t X_ROWS = 96, W_ROWS = 128;   // of a block of y: multiples of ROWS and COLUMNS
+constexpr int64_t X_ROWS = 96, W_ROWS = 128;   // rows and columns of a block of y: multiples of ROWS and COLUMNS
 constexpr int64_t DEPTH = 1024;                // columns of a panel
-constexpr int64_t STREAMED = 64;               // rows of w in a piece of the stream schedule
-constexpr int64_t AHEAD = 16 << 10;            // bytes from a load to the prefetch of the same place of a later tile
+constexpr int64_t STREAMED = 64;               // most rows of w that a thread takes at a time in the stream schedule
+constexpr int64_t AHEAD = 16 << 10;            // bytes of w between the rows that are read and the rows that are prefetched
 
-// A float32 that counts as its nearest bfloat16.
+// A float32 that is read as its nearest bfloat16.
 struct Rounded {
     float value;
     operator float() const { return BFloat16::of(value); }
@@ -61,7 +61,7 @@ typedef int32_t Index __attribute__((vector_size(16)));
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Index{__VA_ARGS__})
 #endif
 
-// Element i plus element i + 4 j of a register, for i < 4: a tree over j.
+// Element i of the result, i < 4, is the sum of the elements i + 4 j of v, added by a tree over j.
 inline Four folded(V32 v) {
     Four part[N / 4];
     memcpy(part, &v, sizeof v);
@@ -70,7 +70,7 @@ inline Four folded(V32 v) {
     return part[0];
 }
 
-// The sums of four registers, each (0 + 2) + (1 + 3) of the folded one.
+// The sums of four registers: the elements of a folded register are added as (0 + 2) + (1 + 3).
 inline Four sums(V32 v0, V32 v1, V32 v2, V32 v3) {
     const Four a = folded(v0), b = folded(v1), c = folded(v2), d = folded(v3);
     const Four ab = SHUFFLE(a, b, 0, 4, 1, 5) + SHUFFLE(a, b, 2, 6, 3, 7);
@@ -100,8 +100,8 @@ struct Product {
         return sizeof(X) == 2 ? float(BFloat16::of(b)) : b;
     }
 
-    // R rows from n on, C rows of w from m on: the rows of w after `last` are the last one again, and are not written. A later
-    // tile's rows are prefetched in the order of memory, C cache lines at each step.
+    // A tile of y: R rows from n on, C columns (rows of w) from m on. Columns after `last` read row `last` of w and are not
+    // written. Each step prefetches C cache lines of a later tile's rows of w, in the order of memory.
     template <int R, int C>
     static inline __attribute__((always_inline)) void stream_tile(const FixedOrder& call, int64_t n, int64_t m, int64_t last) {
         constexpr int LINE = 64 / int(sizeof(W)), STEP = N > LINE ? N : LINE;
@@ -165,7 +165,7 @@ struct Product {
         }
     }
 
-    // to[i][r] = register i of row r: `rows` of them, and zeros up to R
+    // to[i][r] = register i of row r if r < rows, else zeros
     template <int R, class E>
     static inline __attribute__((always_inline)) void pack(float* to, const E* from, int64_t stride, int64_t rows, int64_t k) {
         for (int r = 0; r < R; ++r) {
@@ -178,8 +178,8 @@ struct Product {
         }
     }
 
-    // The sums of a tile over `registers` of panels x and w. `partial` has its sums so far (unless `first`) and later (unless
-    // `last`, when they are written to y: `rows` × `columns` numbers from (n, m) on).
+    // Adds the products of `registers` registers of panels x and w to the sums of a tile. Unless `first`, the sums are loaded from
+    // `partial`. If `last`, rows × columns of them are written to y from (n, m) on, otherwise they are stored in `partial`.
     static __attribute__((noinline)) void panel_tile(
         const FixedOrder& call, const float* __restrict__ x, const float* __restrict__ w, int64_t registers,
         float* __restrict__ partial, bool first, bool last, int64_t n, int64_t rows, int64_t m, int64_t columns) {

@@ -1,5 +1,5 @@
-// y = scale · x wᵀ + b, with an order of additions that depends only on k, as it crosses the C ABI. cpu/abi.py repeats the
-// structure, and layout.h lists its fields.
+// A call of y = scale · x wᵀ + b through the C ABI. The order of additions depends only on k. cpu/abi.py repeats the structure,
+// and layout.h lists its fields.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace tilegrad {
 
-// x, y (n, k), (n, m) of one dtype   w (m, k)   b (m)
+// x (n, k), y (n, m) of one dtype   w (m, k)   b (m)
 struct FixedOrder {
     int64_t n, m, k, threads, isa, dtype, w_dtype, b_dtype;
     Rows x, w, y;
@@ -19,7 +19,7 @@ struct FixedOrder {
 
 // Functions of one instruction set.
 struct FixedOrderKernels {
-    void (*work)(const FixedOrder&, int64_t* next, int worker);   // next: the piece that is taken next
+    void (*work)(const FixedOrder&, int64_t* next, int worker);   // next: counter from which threads take work
     int64_t panel_bytes;
 };
 

@@ -1,4 +1,4 @@
-// Sampling: one thread for each row. Compiled once per instruction set, without fused multiply-adds: the results have the bits
+// Sampling: one thread for each row. Compiled once per instruction set, without fused multiply-adds, so the results have the bits
 // of kernels/sampling/torch_ops.py. The equations are in kernels/sampling/__init__.py and elementary.py.
 
 #include "rows/sampling.h"
@@ -10,7 +10,7 @@ namespace tilegrad {
 namespace ISA {
 namespace {
 
-constexpr int N = Lanes<float>::N, BLOCK = 64;  // numbers computed together
+constexpr int N = Lanes<float>::N, BLOCK = 64;  // BLOCK: numbers computed together
 constexpr int DIGIT = 11;                       // bits of a key that one histogram counts
 constexpr float MOST_NOISE = 23.0f;             // g is at most log(2³³) = 22.9
 constexpr float INFINITE = __builtin_inff(), LARGEST = __FLT_MAX__;
@@ -97,7 +97,7 @@ Range range_of(const float* x, int64_t v) {
     return {top, finite && top > -INFINITE};
 }
 
-// f(i, block, m): block has the m numbers from x + i on, and −inf up to BLOCK.
+// Calls f(i, block, m) for each block of x: its m numbers from x + i on, padded with −inf to BLOCK.
 template <class F>
 inline void in_blocks(const float* x, int64_t v, F f) {
     for (int64_t i = 0; i < v; i += BLOCK) {
@@ -121,8 +121,8 @@ int64_t total_mass(const float* x, int64_t v, float top, float scale) {
     return total;
 }
 
-// The smallest key t of which the keys above t have a mass below `bound`. keys: v numbers, which are overwritten.
-// mass_of(key): the mass of one number. Numbers that have the digits found so far are moved to the front.
+// The smallest key t such that the keys above t have a total mass below `bound`; mass_of(key) is the mass of one key. The v keys
+// are overwritten: those that have the digits found so far are moved to the front.
 template <class Mass>
 uint32_t smallest_key(uint32_t* keys, int64_t v, double bound, Mass mass_of) {
     int64_t above = 0;
@@ -132,7 +132,7 @@ uint32_t smallest_key(uint32_t* keys, int64_t v, double bound, Mass mass_of) {
         const uint32_t mask = (1u << width) - 1;
         int64_t masses[1 << DIGIT] = {};
         for (int64_t i = 0; i < v; ++i) masses[keys[i] >> low & mask] += mass_of(keys[i]);
-        // the smallest digit of which the numbers with a larger one have too little mass
+        // the smallest digit for which the keys with larger digits have a mass below `bound`
         uint32_t digit = mask;
         while (digit && double(above + masses[digit]) < bound) above += masses[digit--];
         int64_t kept = 0;
@@ -144,7 +144,7 @@ uint32_t smallest_key(uint32_t* keys, int64_t v, double bound, Mass mass_of) {
     return found;
 }
 
-// g of BLOCK tokens: index → noise
+// noise = g of the BLOCK tokens in `index`
 void gumbel(const uint32_t* index, float* noise, uint64_t seed, uint32_t drawn, uint64_t sequence) {
     const U32 c1 = U32{} + drawn, c2 = U32{} + uint32_t(sequence), c3 = U32{} + uint32_t(sequence >> 32);
     for (int j = 0; j < BLOCK; j += DRAWS * N) {
@@ -165,8 +165,8 @@ struct Row {
     const float* l;
     const uint8_t* seen;
     const float *settings;
-    float* numbers;    // y, then z
-    uint32_t* places;  // keys, then the kept tokens
+    float* numbers;    // y, later y of the kept tokens
+    uint32_t* places;  // v keys of y, later the kept tokens; then v keys of e
 
     Row(const Sample& call, int64_t r)
         : call(call), r(r), v(call.v), l(reinterpret_cast<const float*>(call.logits.data) + r * call.logits.stride),
@@ -197,7 +197,7 @@ struct Row {
             for (int64_t i = 0; i < v; ++i) places[i] = ordered(y[i]);
             smallest_y = smallest_key(places, v, top_k, [](uint32_t) { return int64_t(1); });
         }
-        int64_t kept = 0;  // tokens and their z, in order
+        int64_t kept = 0;  // tokens in places, with their y in numbers
         for (int64_t i = 0; i < v; ++i) {
             const float number = y[i];
             numbers[kept] = number;
