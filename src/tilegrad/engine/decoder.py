@@ -136,9 +136,8 @@ class Slots:
 
     def begin(self, slot: int, prompt: Prompt) -> None:
         """Counts a prefill: the prompt is in the cache, and its next token is drawn."""
-        seed = prompt.sampling.seed
         self.positions[slot], self.draws[slot], self.active[slot] = len(prompt.tokens), prompt.draws + 1, 1
-        self.seeds[slot] = seed - (1 << 64) if seed >= 1 << 63 else seed
+        self.seeds[slot] = prompt.sampling.seed_word
         self.sequences[slot] = prompt.sequence
         self.settings[slot] = torch.tensor(prompt.sampling.row(), dtype=torch.float32)
 
@@ -156,7 +155,7 @@ def largest_batch(spec: DecoderSpec, limit: int | None = None) -> tuple[dict[str
         return plan_decoder(replace(spec, batch_size=batch_size, prefill_tokens=tokens)).peak_bytes
 
     if limit is None:
-        raise ValueError(f"fit: got {spec.device}, whose free memory is unknown here")
+        raise ValueError(f"fit: got {spec.device}, whose memory is unknown here; accepted: devices that report it")
     found = most(lambda batch_size: batch_size <= LIMITS["batch_size"] and nbytes(batch_size) <= limit)
     if not found:
         return {
@@ -373,6 +372,9 @@ class Decoder:
         wrong = next((token for token in prompt.tokens if not 0 <= token < vocab_size), None)
         if wrong is not None:
             raise ValueError(f"tokens: got {wrong}; accepted: 0 … {vocab_size - 1}")
+        for name, number, limit in (("sequence", prompt.sequence, 1 << 63), ("draws", prompt.draws, 1 << 32)):
+            if not 0 <= number < limit:
+                raise ValueError(f"{name}: got {number}; accepted: 0 … {limit - 1}")
         if prompt.sampling.repetition_penalty != 1.0 and not self.spec.penalties:
             got = prompt.sampling.repetition_penalty
             raise ValueError(f"repetition_penalty: got {got}; accepted: 1.0, or any with Decoder(penalties=True)")

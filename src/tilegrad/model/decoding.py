@@ -18,14 +18,12 @@ from ..kernels.embedding import embedding_fwd, embedding_workspace
 from ..kernels.embedding_mse import embedding_mse_scores_fwd, embedding_mse_scores_workspace
 from ..kernels.linear import linear_fwd, linear_workspace
 from ..kernels.residual import copy_fwd
-from ..kernels.sampling import sample_fwd, sample_workspace
+from ..kernels.sampling import SETTINGS, sample_fwd, sample_workspace
 from ..kernels.scratch import Form, Scratch
 from .config import ModelConfig
 from .layer import Buffer, CacheSize, Declare, Param
 from .lora import LoraConfig
 from .transformer import Transformer, declare_at
-
-SETTINGS = 5  # temperature, top_k, top_p, min_p, repetition_penalty
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +52,7 @@ class State:
         return cls(
             tokens=buffer("tokens"),
             logprobs=buffer("logprobs", dtype=at.accumulation_dtype),
-            settings=buffer("settings", SETTINGS, dtype=torch.float32),
+            settings=buffer("settings", len(SETTINGS), dtype=torch.float32),
             seeds=buffer("seeds"),
             sequences=buffer("sequences"),
             active=buffer("active"),

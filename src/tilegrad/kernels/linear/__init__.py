@@ -101,9 +101,12 @@ def _fixed_order_refuses(problem: Problem) -> str | None:
         return "has the forward only"
     if not invariant and not _few_rows(x, w):
         return f"is for invariant problems, and for up to {FEW_ROWS} rows with a large w of x's dtype"
-    if any(isinstance(each, Tensor) and each.stride(-1) != 1 and each.shape[-1] > 1 for each in (x, w)):
-        return "takes x and w with contiguous columns"
-    return rows.refusal(x)
+    return _strided_columns(x, w) or rows.refusal(x)
+
+
+def _strided_columns(*matrices: TensorLike) -> str | None:
+    strided = any(isinstance(each, Tensor) and each.stride(-1) != 1 and each.shape[-1] > 1 for each in matrices)
+    return "takes x and w with contiguous columns" if strided else None
 
 
 def _triton_refuses(problem: Problem) -> str | None:
@@ -112,7 +115,7 @@ def _triton_refuses(problem: Problem) -> str | None:
         return "is for invariant problems only, which have no backward"
     if w.dtype != x.dtype:
         return f"takes a w of x's dtype, {x.dtype}, not {w.dtype}"
-    return gpu.refusal(x)
+    return _strided_columns(x, w) or gpu.refusal(x)
 
 
 def _torch_fixed_order_refuses(problem: Problem) -> str | None:
@@ -215,7 +218,6 @@ def linear_bwd_weight(
     if db is not None:
         check_columns("dy", dy)
         check_columns("db", db)
-    if db is not None:
         scratch = of("column_sum", where.get("scratch") or {})
         COLUMN_SUM.run("fwd", SumProblem(dy), dy, sums=db, accumulate=accumulate, scratch=scratch)
     if dw is not None:

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..checks import check_columns
 from ..gpu import ceil_div, launch, padded
 from ..scratch import Scratch, Shapes, TensorLike
 
@@ -89,6 +90,9 @@ def workspace(x: TensorLike, w: TensorLike, invariant: bool = False, backward: b
 
 
 def fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scale: float, scratch: Scratch) -> None:
+    for name, given in (("y", y), ("b", b)):
+        if given is not None:
+            check_columns(name, given)
     (n, k), m = x.shape, w.shape[0]
     splits, few = ceil_div(k, SPLIT), n <= FEW
     parts = scratch["parts"] if few else None
