@@ -680,7 +680,7 @@ def test_plan_of_generation_has_the_bytes_of_the_decoder(capsys: pytest.CaptureF
     arguments = ["--generate", "--preset", "tiny", "--batch-size", "3", "--device", "cpu"]
     for more, capacity in (
         ([], 128),
-        (["--max-tokens", "20", "--prompt-tokens", "9"], 29),
+        (["--max-tokens", "20", "--prompt-tokens", "9"], 28),
         (["--max-tokens", "999"], 128),
     ):
         assert main(["plan", *arguments, *more, "--json", "--fit"]) == 0

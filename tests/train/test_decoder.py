@@ -144,6 +144,8 @@ def test_a_decoder_refuses_what_it_cannot_do() -> None:
         (0, Prompt([1] * 9), "tokens: got 9 in a prompt; accepted: 1 … capacity, 8"),
         (0, Prompt([1, 31]), "tokens: got 31; accepted: 0 … 30"),
         (0, Prompt([-1]), "tokens: got -1; accepted: 0 … 30"),
+        (0, Prompt([1], sequence=1 << 63), "sequence: got 9223372036854775808; accepted: 0 … 9223372036854775807"),
+        (0, Prompt([1], draws=-1), "draws: got -1; accepted: 0 … 4294967295"),
         (0, Prompt([1], sampling=Sampling(repetition_penalty=1.5)), r"Decoder\(penalties=True\)"),
     ):
         with pytest.raises(ValueError, match=error):

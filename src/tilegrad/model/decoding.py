@@ -52,7 +52,7 @@ class State:
         return cls(
             tokens=buffer("tokens"),
             logprobs=buffer("logprobs", dtype=at.accumulation_dtype),
-            settings=buffer("settings", len(SETTINGS), dtype=torch.float32),
+            settings=buffer("settings", SETTINGS, dtype=torch.float32),
             seeds=buffer("seeds"),
             sequences=buffer("sequences"),
             active=buffer("active"),
