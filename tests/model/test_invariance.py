@@ -28,10 +28,10 @@ LLAMA = replace(
 )
 FAMILIES = {
     "gpt2": GPT2,
-    "mistral": replace(LLAMA, window=7),
-    "qwen2": replace(LLAMA, qkv_bias=True),  # every op of llama, and no window
+    "mistral": replace(LLAMA, window=7, n_layer=1),
+    "qwen2": replace(LLAMA, qkv_bias=True, n_layer=1),  # every op of llama, and no window
     "qwen3": replace(LLAMA, qk_norm=True, head_size=6, window=5),
-    "per head, tanh": replace(GPT2, projection="per_head", activation="tanh", window=9),
+    "per head, tanh": replace(GPT2, projection="per_head", activation="tanh", window=9, n_layer=1),
 }
 DTYPES = (torch.float32, torch.bfloat16)
 LONGEST = 29

@@ -225,6 +225,7 @@ def test_every_kernel_has_the_same_bits(kernel: str, v: int, scale: float) -> No
     """Also if all logits are equal, and if they overflow when divided by the temperature."""
     with running(kernel):
         x = inputs(8, v, seed=1)
+        x = x.rows(torch.tensor([1, 3, 5])) if v == 4099 else x  # the largest, top_p and every filter
         x = x._replace(logits=(x.logits * scale).masked_fill(x.seen.roll(1, 0) == 1, -torch.inf))
         x.logits[:, 0] = scale
         want, got = draw(*x, kernel="torch"), draw(*x, kernel=kernel)
@@ -417,11 +418,11 @@ def threads() -> Iterator[Callable[[int], None]]:
 def test_logprobs_of_a_row_depend_on_that_row_alone(
     kernel: str, dtype: torch.dtype, threads: Callable[[int], None]
 ) -> None:  # fmt: skip
-    """Alone, in 64, in another order, by one thread and by two."""
+    """Alone, in 16, in another order, by one thread and by two."""
     if kernel == "native" and dtype == torch.float64:
         pytest.skip("the native kernel takes float32")
     with running(kernel):
-        n, v = 64, 33_001 if dtype == torch.float32 else 8209  # 33,001 are more than one thread of torch's
+        n, v = 16, 33_001 if dtype == torch.float32 else 8209  # 33,001 are more than one thread of torch's
         logits, targets = 4 * randn(n, v, dtype=dtype), torch.arange(n) * 511 % v
         targets[5] = -1
         order = torch.randperm(n, generator=torch.Generator().manual_seed(2))
@@ -437,7 +438,7 @@ def test_logprobs_of_a_row_depend_on_that_row_alone(
             threads(count)
             if count == 2:
                 assert torch.equal(logprobs_of(logits, targets, kernel=kernel), want)
-            for i in range(0, n, 21):
+            for i in range(0, n, 5):
                 one = slice(i, i + 1)
                 assert torch.equal(logprobs_of(logits[one], targets[one], kernel=kernel), want[one]), (count, i)
 

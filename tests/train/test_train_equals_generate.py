@@ -75,12 +75,19 @@ def test_training_prefill_and_decoding_have_the_same_bits(family: str, dtype: to
         found = written(decoder, {n: prompts[n] for n in some}, max_tokens)
         every = every or found
         assert found == {n: every[n] for n in some}
-    spec = StepSpec(config, 1, config.block_size, dtype, CPU, invariant=True)
-    scorer = Scorer(spec, params)
-    for prompt, (tokens, logprobs) in zip(prompts, every.values(), strict=True):
-        text = torch.tensor([[*prompt, *tokens]])
-        scored = scorer.logprobs(text[:, :-1], text[:, 1:])[0]
-        assert scored[len(prompt) - 1 :].tolist() == logprobs
+    texts = torch.zeros(12, config.block_size + 1, dtype=torch.int64)
+    for text, prompt, (tokens, _) in zip(texts, prompts, every.values(), strict=True):
+        text[: len(prompt) + max_tokens] = torch.tensor(prompt + tokens)
+    scorer = Scorer(StepSpec(config, 12, config.block_size, dtype, CPU, invariant=True), params)
+    together = scorer.logprobs(texts[:, :-1], texts[:, 1:])
+    for n, (prompt, (_, logprobs)) in enumerate(zip(prompts, every.values(), strict=True)):
+        drawn = slice(len(prompt) - 1, len(prompt) - 1 + max_tokens)
+        assert together[n, drawn].tolist() == logprobs
+        if n in (0, 3, 8):  # also alone
+            assert (
+                scorer.logprobs(texts[n : n + 1, : drawn.stop], texts[n : n + 1, 1 : drawn.stop + 1])[0, drawn].tolist()
+                == logprobs
+            )
 
 
 def test_without_invariance_some_bits_differ() -> None:
