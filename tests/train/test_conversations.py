@@ -138,9 +138,9 @@ NESTED = [  # of so many parts that a smaller limit saves time
         for end in ("{{ ns.x }}", "{{ ns }}", "{{ ns.x|string }}", "{{ ns.x|tojson }}", "{{ 'a' ~ ns.x }}")
     ),
     *(DOUBLED + end for end in ("{{ '%s' % (ns.x,) }}", "{{ '{}'.format(ns.x) }}", "{{ {'a': ns.x}.values() }}")),
-    "{% set ns = namespace(l=[]) %}{% for i in range(9999) %}{% set ns.l = [ns.l" + ", 1" * 200 + "] %}{% endfor %}",
-    "{% set ns = namespace(l=[]) %}{% for i in range(9999) %}{% set ns.l = (ns.l" + ", 1" * 200 + ") %}{% endfor %}",
-    "{% set ns = namespace(l=[]) %}{% for i in range(9999) %}{% set ns.l = {0: ns.l"
+    "{% set ns = namespace(l=[]) %}{% for i in range(999) %}{% set ns.l = [ns.l" + ", 1" * 200 + "] %}{% endfor %}",
+    "{% set ns = namespace(l=[]) %}{% for i in range(999) %}{% set ns.l = (ns.l" + ", 1" * 200 + ") %}{% endfor %}",
+    "{% set ns = namespace(l=[]) %}{% for i in range(999) %}{% set ns.l = {0: ns.l"
     + "".join(f", {i}: 1" for i in range(1, 200))
     + "} %}{% endfor %}",
 ]
