@@ -48,10 +48,10 @@ def over_reference(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 CONFIGS = {
-    "gpt2": replace(CONFIG, vocab_size=23),
-    "llama": replace(LLAMA, vocab_size=23),
-    "per head, window": replace(CONFIG, vocab_size=23, projection="per_head", activation="tanh", window=5),
-    "embedding_mse": replace(CONFIG, vocab_size=23, loss="embedding_mse", activation="relu"),
+    "gpt2": replace(CONFIG, vocab_size=23, n_layer=1),
+    "llama": replace(LLAMA, vocab_size=23, n_layer=1),
+    "per head, window": replace(CONFIG, vocab_size=23, n_layer=1, projection="per_head", activation="tanh", window=5),
+    "embedding_mse": replace(CONFIG, vocab_size=23, n_layer=1, loss="embedding_mse", activation="relu"),
 }
 
 

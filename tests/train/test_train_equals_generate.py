@@ -19,10 +19,11 @@ from tilegrad.kernels.cpu import library
 
 CPU = torch.device("cpu")
 SIZE = {"n_embd": 64, "block_size": 96, "vocab_size": 97, "n_layer": 2}
+SHALLOW = SIZE | {"n_layer": 1}
 FAMILIES = {
     "gpt2": replace(CONFIG, **SIZE),  # type: ignore[arg-type]
-    "mistral": replace(LLAMA, window=21, **SIZE),  # type: ignore[arg-type]
-    "qwen2": replace(LLAMA, qkv_bias=True, **SIZE),  # type: ignore[arg-type]  # every op of llama, and no window
+    "mistral": replace(LLAMA, window=21, **SHALLOW),  # type: ignore[arg-type]
+    "qwen2": replace(LLAMA, qkv_bias=True, **SHALLOW),  # type: ignore[arg-type]  # every op of llama, and no window
     "qwen3": replace(QWEN3, window=30, rope_scaling=None, head_size=18, **SIZE),  # type: ignore[arg-type]
 }
 LENGTHS = (1, 2, 3, 19, 21, 28, 33, 47, 62, 64, 66, 91)  # of prompts; with what is drawn some pass 21, 30 and 64
