@@ -15,7 +15,8 @@ from tilegrad.kernels.cpu import library
 from tilegrad.model.lora import LoraConfig
 
 pytestmark = pytest.mark.skipif(isinstance(library.library(), str), reason=f"the library {library.library()}")
-GPT2 = ModelConfig(vocab_size=61, block_size=64, n_layer=2, n_head=4, n_embd=40)
+# so wide that a BLAS's order of additions is seen
+GPT2 = ModelConfig(vocab_size=61, block_size=64, n_layer=2, n_head=4, n_embd=128)
 LLAMA = replace(
     GPT2,
     n_kv_head=2,
@@ -33,11 +34,9 @@ FAMILIES = {
     "qwen3": replace(LLAMA, qk_norm=True, head_size=6, window=5),
     "per head, tanh": replace(GPT2, projection="per_head", activation="tanh", window=9, n_layer=1),
 }
-CALLS = [
+CALLS = [  # products of heads in bfloat16: tests/ops/test_ops_fixed_order.py
     *((name, torch.float32) for name in FAMILIES),
-    *(
-        (name, torch.bfloat16) for name in ("gpt2", "qwen2", "qwen3")
-    ),  # products of heads: tests/ops/test_ops_fixed_order.py
+    *((name, torch.bfloat16) for name in ("gpt2", "qwen3")),
 ]
 LONGEST = 29
 CASES = {  # by the number of threads: (sequences, tokens)
@@ -95,7 +94,7 @@ def test_hidden_states_have_the_same_bits_alone_in_a_batch_and_as_a_prefix(name:
 
 
 def test_canary_products_that_are_not_invariant_are_seen() -> None:
-    wide = replace(GPT2, n_embd=128, n_layer=1)
+    wide = replace(GPT2, n_layer=1)
     assert differing(wide, torch.float32) == []
     assert differing(wide, torch.float32, invariant=False) != []
 

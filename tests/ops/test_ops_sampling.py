@@ -185,7 +185,7 @@ def logprob_bounds(logits: Tensor, targets: Tensor) -> dict[str, Bound]:
 )
 def test_tokens_and_logprobs_are_the_oracles(kernel: str, v: int) -> None:
     with running(kernel):
-        x = inputs(8 if kernel == "triton" else 64, v)
+        x = inputs(64 if kernel != "triton" else 8 if v > 1 else 4, v)
         got = draw(*x, kernel=kernel)
     want = [
         oracle(x.logits[n].double().numpy(), tuple(map(float, x.settings[n])), int(x.seeds[n]), int(x.sequences[n]),
@@ -226,6 +226,7 @@ def test_every_kernel_has_the_same_bits(kernel: str, v: int, scale: float) -> No
     with running(kernel):
         x, two_tiles = inputs(8, v, seed=1), kernel == "triton" and v == 5000
         x = x.rows(slice(3)) if two_tiles else x
+        x = x.rows(torch.tensor([2, 3, 5])) if kernel == "triton" and not scale else x  # top_k, top_p and every filter
         x = x._replace(logits=(x.logits * scale).masked_fill(x.seen.roll(1, 0) == 1, -torch.inf))
         x.logits[:, 0] = scale
         if two_tiles:  # what is drawn is in the second tile
