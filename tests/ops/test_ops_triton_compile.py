@@ -210,27 +210,32 @@ def test_rope_and_dropout(architecture: int, dtype: torch.dtype, tmp_path: Path)
 
 
 @pytest.mark.parametrize("architecture", [SLOWLY_80, 90, SLOWLY_100])
-@pytest.mark.parametrize("v", [pytest.param(1, marks=pytest.mark.slow), 50257])
-def test_sampling(architecture: int, v: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("v", "without"),
+    [pytest.param(1, True, marks=pytest.mark.slow), pytest.param(50257, True, marks=pytest.mark.slow), (50257, False)],
+)
+def test_sampling(architecture: int, v: int, without: bool, tmp_path: Path) -> None:
+    """The kernel without penalties is that with them less some instructions."""
     from tilegrad.kernels.sampling import triton_ops
 
     logits, settings, numbers = torch.empty(4, v), torch.empty(4, 5), torch.zeros(4, dtype=torch.int64)
     seen, scratch = torch.zeros(4, v, dtype=torch.uint8), poisoned(triton_ops.workspace(logits, draw=True))
     with compiling(architecture, tmp_path) as found:
-        for given in (None, seen):
+        for given in (None, seen) if without else (seen,):
             triton_ops.fwd(
                 logits, settings, numbers, numbers, numbers,
                 tokens=numbers, logprobs=torch.empty(4), seen=given, scratch=scratch,
             )  # fmt: skip
         triton_ops.logprobs(logits, numbers, logprobs=torch.empty(4), scratch={})
-    check(found, architecture, {"_sample_kernel", "_sample_kernel again", "_logprobs_kernel"})
+    again = {"_sample_kernel again"} if without else set()
+    check(found, architecture, {"_sample_kernel", "_logprobs_kernel"} | again)
 
 
 @pytest.mark.parametrize("architecture", [SLOWLY_80, 90, SLOWLY_100])
 @pytest.mark.parametrize(
     ("dtype", "group", "d", "options"),
     [
-        (torch.bfloat16, 1, 64, {}),
+        pytest.param(torch.bfloat16, 1, 64, {}, marks=pytest.mark.slow),
         pytest.param(torch.bfloat16, 6, 128, {"softcap": 30.0, "scale": -0.1}, marks=pytest.mark.slow),
         (torch.bfloat16, 8, 256, {"window": (99, None), "sinks": torch.zeros(8), "alibi_slopes": torch.zeros(8)}),
         pytest.param(torch.float32, 4, 80, {}, marks=pytest.mark.slow),

@@ -63,15 +63,20 @@ def ids(text: str) -> list[int]:
     return [int(token) for token in TOKENIZER.encode(text)]
 
 
-@pytest.fixture(autouse=True)
-def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "weights"
+@pytest.fixture(scope="module")
+def written_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("chat") / "weights"
     write_weights(folder, Engine(MODEL, 1, 4).params, MODEL)
     (folder / "tokenizer.json").write_text(TOKENIZER.json(), encoding="utf-8")
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}', encoding="utf-8")
     (folder / "chat_template.jinja").write_text(CHATML, encoding="utf-8")
     return folder
+
+
+@pytest.fixture(autouse=True)
+def weights(written_once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return shutil.copytree(written_once, tmp_path / "weights")
 
 
 @pytest.fixture

@@ -47,20 +47,25 @@ def over_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generation, "Decoder", ReferenceDecoder)
 
 
-CONFIGS = [
-    replace(CONFIG, vocab_size=23),
-    replace(LLAMA, vocab_size=23),
-    replace(CONFIG, vocab_size=23, projection="per_head", activation="tanh", window=5),
-    replace(CONFIG, vocab_size=23, loss="embedding_mse", activation="relu"),
-]
+CONFIGS = {
+    "gpt2": replace(CONFIG, vocab_size=23, n_layer=1),
+    "llama": replace(LLAMA, vocab_size=23, n_layer=1),
+    "per head, window": replace(CONFIG, vocab_size=23, n_layer=1, projection="per_head", activation="tanh", window=5),
+    "embedding_mse": replace(CONFIG, vocab_size=23, n_layer=1, loss="embedding_mse", activation="relu"),
+}
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=["gpt2", "llama", "per head, window", "embedding_mse"])
-@pytest.mark.parametrize(("block_size", "length"), [(16, 2), (7, 7), (7, 20), (1, 2)])
-def test_past_block_size_the_window_slides_by_half(config: ModelConfig, block_size: int, length: int) -> None:
-    model = model_of(replace(config, block_size=block_size))
+@pytest.mark.parametrize(
+    ("name", "block_size", "length", "n"),  # n: tokens that are drawn, so many that the window slides
+    [
+        *(("gpt2", 16, 2, 17), ("gpt2", 7, 7, 10), ("gpt2", 7, 20, 5), ("gpt2", 1, 2, 4)),
+        *(("llama", 7, 20, 10), ("per head, window", 7, 7, 10), ("embedding_mse", 7, 5, 10)),
+    ],
+)
+def test_past_block_size_the_window_slides_by_half(name: str, block_size: int, length: int, n: int) -> None:
+    model = model_of(replace(CONFIGS[name], block_size=block_size))
     prompt = torch.randint(0, 23, (length,), generator=torch.Generator().manual_seed(1)).tolist()
-    assert list(draw(model.config, model.params, prompt, 20, temperature=0.0)) == alone(model, prompt, 20)
+    assert list(draw(model.config, model.params, prompt, n, temperature=0.0)) == alone(model, prompt, n)
 
 
 def test_what_does_not_fit_is_said_to_slide() -> None:
@@ -92,14 +97,14 @@ def alone(model: TrainedModel, prompt: Sequence[int], n: int) -> list[int]:
 
 @pytest.mark.filterwarnings("ignore::tilegrad.training.generation.WindowSlides")
 def test_greedy_tokens_are_those_of_the_whole_text_in_any_batch(model: TrainedModel) -> None:
-    expected = [tuple(alone(model, prompt, 20)) for prompt in PROMPTS]
+    expected = [tuple(alone(model, prompt, 12)) for prompt in PROMPTS]
     for batch_size in (1, 4, 32):
-        found = tilegrad.generate(model, PROMPTS, max_tokens=20, temperature=0.0, batch_size=batch_size, logprobs=True)
+        found = tilegrad.generate(model, PROMPTS, max_tokens=12, temperature=0.0, batch_size=batch_size, logprobs=True)
         assert [one.tokens for one in found] == expected
         assert all(
             one.prompt == (*prompt,) and one.finish == "length" for one, prompt in zip(found, PROMPTS, strict=True)
         )
-    assert found[0].logprobs is not None and len(found[0].logprobs) == 20
+    assert found[0].logprobs is not None and len(found[0].logprobs) == 12
     first = model.logits(PROMPTS[0])[-1].log_softmax(-1)[found[0].tokens[0]]
     torch.testing.assert_close(torch.tensor(found[0].logprobs[0], dtype=torch.float64), first, rtol=1e-6, atol=1e-6)
 
