@@ -78,7 +78,10 @@ def test_on_windows_a_run_is_one_sentence_and_generate_works() -> None:
 
     done = on_windows("train", "--data", "text.txt", "--out", "other")
     assert done.returncode == 2 and not Path("other").exists()
-    assert done.stderr == "tilegrad: platform: got win32; accepted: linux or darwin (macOS); on Windows, Linux in WSL\n"
+    assert (
+        done.stderr
+        == "tilegrad: platform: got win32; accepted: linux or darwin (macOS); on Windows, use Linux in WSL\n"
+    )
     done = on_windows("generate", "run", "--prompt", "the", "--max-tokens", "4")
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("the")
 

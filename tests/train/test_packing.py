@@ -255,13 +255,16 @@ def ends(*values: int, dtype: torch.dtype = torch.int32) -> Tensor:
         (ends(0, 5, 18, dtype=torch.int64), r"got torch.int64 \(3,\); accepted: a torch.int32 tensor"),
         (ends(0, 18)[None], r"got torch.int32 \(1, 2\); accepted"),
         (ends(0, 9, 18).to("meta"), "got a tensor on meta; accepted: one on the CPU"),
-        (ends(), r"got no values; accepted: 0 … 18, because the batch has 2 × 9 tokens"),
-        (ends(1, 9, 18), "got 1 … 18; accepted: 0 … 18"),
-        (ends(0, 9, 17), "got 0 … 17; accepted: 0 … 18"),
+        (ends(), r"got no values; accepted: from 0 to 18, because the batch has 2 × 9 tokens"),
+        (ends(1, 9, 18), "got values from 1 to 18; accepted: from 0 to 18"),
+        (ends(0, 9, 17), "got values from 0 to 17; accepted: from 0 to 18"),
         (ends(0, 5, 5, 9, 18), r"got 5 at index 1, then 5; accepted: values that increase"),
         (ends(0, 6, 5, 9, 18), r"got 6 at index 1, then 5; accepted: values that increase"),
         (ends(0, 5, 10, 18), "got a document of the tokens 5 … 9, which crosses the end of a row at 9"),
-        (ends(0, 1, 2, 3, 4, 5, 6, 9, 18), "got 8 documents; accepted: at most 6, 3 for each of 2 rows"),
+        (
+            ends(0, 1, 2, 3, 4, 5, 6, 9, 18),
+            "got 8 documents; accepted: at most 6, because the engine has documents=3 for each of 2 rows",
+        ),
     ],
 )
 def test_bad_ends_are_refused_before_anything_changes(given: Tensor, message: str) -> None:

@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ) as error:  # a wrong argument or file; the message says what is accepted
         complain(error)
         return 2
-    except ImportError as error:  # a package is not installed; if the module is ours, it is a bug
+    except ImportError as error:  # a package is missing; if it is a module of tilegrad, that is a bug
         if (error.name or "").startswith("tilegrad"):
             raise
         missing = f"{error.name}: not installed; pip install {error.name}"
@@ -88,6 +88,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of a pipe has closed it
         silence(sys.stdout)
         return 1
-    except OSError as error:  # a full disk, a folder that may not be written
+    except OSError as error:  # a full disk, or a folder without write permission
         complain(error)
         return 1

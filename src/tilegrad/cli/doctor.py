@@ -43,9 +43,9 @@ from ..native import build as native_build
 from ..native import openmp
 
 EXTRAS = {  # extra → packages, what they are for
-    "rich": (("rich",), "a live bar while a run trains"),
+    "rich": (("rich",), "a live progress bar while a run trains"),
     "plot": (("matplotlib",), "tilegrad bench attention --plot"),
-    "bpe": (("tokenizers",), "BPE tokenizers, and weights of Hugging Face with theirs"),
+    "bpe": (("tokenizers",), "BPE tokenizers, and Hugging Face weights with their tokenizers"),
     "chat": (("jinja2", "tokenizers"), "conversations: chat templates of tokenizers"),
     "tensorboard": (("tensorboard",), "a run's curves in TensorBoard"),
     "gguf": (("gguf", "tokenizers"), "GGUF files of llama.cpp and Ollama"),
@@ -56,7 +56,7 @@ EXTRAS = {  # extra → packages, what they are for
 
 
 def doctor(*, build: bool = False, kernels: bool = False) -> int:
-    """Print the report. The exit code is 1 if a build failed."""
+    """Print the report. If the native kernel can't be built, print the error instead and return 1."""
     if build:
         try:
             print(f"built {native_build.build()}")
@@ -144,7 +144,7 @@ def _native() -> str:
     if isinstance(found, str):
         return f"missing: it {found}"
     return (
-        f"{native_build.LIBRARY}, instruction sets {', '.join(native_library.supported())} (TILEGRAD_ISA asks for one)"
+        f"{native_build.LIBRARY}, instruction sets {', '.join(native_library.supported())} (TILEGRAD_ISA selects one)"
     )
 
 

@@ -4,7 +4,8 @@
     MAX_SIZE     total size of all strings and lists made, even temporary ones; a character has size 1, an element of a list 8
 
 Operators, calls and filters whose result can be much larger than their arguments are checked before they run, by an upper bound
-of that result. Then all results of operators, calls, filters, ~, slices, literals and output are counted.
+on the size of that result. After that, the size of each result is counted: of operators, calls, filters, ~, slices and
+literals, and of each part of the output.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def limits() -> Iterator[None]:
 
 
 def _check(size: float, what: str) -> None:
-    """Refuse to make a value of this size."""
+    """Refuse a value of this size if the total would exceed MAX_SIZE."""
     if _use.get().size + size > MAX_SIZE:
         raise ValueError(f"{what} makes strings or lists of more than {MAX_SIZE:,} characters")
 
@@ -147,7 +148,8 @@ def _operator_bound(operator: str, left: object, right: object) -> float:
 
 
 def _bounded(name: str, function: Callable[..., object], passed: tuple[type, ...]) -> Callable[..., object]:
-    """A filter that checks MAX_SIZE. passed: types of the argument that Jinja2 may pass before the value."""
+    """A filter that checks MAX_SIZE. `passed`: the possible types of an extra first argument, which
+    Jinja2 passes to some filters."""
 
     @wraps(function)
     def bounded(*args: object, **kwargs: object) -> object:
@@ -167,7 +169,7 @@ def _raise_exception(message: str) -> None:
 
 @cache
 def jinja() -> tuple[ModuleType, Environment]:
-    """(jinja2, the sandbox, which also reads {% generation %} … {% endgeneration %})."""
+    """The module jinja2, and the sandbox. The sandbox also reads {% generation %} … {% endgeneration %}."""
     try:
         import jinja2
         from jinja2 import compiler, ext, nodes, sandbox

@@ -126,7 +126,7 @@ def follow(
     after: Mapping[int, Sequence[Work]],
     observe_names: ObserveNames,
 ) -> Iterator[None]:
-    """Inside, the program of these steps runs, with `before[i]` and `after[i]` around op number i."""
+    """Run the program of `steps` inside this context, with `before[i]` and `after[i]` around op number i."""
     clock, nothing = 0, ()
 
     def run(name: str, op: Work) -> None:

@@ -1,13 +1,14 @@
 """Fully sharded: whole parameters and gradients exist only around the ops that need them.
 
-Each block is a unit, and everything outside of the blocks is one more. A rank keeps 1/world of each unit: its part. The whole
-values of a unit, and its whole gradients, are one flat COMM buffer each, with live ranges like those of activations. So units
+Each block is a unit, and everything outside of the blocks is one more. A rank keeps 1/world of each unit: its part. A unit's
+values from all ranks are one flat COMM buffer, and its gradients are another. Both have live ranges like activations, so units
 share addresses in the plan, and poison exposes a unit that is read after its live range.
 
     before the previous unit is used   start the gather (prefetch by one unit)
     before an op reads the unit        wait for the gather
     before an op writes its grads      zero them
-    after the last such op             wait for the previous unit's sum and add it to its part; start this unit's sum
+    after the last such op             wait for the previous unit's sum (a reduce-scatter) and add this rank's slice of it to that
+                                       unit's part; start this unit's sum
 
 The schedule comes from a run of the program on handles (`schedule.touches`). Collectives are traced like the model's ops, so
 the plan includes them. Every micro-batch gathers and sums.
@@ -32,7 +33,7 @@ from .schedule import Bucket, ObserveNames, Touch, Work, align_of, follow
 
 ROOT = "root"  # the unit of everything outside of the blocks
 Actions = dict[int, list[tuple[str, str]]]  # index of an op → (action, unit)
-Buffers = dict[str, Tensor]  # by unit; handles in their place while a program is traced
+Buffers = dict[str, Tensor]  # by unit; handles instead of tensors while a program is traced
 Emit = Callable[[Any], None]  # takes a Call of kernels/op.py or an Emitted
 
 
@@ -152,8 +153,9 @@ class Units:
         self, steps: Sequence[Touch], mesh: Mesh, *, first: bool, emit: Emit | None, observe: Observe,
         observe_names: ObserveNames,
     ) -> Iterator[None]:  # fmt: skip
-        """Inside, the program of these steps runs. `first`: sums overwrite the parts, otherwise they accumulate. `emit` is the
-        outer observer (a trace or poison), which gets each call; None without one. A traced program communicates nothing."""
+        """Run the program of `steps` inside this context. first=True: sums overwrite the parts; False: they are added. `emit` is
+        the observer outside (a trace or the poison check), which gets each call, or None. While a program is traced, no
+        collective runs."""
         works: dict[str, Pending] = {}
         before, after = self.schedule(steps)
         act = partial(self._act, mesh, works, first=first, emit=emit or _run)
@@ -232,7 +234,8 @@ def _bound(actions: Mapping[int, Sequence[tuple[str, str]]], act: Callable[[str,
 
 
 def gathered(units: Units, mesh: Mesh) -> dict[str, Tensor]:
-    """Every parameter, whole and flat, in new memory. A collective: all ranks must call it."""
+    """For each parameter a flat view of its gathered unit, in new memory, from the parameter's start to the unit's end. A
+    collective: all ranks must call it."""
     found: dict[str, Tensor] = {}
     for unit, bucket in units.buckets.items():
         part = units.value_parts[unit]

@@ -24,8 +24,8 @@ from .spec import StepSpec
 
 
 class Batch(NamedTuple):
-    """tokens, targets (b, t). In packed rows cu_seqlens (n + 1,) int32 on the CPU has the ends of the documents in the b·t
-    tokens, after a 0; None: each row is one document."""
+    """tokens, targets (b, t). cu_seqlens (n + 1,) int32, on the CPU, is for packed rows: 0, then the end of each of the n
+    documents in the b·t tokens. None: each row is one document."""
 
     tokens: Tensor
     targets: Tensor
@@ -39,7 +39,8 @@ _INTS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 def check_sizes(config: ModelConfig, dtype: torch.dtype, *, batch_size: int, **tokens: int) -> None:
-    """Refuse sizes or a dtype that no program supports. `tokens`: of a sequence, under the name of the caller's argument."""
+    """Refuse sizes or a dtype that no program supports. `tokens` is one argument,
+    the length of a sequence; errors use its name (seq_len or capacity)."""
     ((name, length),) = tokens.items()
     for size, value, limit in (("batch_size", batch_size, LIMITS["batch_size"]), (name, length, LIMITS["seq_len"])):
         if not is_count(value, limit):
@@ -83,14 +84,15 @@ def check_invariant(
     lora: LoraConfig | None = None,
     context: int = 1,
 ) -> None:
-    """Refuse invariance where a kernel of the forward does not have it."""
+    """Refuse invariant=True (a row has the same bits in any batch, in training and in generation) where a kernel of the
+    forward does not guarantee it."""
     if not isinstance(invariant, bool):
         raise ValueError(f"invariant: got {shown(invariant)}; accepted: True or False")
     if not invariant:
         return
     reason = None
     if device.type != "cpu":
-        reason = f"on {device}, where attention of training and of generation add in different orders"
+        reason = f"on {device}, where the attention kernels of training and of generation add in different orders"
     elif dtype not in DTYPES:
         reason = (
             f"with dtype {dtype}, whose kernels have no fixed order of additions (those of float32 and bfloat16 do)"
@@ -108,10 +110,10 @@ def check_invariant(
 
 
 def _check_documents(spec: StepSpec) -> None:
-    """Refuse a number of documents that no row has, and packed rows where no kernel reads their ends on the device."""
+    """Refuse more documents than a row can have, and packed rows on a device without a kernel that reads their ends there."""
     if not is_count(spec.documents, spec.seq_len, least=0):
         raise ValueError(
-            f"documents: got {shown(spec.documents)}; accepted: 0 (a row is one sequence), or an int, at most seq_len, "
+            f"documents: got {shown(spec.documents)}; accepted: 0 (a row is one sequence), or an int from 1 to seq_len, "
             f"{spec.seq_len}"
         )
     if not spec.documents:
@@ -145,7 +147,8 @@ def micro_batches(
     listed = cu_seqlens if isinstance(cu_seqlens, list | tuple) else [cu_seqlens]
     if not all(isinstance(each, Tensor | None) for each in listed):
         raise ValueError(
-            f"cu_seqlens: got {shown(cu_seqlens)}; accepted: None, a torch.int32 tensor, or a list of one for each micro-batch"
+            f"cu_seqlens: got {shown(cu_seqlens)}; accepted: None, a torch.int32 tensor, or a list with a tensor "
+            "or None for each micro-batch"
         )
     ends = [cu_seqlens] if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
     if len(x) != len(ends):
@@ -166,7 +169,8 @@ def count_targets(targets: Tensor) -> int:
 
 
 def check_batch(batch: Batch, spec: StepSpec) -> None:
-    """Refuse a wrong shape or dtype. Values are checked on a CPU; on CUDA only with TILEGRAD_CHECK=1, because it would wait."""
+    """Refuse a wrong shape or dtype. Values are checked if the tokens are on a CPU. If they are on CUDA, the host would
+    have to wait for the device, so their values are checked only with TILEGRAD_CHECK=1."""
     tokens, targets, cu_seqlens = batch
     for name, x in (("tokens", tokens), ("targets", targets)):
         if not isinstance(x, Tensor) or x.ndim != 2 or x.dtype not in _INTS:
@@ -175,7 +179,7 @@ def check_batch(batch: Batch, spec: StepSpec) -> None:
     b, t = tokens.shape
     if not (1 <= b <= spec.batch_size and 1 <= t <= spec.seq_len):
         limit = f"(1 … {spec.batch_size}, 1 … {spec.seq_len})"
-        raise ValueError(f"tokens: got shape {(b, t)}; accepted: (b, t) in {limit}, as the engine was planned")
+        raise ValueError(f"tokens: got shape {(b, t)}; accepted: (b, t) in {limit}, for which it was planned")
     if targets.shape != tokens.shape:
         raise ValueError(f"targets: got shape {tuple(targets.shape)}; accepted: that of tokens, {(b, t)}")
     if cu_seqlens is not None:
@@ -202,8 +206,8 @@ def _check_ends(cu_seqlens: Tensor, b: int, t: int, documents: int) -> None:
         )
     ends = cu_seqlens.tolist()
     if len(ends) < 2 or ends[0] != 0 or ends[-1] != n:
-        got = f"{ends[0]} … {ends[-1]}" if ends else "no values"
-        raise ValueError(f"{name}: got {got}; accepted: 0 … {n}, because the batch has {b} × {t} tokens")
+        got = f"values from {ends[0]} to {ends[-1]}" if ends else "no values"
+        raise ValueError(f"{name}: got {got}; accepted: from 0 to {n}, because the batch has {b} × {t} tokens")
     for i, (start, end) in enumerate(pairwise(ends)):
         if end <= start:
             raise ValueError(
@@ -216,8 +220,8 @@ def _check_ends(cu_seqlens: Tensor, b: int, t: int, documents: int) -> None:
             )
     if len(ends) - 1 > b * documents:
         raise ValueError(
-            f"{name}: got {len(ends) - 1} documents; accepted: at most {b * documents}, {documents} for each of {b} rows "
-            "(the engine's documents)"
+            f"{name}: got {len(ends) - 1} documents; accepted: at most {b * documents}, because the engine has "
+            f"documents={documents} for each of {b} rows"
         )
 
 

@@ -4,9 +4,10 @@
     submit()                    reads the token that each active slot drew last, and draws the next
     finished()                  returns the tokens that were drawn, oldest first
 
-Both programs (model/decoding.py) are traced and planned before anything is allocated. Sizes are fixed: a slot has room for
-`capacity` tokens, and kernels read the number of tokens in it from `positions` on the device. So on CUDA the step is one graph
-that is captured once, nothing is allocated after its second run, and the host reads tokens without waiting for the newest.
+The two programs, prefill and step (model/decoding.py), are traced and planned before anything is allocated. Sizes are fixed: a
+slot has room for `capacity` tokens, and kernels read the number of tokens in it from `positions` on the device. So on CUDA the
+step is one graph, captured in the step's second run. From then on its ops allocate nothing on the device, and the host reads
+tokens without waiting for the newest step.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from .machine import check_device, check_threads, too_large
 from .recompute import most
 from .sampling import Sampling
 
-_PREFILLS = 16  # bound prefills that are kept, by their number of tokens
-PREFILL_TOKENS = {"cpu": 512, "cuda": 8192}  # tokens read at once by default; more if capacity or batch_size is larger
+_PREFILLS = 16  # at most so many prefills stay bound, one for each number of tokens
+PREFILL_TOKENS = {"cpu": 512, "cuda": 8192}  # tokens read at once by default (`decoder_spec`)
 
 
 class Prompt(NamedTuple):
@@ -61,7 +62,7 @@ class Drawn(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
     """What a decoder depends on: the model, its slots, the most tokens that one prefill reads, and how it computes. With
-    `penalties` sequences may have a repetition penalty, which takes batch_size · vocab_size bytes."""
+    `penalties`, sequences may have a repetition penalty, which takes batch_size · vocab_size bytes."""
 
     config: ModelConfig
     batch_size: int
@@ -74,7 +75,7 @@ class DecoderSpec:
     invariant: bool = False
 
     def declare(self, prefill_tokens: int | None = None) -> Decoding:
-        """The step or, with prefill_tokens, the prefill of so many tokens, on handles."""
+        """A program on handles: the prefill of `prefill_tokens` tokens, or the step if it is None."""
         return declare_decoding(
             self.config, CacheSize(self.batch_size, self.capacity), self.dtype, self.device,
             prefill_tokens=prefill_tokens, penalties=self.penalties, lora=self.lora, invariant=self.invariant,
@@ -119,7 +120,7 @@ def plan_decoder(spec: DecoderSpec) -> MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """The host's copy of `State` (model/decoding.py), `positions` and `draws`. It counts the steps in flight as done."""
+    """The host's copy of `positions`, `draws` and four fields of `State` (model/decoding.py). Steps in flight count as done."""
 
     positions: Tensor
     draws: Tensor
@@ -135,14 +136,15 @@ class Slots:
         return cls(positions, draws.fill_(-1), active, seeds, sequences, settings)
 
     def begin(self, slot: int, prompt: Prompt) -> None:
-        """Counts a prefill: the prompt is in the cache, and its next token is drawn."""
+        """Sets the slot to its state after a prefill: the prompt is in the cache, and its next token is drawn."""
         self.positions[slot], self.draws[slot], self.active[slot] = len(prompt.tokens), prompt.draws + 1, 1
         self.seeds[slot] = prompt.sampling.seed_word
         self.sequences[slot] = prompt.sequence
         self.settings[slot] = torch.tensor(prompt.sampling.row(), dtype=torch.float32)
 
     def end(self, slot: int) -> None:
-        """The slot draws no more tokens. Until its next prompt, steps still compute it, from some token at position 0."""
+        """The slot draws no more tokens. Until its next prompt, steps compute its row from an arbitrary token, and
+        nobody reads the result."""
         self.positions[slot], self.draws[slot], self.active[slot] = 0, -1, 0
 
 
@@ -195,12 +197,12 @@ class Decoder:
         invariant: bool = False,
         capture: bool = True,
     ) -> None:
-        """params      by name; used as they are if they have this dtype and device, otherwise copied into planned memory
+        """params      by name; used as they are if all are contiguous and have this dtype and device, otherwise all are copied
         capacity    tokens of a sequence, prompt included, at most block_size
         device      by default that of the parameters
         dtype       by default that of the parameters
         penalties   whether prompts may have a repetition penalty
-        invariant   True: the logits of a token have the bits of the training forward with invariant=True, in any batch
+        invariant   True: in any batch, a token's logits have the bits of the training forward with invariant=True
         capture     False: a step runs op by op; it is not captured on CUDA, nor recorded on a CPU
         """
         first = params["wte.weight"]
@@ -232,8 +234,8 @@ class Decoder:
     # ── the host's side ──
 
     def prefill(self, prompts: Mapping[int, Prompt]) -> None:
-        """Read prompts into their slots, in place of older sequences, and draw the next token of each. As many prompts are read
-        together as `prefill_tokens` allows; each such group has its own result."""
+        """Read prompts into their slots, in place of older sequences, and draw the next token of each. Prompts are read
+        in groups of at most `prefill_tokens` tokens; `finished` returns one `Drawn` for each group."""
         for slot, prompt in prompts.items():
             self._check_prompt(slot, prompt)
         group: dict[int, Prompt] = {}
@@ -252,8 +254,8 @@ class Decoder:
         full = ((slots.positions >= self.capacity) & (slots.active > 0)).nonzero().flatten().tolist()
         if full:
             raise ValueError(
-                f"slot {full[0]}: got {self.capacity} tokens, which fill its cache; prefill it with the last of them, or "
-                "stop it"
+                f"slot {full[0]}: got {self.capacity} tokens, which fill its cache; prefill the slot with its last few "
+                "tokens, or stop it"
             )
         with on_stream(self._stream):
             if self._captured is None:
@@ -299,8 +301,8 @@ class Decoder:
         torch.clamp(self._state.tokens, min=0, out=self._step.model.tokens.view(-1))
 
     def _load_slots(self) -> None:
-        """Copies the slots from the host to the device. The stream copies after the steps in flight, which the host has counted
-        already."""
+        """Copies the slots from the host to the device. The copy runs after the steps in flight, and the host's values already
+        include them."""
         slots, state = self._slots, self._state
         assert self._step.positions is not None
         self._step.positions.copy_(slots.positions)
@@ -354,7 +356,7 @@ class Decoder:
         event.record(self._stream)
         self._results.append((slots, on_host[0], on_host[1], event))
 
-    # ── inside ──
+    # ── prefill programs and checks ──
 
     def _bound_prefill(self, tokens: int) -> Decoding:
         if tokens not in self._prefills:

@@ -13,7 +13,9 @@ from ..memory.page import human
 
 def check_platform() -> None:
     if sys.platform not in ("linux", "darwin"):
-        raise ValueError(f"platform: got {sys.platform}; accepted: linux or darwin (macOS); on Windows, Linux in WSL")
+        raise ValueError(
+            f"platform: got {sys.platform}; accepted: linux or darwin (macOS); on Windows, use Linux in WSL"
+        )
 
 
 def check_device(device: str) -> None:
@@ -30,16 +32,16 @@ def check_device(device: str) -> None:
         raise ValueError(f"device: got {device!r}; accepted: cpu, or cuda:0 … cuda:{torch.cuda.device_count() - 1}")
     reason = "no GPU is found" if torch.version.cuda else "this torch is built for the CPU"
     raise ValueError(
-        f"device: got {device!r} ({reason}); accepted: cpu, or cuda with a torch that is built for it and a GPU"
+        f"device: got {device!r} ({reason}); accepted: cpu; cuda needs a GPU and a torch that is built for CUDA"
     )
 
 
 def check_threads(planned_for: int, device: torch.device) -> None:
-    """Refuse another number of threads than memory was planned for."""
+    """Refuse a number of threads other than the one that memory was planned for."""
     if torch.get_num_threads() != planned_for and device.type == "cpu":
         raise RuntimeError(
             f"threads: got torch.get_num_threads() = {torch.get_num_threads()}; accepted: {planned_for}, for which "
-            f"this engine's memory was planned (torch.set_num_threads({planned_for}), or a new engine)"
+            f"this memory was planned (call torch.set_num_threads({planned_for}), or plan again)"
         )
 
 

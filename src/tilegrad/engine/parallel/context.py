@@ -28,8 +28,8 @@ def check_context(config: ModelConfig, seq_len: int, world: int, context: int) -
 
 
 def own_rows(ranks: Ranks, tokens: Tensor, targets: Tensor) -> Batch:
-    """This rank's slice of each sequence, padded at the end to a multiple of 2 · world. The padding has no targets, and
-    attention is causal, so no token reads it."""
+    """This rank's two runs of each sequence, after its end is padded to a multiple of 2 · ranks.world. The padding has no
+    targets, and attention is causal, so no token reads it."""
     n, t = ranks.world, tokens.shape[1]
     more = -t % (2 * n)
     first, last = positions_of(ranks.rank, n, (t + more) // n)

@@ -41,7 +41,7 @@ def declare_optimizer(
 
 
 def in_units(units: Units | None, model: Transformer, program: Callable[[], None]) -> Callable[[], None]:
-    """The program with the collectives of its units."""
+    """`program` with the collectives of `units` between its ops; unchanged if units is None."""
     if units is None:
         return program
     steps, mesh = schedule_of(model, program), Mesh(alone=True)

@@ -1,4 +1,5 @@
-"""A rank updates 1/world of each bucket and keeps the moments of that slice; shard="all" shards everything else too.
+"""A rank updates 1/world of each bucket and keeps the moments of that slice; shard="all" shards everything else too
+(dist/units.py).
 
 bucket   │ rank 0 │ rank 1 │ …        reduce-scatter of the gradients → AdamW of the own slice → all-gather of the parameters
 """

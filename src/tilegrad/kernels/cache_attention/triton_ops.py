@@ -7,8 +7,9 @@
                      o = Σ w · acc / (Σ w · row_sum + exp(sink − top))
 
 Splits depend only on the capacity, the dtype and the head dimension, so a row has the same bits in any batch. A program reads
-its position on the device, so the launches can be captured. The cache is read once, up to the position. Sums are float32, but
-float64 for float32 inputs where it is fast (attention/triton/fit.py). p is rounded to v's dtype, except for the new column.
+its position on the device, so the launches can be captured. The cache is read once, up to the position. Sums are float32; for
+float32 inputs on devices with fast float64 (attention/triton/fit.py) they are float64. p is rounded to v's dtype, except for
+the new column and where sums are float64.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -33,7 +34,7 @@ from ..scratch import Scratch, Shapes, TensorLike
 
 MOST_SPLITS = 32
 LEAST_ROWS = 16  # fewest rows of a tile of queries that tl.dot takes
-COPIED, WARPS = 1024, 4  # COPIED: most elements of a row that a program of `write` copies
+COPIED, WARPS = 1024, 4  # COPIED: a program of `_write_kernel` copies at most so many elements of a row
 
 
 @triton.jit
