@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .training.api import TrainedModel, evaluate, generate, load, logprobs, presets, stream, train
     from .training.config import RunConfig, RunEnded
     from .training.evaluation import Evaluation
-    from .training.generation import Generated, Piece
+    from .training.generated import Generated, Piece
 
 __version__ = "0.1.0.dev0"
 
@@ -56,8 +56,8 @@ _HOME = {
     "evaluate": "training.api",
     "Evaluation": "training.evaluation",
     "generate": "training.api",
-    "Generated": "training.generation",
-    "Piece": "training.generation",
+    "Generated": "training.generated",
+    "Piece": "training.generated",
     "load": "training.api",
     "logprobs": "training.api",
     "presets": "training.api",

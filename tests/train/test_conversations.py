@@ -73,7 +73,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_where_there_are_sever
     ("source", "reason"),
     [
         ("{{ raise_exception('no system role') }}", "no system role"),
-        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "not ended"),
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "ran more than"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "endlessly"),
         ("{{ messages.__class__.__mro__ }}", "unsafe"),
         ("{{ cycler.__init__.__globals__ }}", "unsafe"),

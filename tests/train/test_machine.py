@@ -45,7 +45,7 @@ def test_training_needs_no_proc(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_windows_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "win32")
     with pytest.raises(
-        ValueError, match=r"platform: got win32; accepted: linux or darwin \(macOS\); on Windows, Linux in"
+        ValueError, match=r"platform: got win32; accepted: linux or darwin \(macOS\); on Windows, use Linux in"
     ):
         train(RUN, Path("run"))
     assert not Path("run").exists()

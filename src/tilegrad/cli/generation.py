@@ -18,7 +18,8 @@ from .faults import complain
 if TYPE_CHECKING:
     from ..training.api import TrainedModel
     from ..training.chat import Chat
-    from ..training.generation import Generated, Generation, SamplingSettings
+    from ..training.generated import Generated
+    from ..training.generation import Generation, SamplingSettings
 
 PROMPT = "Call me "  # the default of generate
 _SHOWN_S = 5.0  # seconds between two lines of progress

@@ -83,7 +83,7 @@ def record() -> Iterator[Calls]:
         _observer.reset(token)
 
 
-def run_kernel(call: Callable[[], None]) -> None:
+def run_and_list(call: Callable[[], None]) -> None:
     """Runs the call of a kernel, and lists it inside `record`."""
     observer = _observer.get()
     if isinstance(observer, _Recorder):

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple, TypedDict
 
-from .op import run_kernel
+from .op import run_and_list
 from .scratch import Scratch, Shapes, TensorLike, below, larger, views
 
 FORWARD, BACKWARD = {"backward": False}, {"backward": True}  # options of a `workspace`
@@ -133,7 +133,7 @@ class Table:
         module = _load(row.module)
         needed = module.workspace(*problem, **options) if options else module.workspace(*problem)
         buffers = views(scratch, needed, problem[0].device, self.op, kernel=row.name) if needed else {}
-        run_kernel(functools.partial(getattr(module, function), *reads, **writes, scratch=buffers))
+        run_and_list(functools.partial(getattr(module, function), *reads, **writes, scratch=buffers))
 
 
 def takes_all(_problem: object) -> None:

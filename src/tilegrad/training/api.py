@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from ..data.documents import Show
     from ..data.tokenizer import Tokenizer
     from .evaluation import Evaluation
-    from .generation import Generated, Generation, Piece, Prompts, SamplingSettings, Settings
+    from .generated import Generated, Piece
+    from .generation import Generation, Prompts, SamplingSettings, Settings
     from .loop import RunResult
     from .start import StrPath
 

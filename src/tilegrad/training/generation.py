@@ -18,7 +18,7 @@ import operator
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -32,12 +32,12 @@ from ..model.config import ModelConfig
 from ..model.lora import LoraConfig
 from ..text.spelling import dtype_name
 from .config import DTYPES
+from .generated import Finish, Generated, Piece
 
 if TYPE_CHECKING:
     from .api import TrainedModel
 
 Prompts = str | Iterable[str | Iterable[int]]  # a text, or several texts and token lists
-Finish = Literal["eos", "stop", "length"]
 BATCH_SIZE = 32  # sequences at a time, by default
 _AHEAD = {"cuda": 3}  # steps that are submitted before the first of them is read; 1 elsewhere
 
@@ -71,28 +71,6 @@ class Settings(SamplingSettings, total=False):
     device: torch.device | str | None
     dtype: torch.dtype | str | None
     invariant: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Generated:
-    """What follows a prompt. `text` ends before EOS or the stop string; `tokens` include the token that ended it."""
-
-    prompt: str | tuple[int, ...]  # as it was given
-    text: str
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...] | None  # log softmax(logits)[token], before temperature and filters
-    finish: Finish
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """One token of a sequence. `text` is new text that later tokens can't change; it may be empty."""
-
-    sequence: int  # prompt · num_samples + sample
-    text: str
-    token: int
-    logprob: float
-    finish: Finish | None = None  # None before the last token
 
 
 @dataclass(frozen=True, slots=True)
