@@ -410,7 +410,7 @@ def test_doctor_lists_every_extra_of_the_package(
     )
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"^extra rich +rich 14\.1: a live bar", out, re.MULTILINE)
+    assert re.search(r"^extra rich +rich 14\.1: a live progress bar", out, re.MULTILINE)
     assert re.search(r"^extra bpe +missing tokenizers \(pip install 'tilegrad\[bpe\]'\): BPE", out, re.MULTILINE)
 
 
