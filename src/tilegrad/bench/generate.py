@@ -22,7 +22,7 @@ from ..engine.machine import check_device
 from ..engine.sampling import Sampling
 from ..model.config import PRESETS, ModelConfig
 from ..pretrained.families import config_json
-from ..text.environment import environment
+from ..text.environment import environment, print_results
 from ..text.table import table
 from .timing import interleaved
 
@@ -106,6 +106,24 @@ def measure(
     return interleaved(contenders, repeats, device)
 
 
+def result(
+    name: str, times: Mapping[str, Sequence[float]], tokens: int, bound: float | None
+) -> dict[str, str | float | None]:
+    """Tokens a second of one contender, and how many times as fast ours is: medians over the rounds."""
+    rates = quantiles([1e3 * tokens / t for t in times[name]], n=10, method="inclusive")
+    ratio = median([theirs / ours for ours, theirs in zip(times["tilegrad"], times[name], strict=True)])
+    found: dict[str, str | float | None] = {"contender": name, "tokens_per_second": round(rates[4], 1)}
+    found |= {"p20": round(rates[1], 1), "p80": round(rates[7], 1), "ours_times_as_fast": round(ratio, 3)}
+    return found | {"share_of_bound": None if bound is None else round(rates[4] / bound, 3)}
+
+
+def cells(found: Mapping[str, str | float | None]) -> tuple[str, ...]:
+    name, share = found["contender"], found["share_of_bound"]
+    ratio = "" if name == "tilegrad" else f"{found['ours_times_as_fast']:.2f}×"
+    rate, p20, p80 = (f"{found[key]:,.1f}" for key in ("tokens_per_second", "p20", "p80"))
+    return f"{name}", rate, f"{p20} – {p80}", ratio, "" if share is None else f"{share:.2f}"
+
+
 def bench_generate(
     *,
     preset: str = "gpt2",
@@ -126,48 +144,26 @@ def bench_generate(
     if preset not in SHAPES:
         raise ValueError(f"preset: got {preset!r}; accepted: {', '.join(SHAPES)}")
     config = SHAPES[preset]
-    if PROMPT + max_tokens > config.block_size:
-        most = config.block_size - PROMPT
+    most = config.block_size - PROMPT
+    if not 1 <= max_tokens <= most:
         raise ValueError(
-            f"max_tokens: got {max_tokens}; accepted: at most {most}, because block_size is {config.block_size}"
+            f"max_tokens: got {max_tokens}; accepted: 1 … {most}, because block_size is {config.block_size}"
         )
     params = random_params(config, where, kind)
     about = environment(where, kind)
     speed = bandwidth(where, repeats)
-    looked_up = (
-        {"wpe.weight"} if config.tie_embeddings else {"wpe.weight", "wte.weight"}
-    )  # a step reads single rows of them
+    looked_up = {"wpe.weight"} if config.tie_embeddings else {"wpe.weight", "wte.weight"}  # a step reads single rows
     read = sum(x.nbytes for name, x in params.items() if name not in looked_up)
     lines, rows = [], []
     for batch_size in batch_sizes:
         times = measure(config, params, batch_size, max_tokens, repeats, device=where, dtype=kind, peers=peers)
-        for name, ms in times.items():
-            rates = [1e3 * batch_size * max_tokens / t for t in ms]
-            deciles = quantiles(rates, n=10, method="inclusive")
-            ratio = median([b / a for a, b in zip(times["tilegrad"], ms, strict=True)])
-            bound = speed / read if batch_size == 1 else None
-            found = {"preset": preset, "batch_size": batch_size, "max_tokens": max_tokens, "contender": name}
-            found |= {
-                "tokens_per_second": round(deciles[4], 1),
-                "p20": round(deciles[1], 1),
-                "p80": round(deciles[7], 1),
-            }
-            found |= {"times_as_fast_as_it": round(ratio, 3), "bytes_bound": None if bound is None else round(bound, 1)}
-            lines.append(json_format.dumps(found | about))
-            share = "" if bound is None else f"{deciles[4] / bound:.2f}"
-            rows.append(
-                (
-                    f"{batch_size}", name, f"{deciles[4]:,.1f}", f"{deciles[1]:,.1f} – {deciles[7]:,.1f}",
-                    "" if name == "tilegrad" else f"{ratio:.2f}×", share,
-                )
-            )  # fmt: skip
-    if out:
-        with open(out, "a", encoding="utf-8") as file:
-            file.write("\n".join(lines) + "\n")
-    if json:
-        print("\n".join(lines))
+        for name in times:
+            found = result(name, times, batch_size * max_tokens, speed / read if batch_size == 1 else None)
+            size = {"preset": preset, "batch_size": batch_size, "max_tokens": max_tokens}
+            lines.append(json_format.dumps(size | found | about))
+            rows.append((f"{batch_size}", *cells(found)))
+    if print_results(lines, about, json=json, out=out):
         return 0
-    print(", ".join(f"{name} {value}" for name, value in about.items() if value is not None))
     print(f"\n{preset}, {PROMPT} + {max_tokens} tokens, {repeats} rounds; a large read: {speed / 1e9:.1f} GB/s\n")
     print(table(("batch", "", "tokens/s", "20 – 80 %", "ours is", "of the bound"), rows))
     return 0

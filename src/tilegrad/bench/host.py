@@ -25,7 +25,7 @@ from torch.autograd.function import BackwardCFunction, FunctionCtx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..functional import attention
-from ..text.environment import environment
+from ..text.environment import environment, print_results
 from ..text.table import table
 from .timing import Thunk
 
@@ -158,13 +158,8 @@ def bench_host(
             lines.append(json_format.dumps(found | about))
             spread = f"{deciles[1]:.1f} – {deciles[7]:.1f}"
             rows.append((direction, name, f"{deciles[4]:.1f}", spread, "" if name == "tilegrad" else f"{ratio:.2f}×"))
-    if out:
-        with open(out, "a", encoding="utf-8") as file:
-            file.write("\n".join(lines) + "\n")
-    if json:
-        print("\n".join(lines))
+    if print_results(lines, about, json=json, out=out):
         return 0
-    print(", ".join(f"{name} {value}" for name, value in about.items() if value is not None))
     b, h, t, d = TINY[where.type]
     print(f"\nmicroseconds of the host, B{b} H{h} T{t} D{d}, {repeats} rounds of {CALLS} calls\n")
     print(table(("", "", "median", "20 – 80 %", "ours / it"), rows))

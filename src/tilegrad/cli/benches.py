@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from .arguments import DTYPES, Commands, add_command, add_dtype
+from .arguments import DTYPES, Commands, Parser, add_command, add_dtype
 
 PLOTS = (".png", ".svg", ".pdf", ".jpg", ".webp")  # matplotlib writes these
 
@@ -66,13 +66,24 @@ def add_benches(commands: Commands) -> None:
     bench = add_command(commands, "bench", "measure speed and memory, compared with other libraries").add_subparsers(
         metavar="WHAT", required=True
     )
+    _add_attention(bench)
+    host = add_command(bench, "host", "host time of a tiny call of attention, compared with SDPA", _bench_host)
+    add_dtype(host, "bfloat16, float16 or float32 (default: %(default)s)", default="bfloat16")
+    _add_rounds(host, 200)
+    _add_generate(bench)
+    memory = add_command(
+        bench, "memory", "time to get a buffer from the manager, compared with torch.empty", _bench_memory
+    )
+    memory.add_argument("--json", action="store_true", help="JSON instead of the table")
+
+
+def _add_attention(bench: Commands) -> None:
     attention = add_command(
         bench,
         "attention",
         "time our kernels and those of installed libraries (peers), each after a check of its results",
         _bench_attention,
     )
-    attention.add_argument("--device", help="default: cuda where there is one, else cpu")
     add_dtype(attention, "bfloat16, float16 or float32 (default: %(default)s)", default="bfloat16")
     attention.add_argument("--kernels", nargs="+", metavar="NAME", help="default: all that run on the device")
     attention.add_argument(
@@ -90,40 +101,33 @@ def add_benches(commands: Commands) -> None:
         "--peers", nargs="*", metavar="NAME", help="default: all installed; --peers without a name: none"
     )
     attention.add_argument("--deterministic", action="store_true", help="time the deterministic backward")
-    attention.add_argument(
-        "--repeats", type=int, default=30, metavar="N", help="interleaved rounds (default: %(default)s)"
-    )
-    attention.add_argument("--json", action="store_true", help="JSON lines instead of the table")
-    attention.add_argument("--out", metavar="FILE", help="append the JSON lines to a file")
+    _add_rounds(attention, 30)
     attention.add_argument("--plot", metavar="FILE", help="draw bars into a new file (needs matplotlib)")
     attention.add_argument(
         "--profile", action="store_true", help="also print each kernel's share of the device's limits"
     )
-    host = add_command(bench, "host", "host time of a tiny call of attention, compared with SDPA", _bench_host)
-    host.add_argument("--device", help="default: cuda where there is one, else cpu")
-    add_dtype(host, "bfloat16, float16 or float32 (default: %(default)s)", default="bfloat16")
-    host.add_argument("--repeats", type=int, default=200, metavar="N", help="interleaved rounds (default: %(default)s)")
-    host.add_argument("--json", action="store_true", help="JSON lines instead of the table")
-    host.add_argument("--out", metavar="FILE", help="append the JSON lines to a file")
+
+
+def _add_generate(bench: Commands) -> None:
     generate = add_command(
-        bench, "generate", "tokens a second of generation, and transformers' generate", _bench_generate
+        bench, "generate", "tokens per second of generation, compared with transformers' generate", _bench_generate
     )
     generate.add_argument(
         "--preset", default="gpt2", help="a preset, qwen2.5-0.5b or qwen2.5-1.5b (default: %(default)s)"
     )
-    generate.add_argument("--device", help="default: cuda where there is one, else cpu")
     add_dtype(generate, "default: %(default)s", default="bfloat16", choices=DTYPES)
     generate.add_argument(
         "--batch-size", type=int, nargs="+", default=[1], metavar="N", help="sequences at once (default: 1)"
     )
     generate.add_argument("--max-tokens", type=int, default=64, metavar="N", help="new tokens (default: %(default)s)")
-    generate.add_argument(
-        "--repeats", type=int, default=5, metavar="N", help="interleaved rounds (default: %(default)s)"
-    )
     generate.add_argument("--no-peers", action="store_true", help="do not run transformers")
-    generate.add_argument("--json", action="store_true", help="JSON lines instead of the table")
-    generate.add_argument("--out", metavar="FILE", help="append the JSON lines to a file")
-    memory = add_command(
-        bench, "memory", "time to get a buffer from the manager, compared with torch.empty", _bench_memory
-    )
-    memory.add_argument("--json", action="store_true", help="JSON instead of the table")
+    _add_rounds(generate, 5)
+
+
+def _add_rounds(command: Parser, repeats: int) -> None:
+    """Add what every bench of interleaved rounds takes."""
+    command.add_argument("--device", help="default: cuda where there is one, else cpu")
+    text = "interleaved rounds (default: %(default)s)"
+    command.add_argument("--repeats", type=int, default=repeats, metavar="N", help=text)
+    command.add_argument("--json", action="store_true", help="JSON lines instead of the table")
+    command.add_argument("--out", metavar="FILE", help="append the JSON lines to a file")

@@ -170,6 +170,7 @@ def _raise_exception(message: str) -> None:
 @cache
 def jinja() -> tuple[ModuleType, Environment]:
     """The module jinja2, and the sandbox. The sandbox also reads {% generation %} … {% endgeneration %}."""
+    # Longer than 60 lines because Jinja2 is optional: classes that derive from its own can only be defined once it is imported.
     try:
         import jinja2
         from jinja2 import compiler, ext, nodes, sandbox

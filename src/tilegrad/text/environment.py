@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import subprocess
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -32,3 +33,13 @@ def environment(device: torch.device, dtype: torch.dtype) -> dict[str, object]:
         "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version() if device.type == "cuda" else None,
         "python": platform.python_version(), "date": time.strftime("%Y-%m-%d"),
     }  # fmt: skip
+
+
+def print_results(lines: Sequence[str], about: Mapping[str, object], *, json: bool, out: str | None) -> bool:
+    """Appends the JSON lines of a benchmark to the file `out`. Prints them if `json`, otherwise a line about the environment,
+    which a table should follow. Returns `json`."""
+    if out:
+        with open(out, "a", encoding="utf-8") as file:
+            file.write("\n".join(lines) + "\n")
+    print("\n".join(lines) if json else ", ".join(f"{name} {x}" for name, x in about.items() if x is not None))
+    return json
