@@ -14,6 +14,9 @@ from tilegrad import Engine, LoraConfig, ModelConfig
 from tilegrad.engine import decoder as decoder_module
 from tilegrad.engine.decoder import Decoder, Prompt, decoder_spec, largest_batch, plan_decoder
 from tilegrad.engine.sampling import Sampling
+from tilegrad.engine.scorer import Scorer
+from tilegrad.engine.spec import StepSpec
+from tilegrad.kernels.cross_entropy import torch_ops
 from tilegrad.kernels.op import observe
 from tilegrad.memory.planned.arena import poison_dead
 from tilegrad.model import reference
@@ -144,6 +147,60 @@ def test_weights_of_this_dtype_are_not_copied_and_others_are_planned() -> None:
     nbytes = sum(x.numel() for x in params.values()) * 4
     assert nbytes <= copied.plan.arenas["frozen"].arena_bytes < nbytes + 64 * len(params)
     assert copied._step.model.params["wte.weight"].value.dtype == torch.float32
+
+
+def test_weights_with_other_strides_are_copied() -> None:
+    params = params_of(CONFIG)
+    strided = {name: x.t().contiguous().t() if x.ndim == 2 else x for name, x in params.items()}
+    drawn = []
+    for given in (params, strided):
+        decoder = Decoder(CONFIG, given, 1, 8)
+        decoder.prefill({0: Prompt([1, 2, 3], sampling=GREEDY)})
+        decoder.submit()
+        drawn.append(decoder.finished(wait=True))
+        assert ("frozen" in decoder.plan.arenas) is (given is strided)
+    assert drawn[0] == drawn[1]
+
+
+def test_logits_that_are_not_finite_draw_no_token_and_end_no_step() -> None:
+    params = params_of(CONFIG)
+    params["ln_f.weight"].fill_(torch.nan)
+    decoder = Decoder(CONFIG, params, 1, 8)
+    decoder.prefill({0: Prompt([1])})
+    for _ in range(2):
+        decoder.submit()
+    assert [drawn.tokens for drawn in decoder.finished(wait=True)] == [[-1]] * 3
+
+
+def test_a_slot_forgets_the_tokens_of_its_last_sequence() -> None:
+    """Otherwise the repetition penalty would still count them."""
+    params, penalty = params_of(CONFIG), Sampling(temperature=0.0, repetition_penalty=50.0)
+    drawn = []
+    for first in ([3], list(range(12))):
+        decoder = Decoder(CONFIG, params, 1, 16, penalties=True)
+        decoder.prefill({0: Prompt(first, sampling=penalty)})
+        decoder.finished(wait=True)
+        decoder.prefill({0: Prompt([3], sampling=penalty)})
+        for _ in range(8):
+            decoder.submit()
+        drawn.append([each.tokens for each in decoder.finished(wait=True)])
+    assert drawn[0] == drawn[1] and len({token for (token,) in drawn[0]}) > 5  # hardly a token comes twice
+
+
+def test_a_scorer_has_the_log_probabilities_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adapters have no dropout there, and the logits of a few rows exist at a time."""
+    monkeypatch.setitem(torch_ops.CHUNK, "cpu", 3 * LLAMA.vocab_size * 8)
+    lora = LoraConfig(rank=2, alpha=4, dropout=0.5)
+    params = params_of(LLAMA, lora)
+    spec = StepSpec(LLAMA, 2, 8, torch.float64, torch.device("cpu"), lora=lora)
+    tokens = torch.randint(0, LLAMA.vocab_size, (2, 8), generator=torch.Generator().manual_seed(0))
+    targets = tokens.roll(-1, 1)
+    targets[1, 3] = -1
+    got = Scorer(spec, params).logprobs(tokens, targets)
+    n = reference.hidden_states(params, tokens, LLAMA, lora)
+    exact = torch.log_softmax(reference.logits_of(params, n.flatten(0, 1), LLAMA), -1).view(2, 8, -1)
+    want = exact.gather(-1, targets.clamp(min=0)[..., None])[..., 0].masked_fill(targets < 0, 0.0)
+    torch.testing.assert_close(got, want, rtol=0.0, atol=1e-12)
 
 
 def test_a_decoder_refuses_what_it_cannot_do() -> None:
