@@ -328,20 +328,26 @@ def grown(call: Callable[[], None], warm: int, calls: int) -> float:
     return least(calls // 3) / before - 1
 
 
+def leaks(call: Callable[[], None], warm: int, calls: int) -> bool:
+    """Whether memory grows by a hundredth in each of up to five windows. A leak grows in all of them; an allocator that
+    keeps new memory, or a thread of another test, makes it grow in one."""
+    return all(grown(call, warm if window == 0 else 0, calls) >= 0.01 for window in range(5))
+
+
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
 @pytest.mark.parametrize("name", ["attention", "manager"])
 def test_resident_memory_stays(name: str) -> None:
-    assert grown(CALLS[name](), 150, 60) < 0.01
+    assert not leaks(CALLS[name](), 150, 60)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
 @pytest.mark.parametrize("name", sorted(CALLS))
 def test_resident_memory_stays_over_ten_thousand_calls(name: str) -> None:
-    assert grown(CALLS[name](), 1000, 10_000) < 0.01
+    assert not leaks(CALLS[name](), 1000, 10_000)
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
 def test_canary_a_leak_is_seen() -> None:
     kept: list[Tensor] = []
-    assert grown(lambda: kept.append(torch.zeros(1 << 16)), 20, 150) > 0.01
+    assert leaks(lambda: kept.append(torch.zeros(1 << 16)), 20, 150)

@@ -34,12 +34,12 @@ from support.cases import (
     oracle,
     run,
 )
+from support.native import MISSING, needs_library, without_library
 from support.pairwise import all_pairs, covering, pairs
 
 import tilegrad
 from tilegrad import attention_bwd, attention_fwd, attention_workspace
 from tilegrad.cli import main
-from tilegrad.functional import call as eager_call
 from tilegrad.kernels.attention import api as contract
 from tilegrad.kernels.attention import cpu as native
 from tilegrad.kernels.attention.mask import Mask
@@ -49,9 +49,7 @@ from tilegrad.kernels.philox import drop_mask, round_keys
 from tilegrad.native import build as native_build
 
 HERE = Path(__file__).parents[1]
-MISSING = native_library.library()
 ISAS = () if isinstance(MISSING, str) else native_library.supported()
-needs_library = pytest.mark.skipif(not ISAS, reason=f"the native kernel {MISSING}")
 each_isa = pytest.mark.parametrize(
     "isa",
     [
@@ -633,15 +631,9 @@ def test_it_is_the_default_on_the_cpu_with_every_feature() -> None:
 
 
 def test_without_the_library_the_tiled_kernel_runs_and_the_reason_is_given(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(native_build, "LIBRARY", tmp_path / "none.so")
-    monkeypatch.setenv("CXX", str(tmp_path / "no-compiler"))
-    monkeypatch.setattr(contract, "prepared_calls", {})
-    monkeypatch.setattr(eager_call, "fast_path", None)  # calls that ran with the library
-    native_library.library.cache_clear()
-    native_library.warn_if_missing.cache_clear()
-    try:
+    with without_library(tmp_path) as none:
         call = build(Case())
         selection = tilegrad.explain(call.q, call.k, call.v)
         assert selection.kernel == "tiled" and "run: tilegrad doctor --build" in selection.reasons["native"]
@@ -656,13 +648,9 @@ def test_without_the_library_the_tiled_kernel_runs_and_the_reason_is_given(
         assert "missing: it was not built at install" in out and "apt install g++" in out and "attention: tiled" in out
         assert main(["doctor", "--build"]) == 1
         assert "no C++ compiler" in capsys.readouterr().err
-        (tmp_path / "none.so").write_text(f"not a library of {native_build.digest()}", encoding="utf-8")
+        none.write_text(f"not a library of {native_build.digest()}", encoding="utf-8")
         native_library.library.cache_clear()
         assert "can't be loaded" in tilegrad.explain(call.q, call.k, call.v).reasons["native"]
-    finally:
-        monkeypatch.undo()
-        native_library.library.cache_clear()
-        native_library.warn_if_missing.cache_clear()
 
 
 @needs_library

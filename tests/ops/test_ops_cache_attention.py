@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.cases import Call, check_call
 from support.interpreter import interpreting
+from support.native import MISSING, needs_library
 from support.ops import poisoned, randn
 from support.pairwise import Spec, all_pairs, covering, pairs
 from torch import Tensor
@@ -28,11 +29,8 @@ from tilegrad.kernels.cache_attention import (
     cache_write_workspace,
     torch_ops,
 )
-from tilegrad.kernels.cpu import library
 from tilegrad.kernels.scratch import Form, blocks
 
-MISSING = library.library()
-needs_library = pytest.mark.skipif(isinstance(MISSING, str), reason=f"the native kernel {MISSING}")
 KERNELS = ("torch", pytest.param("native", marks=needs_library), "triton")
 CPU = torch.device("cpu")
 

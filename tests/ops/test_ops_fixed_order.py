@@ -10,13 +10,14 @@ import torch
 from support import bounds
 from support.guard import Guard
 from support.interpreter import interpreting
+from support.native import needs_library
 from support.ops import DTYPES, poisoned, randn
 from torch import Tensor
 
 from tilegrad.kernels.activation import ACTIVATION, activation_bwd, activation_fwd, swiglu_bwd, swiglu_fwd
 from tilegrad.kernels.activation import Problem as ActivationProblem
 from tilegrad.kernels.closeness import assert_close
-from tilegrad.kernels.cpu import abi, library, rows
+from tilegrad.kernels.cpu import abi, rows
 from tilegrad.kernels.cross_entropy import cross_entropy_fwd, cross_entropy_workspace
 from tilegrad.kernels.linear import (
     FEW_ROWS,
@@ -33,7 +34,6 @@ from tilegrad.kernels.op import observe
 from tilegrad.kernels.rope import rope_fwd, rope_table, rope_workspace
 
 F32, BF16 = torch.float32, torch.bfloat16
-needs_library = pytest.mark.skipif(isinstance(library.library(), str), reason=f"the library {library.library()}")
 KERNELS = [
     *(pytest.param("fixed_order", x, w, marks=needs_library) for x, w in ((F32, F32), (BF16, BF16), (BF16, F32))),
     *(

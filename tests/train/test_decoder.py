@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from support.models import CONFIG, LLAMA, QWEN3
+from support.native import without_library
 from torch import Tensor
 
 from tilegrad import Engine, LoraConfig, ModelConfig
@@ -87,6 +89,13 @@ def test_every_draw_is_that_of_the_whole_text(family: str, prefill_tokens: int |
     for slot, text in texts.items():
         check(exact, params, text, drawn[slot])
     assert draws == (1 + 9) + (1 + 2) + (1 + 5) + (1 + 6)
+
+
+def test_without_the_library_too(tmp_path: Path) -> None:
+    with without_library(tmp_path):
+        with pytest.warns(UserWarning, match="plain torch ops"):
+            test_every_draw_is_that_of_the_whole_text("llama", None)
+        test_every_draw_is_that_of_the_whole_text("mistral", 16)  # said once
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -24,6 +24,7 @@ from support.models import (
     one_by_one,
     random_ends,
 )
+from support.native import needs_library
 from support.pairwise import Spec, all_pairs, covering, pairs
 from torch import Tensor
 
@@ -223,6 +224,7 @@ def test_every_argument_of_an_engine_has_values_here() -> None:
     assert set(inspect.signature(Engine).parameters) | {"batches", "learning_rate", "way"} == set(AXES)
 
 
+@needs_library  # for invariant
 def test_pairs_of_arguments_give_the_numbers_of_autograd_and_the_bits_of_the_defaults() -> None:
     rows, every = covering(AXES, allowed), all_pairs(AXES, allowed)
     assert set.union(*map(pairs, rows)) == every and (len(every), len(rows)) == (PAIRS, ROWS)

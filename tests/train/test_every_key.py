@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from support.models import equal
+from support.native import needs_library
 from support.pairwise import Spec, all_pairs, covering, pairs
 from support.run_keys import ABSENT, AXES, KEYS, REFUSED, TOKENIZER_FILE, allowed, refused_together
 
@@ -206,6 +207,7 @@ def test_the_rows_have_every_pair_of_values_that_go_together() -> None:
     assert len(set.union(*map(pairs, rows[:ROWS_IN_CI]))) >= PAIRS_IN_CI
 
 
+@needs_library  # for train.invariant
 def test_runs_of_many_pairs_of_keys_are_resumed_to_the_same_bits_and_exported(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from support.native import needs_library
 from support.signals import hangups_heard, hear_interrupts
 
 import tilegrad
@@ -206,6 +207,7 @@ def start(**options: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(command, text=True, env=here, **(pipes | options))
 
 
+@needs_library  # whose absence is said on stderr
 def test_a_broken_pipe_saves() -> None:
     process = start()
     assert process.stdout is not None and process.stderr is not None

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.native import needs_library
 
 import tilegrad
 from tilegrad.memory.managed.pressure import memory_available, memory_limit
@@ -68,6 +69,7 @@ sys.exit(tilegrad.cli.main(sys.argv[1:]))
 """
 
 
+@needs_library  # whose absence is said on stderr
 def test_on_windows_a_run_is_one_sentence_and_generate_works() -> None:
     """What POSIX alone has is asked for by training alone."""
     train(RUN, Path("run"))

@@ -20,6 +20,7 @@ from support.models import (
     one_by_one,
     random_ends,
 )
+from support.native import needs_library
 from support.ranks import Ranks
 from torch import Tensor
 
@@ -74,7 +75,7 @@ def assert_one_by_one(engine: Engine, loss: float, parts: list[tuple[Tensor, Ten
 # ── the oracle ──
 
 
-@pytest.mark.parametrize("kernel", ["native", "tiled"])
+@pytest.mark.parametrize("kernel", [pytest.param("native", marks=needs_library), "tiled"])
 @pytest.mark.parametrize("name", MODELS)
 def test_packed_rows_are_the_documents_one_by_one(name: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     only = tuple(row for row in table.ATTENTION.rows if row.name == kernel)
@@ -318,4 +319,4 @@ def test_canary_wrong_documents_are_seen(name: str, what: str, monkeypatch: pyte
 
     monkeypatch.setattr("tilegrad.engine.engine.write_documents", wrong)
     with pytest.raises(AssertionError):
-        test_packed_rows_are_the_documents_one_by_one(name, "native", monkeypatch)
+        test_packed_rows_are_the_documents_one_by_one(name, "tiled", monkeypatch)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 def _plan(args: argparse.Namespace) -> int:
     import torch
 
+    from ..engine.batch import check_spec
     from ..engine.machine import check_device
     from ..engine.planning import plan_model, step_report
     from ..engine.recompute import OverBudget, choose_recompute
@@ -50,6 +51,7 @@ def _plan(args: argparse.Namespace) -> int:
         linear=t.linear, deterministic=t.deterministic or t.device == "cpu", invariant=t.invariant, world=args.world_size,
         documents=run.documents, lora=run.lora, freeze=t.freeze, **sharding_of(args),
     )  # fmt: skip
+    check_spec(spec)
     largest, largest_sentence = _largest_batch(spec, t.memory_budget) if args.fit else ({}, "")
     try:
         spec = replace(spec, recompute=choose_recompute(spec, t.memory_budget))

@@ -26,7 +26,12 @@ from ..kernels.attention.qkv import (
     qkv_rope_fwd,
     qkv_rope_workspace,
 )
-from ..kernels.cache_attention import cache_attention_fwd, cache_attention_workspace, cache_write_fwd
+from ..kernels.cache_attention import (
+    cache_attention_fwd,
+    cache_attention_workspace,
+    cache_write_fwd,
+    cache_write_workspace,
+)
 from ..kernels.norm import norm_workspace, rmsnorm_bwd, rmsnorm_fwd
 from ..kernels.residual import zero_fwd
 from ..kernels.scratch import Form, Scratch, below
@@ -148,7 +153,8 @@ class Cache:
         )
         if not at.decodes:
             slots = at.buffer("inputs.slots", (at.n,), torch.int64, role="inputs")
-            return cls(k, v, slots, None, c.n_head, c.kv_heads, {})
+            shapes = cache_write_workspace(at.n, *shape[:2], c.head_dim, size.capacity, at.dtype, at.device)
+            return cls(k, v, slots, None, c.n_head, c.kv_heads, at.scratch("cache_write", shapes))
         shapes = cache_attention_workspace(
             at.b, c.n_head, c.kv_heads, c.head_dim, size.capacity, mask, at.dtype, at.device
         )
@@ -159,7 +165,10 @@ class Cache:
         """Keeps the keys and values of the prompts."""
         if self.slots is not None:
             k, v = qkv[1:] if len(qkv) == 3 else (qkv[0], None)
-            cache_write_fwd(k, v, self.slots, self.n_head, self.n_kv_head, k_cache=self.k, v_cache=self.v)
+            cache_write_fwd(
+                k, v, self.slots, self.n_head, self.n_kv_head,
+                k_cache=self.k, v_cache=self.v, scratch=self.scratch,
+            )  # fmt: skip
 
     def attend(self, qkv: tuple[Buffer, ...], mask: Mask, *, o: Buffer) -> None:
         """Adds the new token's k and v to the cache, and attends to the cache."""

@@ -1,0 +1,37 @@
+"""The native library as tests see it: a mark for those that need it, and a process state without it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tilegrad.functional import call as eager_call
+from tilegrad.kernels import cache_attention
+from tilegrad.kernels.attention import api
+from tilegrad.kernels.cpu import library
+from tilegrad.native import build
+
+MISSING = library.library()
+needs_library = pytest.mark.skipif(isinstance(MISSING, str), reason=f"the native library {MISSING}")
+
+
+@contextmanager
+def without_library(folder: Path) -> Iterator[Path]:
+    """No library and no compiler, as after an install on a machine without one. Yields the path where a library would be."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "LIBRARY", folder / "none.so")
+        patch.setenv("CXX", str(folder / "no-compiler"))
+        patch.setattr(api, "prepared_calls", {})  # calls that ran with the library
+        patch.setattr(cache_attention, "_known", {})
+        patch.setattr(eager_call, "fast_path", None)
+        library.library.cache_clear()
+        library.warn_if_missing.cache_clear()
+        try:
+            yield folder / "none.so"
+        finally:
+            patch.undo()
+            library.library.cache_clear()
+            library.warn_if_missing.cache_clear()
