@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .functional.dilated.functional import dilated_attention
     from .kernels.attention.api import attention_bwd, attention_fwd, attention_workspace
     from .kernels.attention.mask import Mask
+    from .kernels.muon import MuonConfig
     from .kernels.table import Explanation
     from .model.config import ModelConfig
     from .model.lora import LoraConfig
@@ -50,6 +51,7 @@ _HOME = {
     "RunEnded": "training.config",
     "ModelConfig": "model.config",
     "LoraConfig": "model.lora",
+    "MuonConfig": "kernels.muon",
     "init_attention": "specification.shared_attention",
     "free_attention": "specification.shared_attention",
     "TrainedModel": "training.api",
@@ -73,6 +75,7 @@ __all__ = [
     "Mask",
     "Mesh",
     "ModelConfig",
+    "MuonConfig",
     "Piece",
     "RunConfig",
     "RunEnded",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import replace
+from math import prod
 
 import pytest
 import torch
@@ -13,12 +14,13 @@ from torch import Tensor
 
 from tilegrad import Engine, ModelConfig
 from tilegrad.dist.schedule import Bucket, Touch, final, follow, needed, order
+from tilegrad.kernels.muon import MuonConfig
 from tilegrad.kernels.op import observe_names, op
 from tilegrad.memory.types import BufferType
 from tilegrad.model.block import Recomputed
 from tilegrad.model.config import PRESETS
 from tilegrad.model.transformer import Transformer, declare
-from tilegrad.engine.parallel.declare import buckets_of, schedule_of
+from tilegrad.engine.parallel.declare import buckets_of, declare_optimizer, schedule_of
 from tilegrad.engine.spec import StepSpec
 from tilegrad.engine.planning import plan_model
 
@@ -28,6 +30,10 @@ MODELS = {**PRESETS, "qwen": QWEN3, "dropout": replace(CONFIG, dropout=0.1)}
 
 def handles(config: ModelConfig, *, accumulate: bool = False) -> Transformer:
     return declare(config, 1, 8, torch.float32, CPU, accumulate=accumulate)
+
+
+def padding(bucket: Bucket) -> int:
+    return sum(member for member in bucket.members if isinstance(member, int))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -40,7 +46,7 @@ def test_buckets_of_every_preset(name: str, world: int) -> None:
     assert [n for b in buckets for n in b.names] == sorted(model.params, key=lambda n: len(model.params[n].master.shape) < 2)
     ends = 0
     for b in buckets:
-        assert b.start == ends and (b.stop - b.start) % (world * 16) == 0 and 0 <= b.pad <= 2 * world * 16
+        assert b.start == ends and (b.stop - b.start) % (world * 16) == 0 and padding(b) <= 2 * world * 16
         assert {len(model.params[n].master.shape) >= 2 for n in b.names} == {b.decayed > 0}
         assert [b.part(r, world) for r in (0, world - 1)] == [
             (b.start, b.start + (b.stop - b.start) // world),
@@ -54,6 +60,26 @@ def test_buckets_of_every_preset(name: str, world: int) -> None:
     for b in buckets:
         last = final(b, steps)
         assert steps[last].writes & set(b.names) and not any(s.writes & set(b.names) for s in steps[last + 1 :])
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("world", [2, 8])
+def test_with_muon_a_rank_owns_whole_matrices(name: str, world: int) -> None:
+    """Every matrix is inside one rank's slice, every rank has about as much, and one plan serves all ranks."""
+    spec = StepSpec(MODELS[name], 1, 8, torch.float32, CPU, world=world, bucket_bytes=8 << 20, muon=MuonConfig())
+    model = spec.declare()
+    matrices = {n for n, p in model.params.items() if p.matrices}
+    ranks = [declare_optimizer(model, spec, rank=rank)[0] for rank in range(world)]
+    assert {n: x.shape for n, x in ranks[0].scratch.items()} == {n: x.shape for n, x in ranks[-1].scratch.items()}
+    buckets = buckets_of(model, schedule_of(model), world, spec.bucket_bytes, spec.muon)
+    assert {n for b in buckets if b.whole for n in b.names} == matrices
+    assert all(padding(b) <= (b.stop - b.start) / 8 for b in buckets[1:] if b.whole)
+    own = [sum(x.stop - x.start for one in optimizer.owned for x in one.matrices) for optimizer in ranks]
+    assert sum(own) == sum(prod(p.master.shape) for p in model.params.values() if p.matrices)
+    assert max(own) <= 1.15 * sum(own) / world or len(matrices) < 4 * world
+    for optimizer in ranks:
+        assert all((one.v is None) == bucket.whole for one, bucket in zip(optimizer.owned, buckets, strict=True))
+        assert all(x.stop <= one.params.shape[0] for one in optimizer.owned for x in one.matrices)
 
 
 class Early(Exception):
@@ -76,7 +102,7 @@ def test_a_gradient_is_final_at_its_op_and_not_before(config: ModelConfig, early
 
     after: dict[int, list[object]] = {}
     for name in want:
-        at = final(Bucket((name,), 0, 0, 0, 0), steps) - early
+        at = final(Bucket((name,), 0, 0, 0), steps) - early
         after.setdefault(at, []).append(lambda name=name: take(name))
     engine.arenas.poison("grads")
     with follow(steps, {}, after, observe_names):  # type: ignore[arg-type]
@@ -158,12 +184,13 @@ def test_a_bucket_holds_something() -> None:
 
 
 def test_shard_all_plans_less_memory() -> None:
-    """A small twin of gpt2-xl on 8 ranks: parts are 1/8, what is whole shares addresses, and the arena is its bound."""
+    """A small twin of gpt2-xl on 8 ranks: parts are 1/8, what is whole shares addresses, and the arena is near its bound, which
+    depends on the number of threads: some scratch is for each of them."""
     config = replace(PRESETS["tiny"], n_layer=6)
     alone = plan_model(StepSpec(config, 2, 64, torch.float32, CPU))
     plan = plan_model(StepSpec(config, 2, 64, torch.float32, CPU, world=8, shard="all"))
     arena = plan.arenas["activations"]
-    assert arena.arena_bytes <= 1.01 * arena.lower_bound_bytes
+    assert arena.arena_bytes <= 1.02 * arena.lower_bound_bytes
     for role in ("params", "grads", "optimizer"):
         assert plan.arenas[role].arena_bytes <= alone.arenas[role].arena_bytes / 8 + 8 * 64 * 8 * 8
     comm = sum(h.nbytes for h in plan.trace.handles.values() if h.type is BufferType.COMM)

@@ -16,6 +16,7 @@ from support.ops import allocated_bytes, allowed_bytes, calls_outside_models
 import tilegrad
 from tilegrad import Engine
 from tilegrad.kernels import residual
+from tilegrad.kernels.muon import MuonConfig
 from tilegrad.kernels.op import Call, observe, op
 from tilegrad.model.lora import LoraConfig
 
@@ -53,11 +54,12 @@ def largest_allocations(dtype: torch.dtype) -> dict[str, int]:
     def measure(call: Call) -> None:
         largest[call.name] = max(largest.get(call.name, 0), allocated_bytes(call.run))
 
-    for config, lora in (
-        *((config, None) for config in CONFIGS),
-        *((config, LoraConfig(4, 8)) for config in CONFIGS[1:2]),
+    for config, lora, muon in (
+        *((config, None, None) for config in CONFIGS),
+        *((config, LoraConfig(4, 8), None) for config in CONFIGS[1:2]),
+        *((config, None, MuonConfig(cautious=True)) for config in CONFIGS[1:2]),
     ):
-        engine = Engine(config, 8, 16, dtype=dtype, lora=lora)
+        engine = Engine(config, 8, 16, dtype=dtype, lora=lora, muon=muon)
         tokens, targets = batch(config, 8, 16)
         with observe(measure):
             engine.step(tokens, targets, learning_rate=1e-3)

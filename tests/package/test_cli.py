@@ -29,7 +29,7 @@ from tilegrad.engine.spec import StepSpec
 from tilegrad.memory.managed import pressure
 from tilegrad.model.config import PRESETS
 from tilegrad.specification import flash_cases as check
-from tilegrad.training.config import AdapterConfig, DataConfig, RunConfig, TrainConfig
+from tilegrad.training.config import AdapterConfig, DataConfig, OptimizerConfig, RunConfig, TrainConfig
 from tilegrad.training.sections import read_toml, run_from
 
 
@@ -495,6 +495,7 @@ def test_init_writes_every_key_and_overwrites_nothing(
     keys = {section: set(values) for section, values in tomllib.loads(shown).items()}
     assert keys["model"] - {"preset"} == {f.name for f in fields(ModelConfig)}
     assert keys["train"] == {f.name for f in fields(TrainConfig)}
+    assert keys["optimizer"] == {f.name for f in fields(OptimizerConfig)}
     assert keys["data"] == {f.name for f in fields(DataConfig)}
     assert keys["lora"] == {f.name for f in fields(AdapterConfig)}
     assert main(["init", "my.toml"]) == 2
@@ -511,6 +512,7 @@ def test_help_shows_every_key_with_its_default_and_loads_no_torch(command: str) 
     for section, kind in (
         ("model", ModelConfig),
         ("train", TrainConfig),
+        ("optimizer", OptimizerConfig),
         ("data", DataConfig),
         ("lora", AdapterConfig),
     ):

@@ -67,6 +67,13 @@ KEYS: dict[str, tuple[str, ...]] = {
     "train.patience": ("0", "7"),  # more evaluations than a run has, so that none ends early
     "train.init": ("none", '"weights"'),  # a folder of weights of the same model
     "train.freeze": ("[]", '"wte.*"', '["blocks.*.ln?.*", "ln_f.*"]'),
+    "optimizer.name": ('"adamw"', '"muon"'),
+    "optimizer.momentum": (ABSENT, "0.5"),
+    "optimizer.nesterov": (ABSENT, "false"),
+    "optimizer.orthogonalization": (ABSENT, '"polar_express"'),
+    "optimizer.scale": (ABSENT, '"rms"'),
+    "optimizer.matrix_learning_rate": ("none", "0.01"),
+    "optimizer.cautious": (ABSENT, "true"),
     "data.files": ('["text.txt"]', '["lines.jsonl", "text.txt"]', '"folder"', '["text.txt.gz"]', "[]"),
     "data.text_field": ('"text"', '"body"'),
     "data.format": ('"auto"', '"text"'),  # tests/train/test_finetune.py has conversations
@@ -141,6 +148,9 @@ REFUSED: Mapping[tuple[str, ...], Rule] = {  # which values of these keys are re
     ("train.patience", "train.eval_interval"): lambda patience, interval: patience != "0" and interval == "0",
     ("train.patience", "train.eval_batches"): lambda patience, batches: patience != "0" and batches == "0",
     ("train.patience", "data.validation_fraction"): lambda patience, fraction: patience != "0" and fraction == "0",
+    ("train.patience", "data.packing", "data.too_long", "data.files"): lambda patience, packing, too_long, files: (
+        patience != "0" and packing == "true" and too_long == '"cut"' and "lines.jsonl" not in files  # one document
+    ),
     ("model.vocab_size", "data.tokenizer"): lambda size, tokenizer: tokenizer == '"tokenizer.json"' and size == "256",
     ("model.vocab_size", "data.tokenizer", "data.bpe_vocab_size"): lambda size, tokenizer, bpe: (
         tokenizer == '"bpe"' and int(size) < int(bpe)
@@ -149,6 +159,26 @@ REFUSED: Mapping[tuple[str, ...], Rule] = {  # which values of these keys are re
     **{
         ("train.invariant", f"lora.{key}"): lambda invariant, value: (
             invariant == "true" and value not in (ABSENT, "none")
+        )
+        for key in ("rank", "alpha", "layers", "dropout", "adapter")
+    },
+    ("train.learning_rate", "optimizer.matrix_learning_rate"): lambda adamw, muon: float(adamw) == 0 and muon != "none",
+    **{
+        ("optimizer.name", f"optimizer.{key}"): lambda name, value: name == '"adamw"' and value not in (ABSENT, "none")
+        for key in ("momentum", "nesterov", "orthogonalization", "scale", "matrix_learning_rate", "cautious")
+    },
+    **{
+        (f"optimizer.{of_muon}", f"lora.{key}"): lambda muon, value: (
+            muon not in (ABSENT, "none", '"adamw"') and value not in (ABSENT, "none")
+        )
+        for of_muon in (
+            "name",
+            "momentum",
+            "nesterov",
+            "orthogonalization",
+            "scale",
+            "matrix_learning_rate",
+            "cautious",
         )
         for key in ("rank", "alpha", "layers", "dropout", "adapter")
     },

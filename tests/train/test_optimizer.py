@@ -33,6 +33,7 @@ ADAMW = {
 def test_flat_ranges_have_one_layout_and_decayed_parameters_come_first(config: ModelConfig, dtype: torch.dtype) -> None:
     engine = Engine(config, 2, 8, dtype=dtype)
     o, tensors = engine.optimizer, engine.tensors()
+    assert o.v is not None
     ranges = {
         "": (o.params, engine.params),
         "d": (o.grads, engine.grads),
@@ -101,7 +102,7 @@ def test_gaps_stay_zero() -> None:
     for moment in o.moments.values():
         assert moment.any()
         moment.zero_()
-    assert not o.m.any() and not o.v.any()
+    assert o.v is not None and not o.m.any() and not o.v.any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

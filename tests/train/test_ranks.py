@@ -29,6 +29,7 @@ from tilegrad.engine.optimizer import AdamW
 from tilegrad.engine.parallel import ShardedOptimizer, check_accumulation, check_same, digest
 from tilegrad.engine.spec import StepSpec
 from tilegrad.engine.state import counters, restore_counters
+from tilegrad.kernels.muon import MuonConfig
 from tilegrad.kernels.op import observe
 from tilegrad.memory.planned.arena import poison_dead
 from tilegrad.model.config import PRESETS
@@ -134,6 +135,20 @@ def test_ranks_sum_only_what_is_trained(
     two_ranks: Ranks, case: str, shard: str, context: int, trained: dict[str, Any]
 ) -> None:
     two_ranks.run(frozen_parity, case, shard, 3, context, trained)
+
+
+@pytest.mark.parametrize(
+    ("case", "shard", "context", "muon"),
+    [
+        ("tied, dropout", "optimizer", 1, MuonConfig(orthogonalization="polar_express")),
+        ("untied, GQA, window", "none", 1, MuonConfig(cautious=True)),
+        ("tied, rope, biases", "optimizer", 2, MuonConfig(scale="rms", nesterov=False)),
+    ],
+)
+def test_ranks_with_muon_are_one_process(
+    two_ranks: Ranks, case: str, shard: str, context: int, muon: MuonConfig
+) -> None:
+    two_ranks.run(frozen_parity, case, shard, 3, context, {"muon": muon})
 
 
 @pytest.fixture(scope="module")

@@ -11,11 +11,15 @@ end to the front, so buckets are cut from the end. Each rank owns one of `world`
 
     params    │ wte ░░░ │ blocks 0, 1 ░░ │ blocks 2, 3 ░░ │ biases, norms ░ │     ░: padding to world · align elements
     grads       the same layout                                                 each padding is a COMM handle, always zero
+
+Muon needs whole matrices. A bucket of them is ordered by rank, and each rank's slice is padded to the length of the longest:
+
+    params    │ up ░░ │ down ░ │ qkv, proj │     a bucket of three ranks
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
@@ -35,13 +39,18 @@ class Touch(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """Elements [start, stop) of the flat params and grads. The last `pad` of them belong to no parameter."""
+    """Elements [start, stop) of the flat params and grads. A member is the name of a parameter, or a number of elements that
+    belong to none. In a `whole` bucket every parameter is inside one rank's slice."""
 
-    names: tuple[str, ...]
+    members: tuple[str | int, ...]
     start: int
     stop: int
-    pad: int
     decayed: int  # leading elements with weight decay
+    whole: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(member for member in self.members if isinstance(member, str))
 
     def part(self, rank: int, world: int) -> tuple[int, int]:
         """[start, stop) of the elements that a rank owns."""
@@ -80,10 +89,17 @@ def order(buckets: Sequence[Bucket], steps: Sequence[Touch]) -> tuple[int, ...]:
     return tuple(sorted(range(len(buckets)), key=lambda i: (final(buckets[i], steps), -i)))
 
 
-def cut(params: Sequence[Handle], steps: Sequence[Touch], world: int, bucket_bytes: int) -> tuple[Bucket, ...]:
+def cut(
+    params: Sequence[Handle],
+    steps: Sequence[Touch],
+    world: int,
+    bucket_bytes: int,
+    whole: Container[str] = (),
+) -> tuple[Bucket, ...]:
     """Buckets of about `bucket_bytes`, front to back, with sizes divisible by `world`. `params` are handles in the order of the
     arena. Vectors have their own buckets, because they have no weight decay. Parameters whose gradients the backward's last op
-    completes (embeddings) have their own too, because no other gradient should wait for them."""
+    completes (embeddings) have their own too, because no other gradient should wait for them. So have the parameters named in
+    `whole`, each of which one rank owns; such a bucket grows until at most an eighth of it is padding."""
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes: got {bucket_bytes}; accepted: at least 1")
     last: set[str] = set()
@@ -92,26 +108,68 @@ def cut(params: Sequence[Handle], steps: Sequence[Touch], world: int, bucket_byt
             break
         last |= step.writes
     members: list[list[Handle]] = []
-    kind: tuple[bool, bool] | None = None
+    kind: tuple[bool, bool, bool] | None = None
     nbytes = 0
     for p in reversed(params):
-        before, kind = kind, (len(p.shape) < 2, p.name in last)
-        if kind != before or nbytes >= bucket_bytes:
+        before, kind = kind, (len(p.shape) < 2, p.name in last, p.name in whole)
+        if kind != before or (nbytes >= bucket_bytes and not (p.name in whole and _uneven(members[-1], world))):
             members.append([])
             nbytes = 0
         members[-1].insert(0, p)
         nbytes += p.nbytes
-    buckets, start = [], 0
+    buckets, start, loads = [], 0, [0] * world
     for own in reversed(members):
         align = align_of(own[0])
+        if own[0].name in whole and world > 1:
+            slices, length = _assign(own, world, loads)
+            names: list[str | int] = []
+            for each in slices:
+                names += [p.name for p in each]
+                used = sum(_elements(p) for p in each)
+                names += [length - used] if length > used else []
+            buckets.append(Bucket(tuple(names), start, start + world * length, world * length, whole=True))
+            start += world * length
+            continue
         size = flat("bucket", own).shape[0]
         aligned = -(-size // align) * align
         ragged = align if aligned > size else 0  # padding must fill the bucket: an arena ends where its last buffer ends
-        whole = -(-(aligned + ragged) // (world * align)) * world * align if world > 1 else size
-        decayed = whole if len(own[0].shape) >= 2 else 0
-        buckets.append(Bucket(tuple(p.name for p in own), start, start + whole, max(whole - aligned, 0), decayed))
-        start += max(whole, aligned)
+        padded = -(-(aligned + ragged) // (world * align)) * world * align if world > 1 else size
+        decayed = padded if len(own[0].shape) >= 2 else 0
+        pad = (padded - aligned,) if padded > aligned else ()
+        is_whole = own[0].name in whole
+        buckets.append(Bucket((*(p.name for p in own), *pad), start, start + padded, decayed, is_whole))
+        start += max(padded, aligned)
     return tuple(buckets)
+
+
+def _elements(p: Handle) -> int:
+    """The elements of a parameter in the arena, with the gap that follows it."""
+    align = align_of(p)
+    return -(-p.nbytes // p.dtype.itemsize // align) * align
+
+
+def _assign(params: Sequence[Handle], world: int, loads: list[int]) -> tuple[list[list[Handle]], int]:
+    """Each rank's parameters, and the length of a slice: the largest parameter first, to the slice with the least. The fullest
+    slice goes to the rank with the least in the buckets before, which `loads` counts. Where a parameter ends between two
+    aligned elements, every slice ends with padding: an arena ends where its last buffer ends."""
+    slices: list[list[Handle]] = [[] for _ in range(world)]
+    used = [0] * world
+    for p in sorted(params, key=_elements, reverse=True):
+        rank = used.index(min(used))
+        slices[rank].append(p)
+        used[rank] += _elements(p)
+    ragged = any(_elements(p) * p.dtype.itemsize > p.nbytes for p in params)
+    by_rank: list[list[Handle]] = [[] for _ in range(world)]
+    fullest = sorted(range(world), key=lambda i: -used[i])
+    for rank, i in zip(sorted(range(world), key=lambda rank: loads[rank]), fullest, strict=True):
+        by_rank[rank] = slices[i]
+        loads[rank] += used[i]
+    return by_rank, max(used) + (align_of(params[0]) if ragged else 0)
+
+
+def _uneven(params: Sequence[Handle], world: int) -> bool:
+    """Whether more than an eighth of a bucket of whole parameters would be padding."""
+    return 8 * sum(map(_elements, params)) < 7 * world * _assign(params, world, [0] * world)[1]
 
 
 def align_of(p: Handle) -> int:

@@ -85,7 +85,7 @@ class Units:
             matrices = sum(len(p.master.shape) >= 2 for p in ordered)
             decayed = (*layout.starts, layout.shape[0])[matrices]
             names = tuple(p.name for p in ordered)
-            buckets[unit] = Bucket(names, end, end + size, size - layout.shape[0], decayed)
+            buckets[unit] = Bucket(names, end, end + size, decayed)
             for p, at in zip(ordered, layout.starts, strict=True):
                 starts[p.name] = end + at
                 owner |= {p.value.name: (unit, p.name), p.grad.name: (unit, p.name)}

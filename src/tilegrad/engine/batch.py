@@ -14,6 +14,7 @@ from ..kernels import gpu
 from ..kernels.cpu.library import library
 from ..kernels.cpu.rows import DTYPES
 from ..kernels.fp8_linear import FP8_LINEAR, Problem
+from ..kernels.muon import MuonConfig
 from ..kernels.scratch import Form
 from ..model.config import LIMITS as MODEL_LIMITS
 from ..model.config import ModelConfig, is_count
@@ -67,6 +68,12 @@ def check_spec(spec: StepSpec) -> None:
         )
     if spec.lora is not None and not isinstance(spec.lora, LoraConfig):
         raise ValueError(f"lora: got {shown(spec.lora)}; accepted: None or a LoraConfig")
+    if spec.muon is not None and not isinstance(spec.muon, MuonConfig):
+        raise ValueError(f"muon: got {shown(spec.muon)}; accepted: None or a MuonConfig")
+    if spec.muon is not None and spec.lora is not None:
+        raise ValueError(
+            "muon: got a MuonConfig with lora, whose adapters are no matrices of the blocks; accepted: None"
+        )
     if spec.linear == "fp8":
         form = Form((16, 16), spec.dtype, spec.device)
         bfloat16 = spec.dtype == torch.bfloat16

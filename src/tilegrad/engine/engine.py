@@ -1,4 +1,4 @@
-"""A model in planned memory, and its step: forward, loss, backward, clip, AdamW.
+"""A model in planned memory, and its step: forward, loss, backward, clip, and AdamW or Muon.
 
 Before the first step the model and its optimizer are declared on handles, traced and planned. Then each role (params, grads,
 optimizer, inputs, activations) is one allocation, `plan.peak_bytes` in all, and nothing else is allocated. A smaller batch
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..dist.mesh import Mesh
+from ..kernels.muon import MuonConfig
 from ..memory.planned.arena import Arenas, MemoryPlan
 from ..memory.planned.trace import bind
 from ..model.config import ModelConfig
@@ -61,6 +62,8 @@ class Engine:
     With invariant=True the bits of a row of the forward, and so of its logits, depend on the tokens of its sequence up to that
     row alone: not on the batch, its other sequences, what follows in the sequence, or the number of threads. It is for a CPU.
 
+    muon=MuonConfig(…) updates the matrices of the blocks by Muon (kernels/muon), and every other parameter by AdamW.
+
     >>> import torch, tilegrad
     >>> config = tilegrad.ModelConfig(vocab_size=5, block_size=8, n_layer=1, n_head=2, n_embd=16)
     >>> engine = tilegrad.Engine(config, batch_size=2, seq_len=4)
@@ -93,6 +96,7 @@ class Engine:
         linear: Linear = "plain", deterministic: bool = True, capture: bool = True,
         mesh: Mesh | None = None, shard: Shard = "optimizer", bucket_bytes: int = BUCKET_BYTES, context: int = 1,
         documents: int = 0, lora: LoraConfig | None = None, freeze: Sequence[str] = (), invariant: bool = False,
+        muon: MuonConfig | None = None,
     ) -> None:  # fmt: skip
         check_device(str(device))
         mesh = Mesh(device, alone=True) if mesh is None else mesh
@@ -104,7 +108,7 @@ class Engine:
             linear=linear, deterministic=deterministic or self.device.type == "cpu",
             world=mesh.world, shard=shard, bucket_bytes=bucket_bytes, context=context, documents=documents,
             lora=lora, freeze=tuple(freeze) if isinstance(freeze, list) else cast(tuple[str, ...], freeze),
-            invariant=invariant,
+            invariant=invariant, muon=muon,
         )  # fmt: skip
         check_spec(spec)
         self.spec = spec = replace(spec, recompute=choose_recompute(spec, memory_budget))
@@ -265,8 +269,8 @@ class Engine:
         return loss
 
     def optimizer_step(self, learning_rate: float) -> float:
-        """Clip to a global norm of `max_norm`, then AdamW. Returns the norm before clipping. A non-finite loss or gradient
-        changes neither weights nor moments; ten in a row raise NonFiniteError.
+        """Clip to a global norm of `max_norm`, then AdamW, or Muon and AdamW. Returns the norm before clipping. A non-finite
+        loss or gradient changes neither weights nor moments; ten in a row raise NonFiniteError.
 
         >>> loss = engine.gradients(x, y)
         >>> norm = engine.optimizer_step(learning_rate=1e-3)

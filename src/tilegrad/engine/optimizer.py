@@ -1,11 +1,12 @@
-"""AdamW over a model's parameters: its buffers, its step, and the guard against non-finite losses and gradients.
+"""AdamW, or Muon and AdamW, over a model's parameters: buffers, step, and the guard against non-finite losses and gradients.
 
     params    w₀ ░ w₁ ░ … ░ b₀ ░ b₁ …        ░: an alignment gap, always zero
     grads     the same layout, and so have m and v; each of the four is one flat range (P,)
     rounded   the bfloat16 copies that layers compute with on CUDA: the same layout in elements
     decay     parameters of two and more dimensions come first, so weight decay applies to a prefix of the range
+    muon      with Muon, the matrices of the blocks come before all others; v has only the others
 
-    norm = ‖grads‖₂        clip to max_norm        AdamW                    (equations: kernels/adamw)
+    norm = ‖grads‖₂        clip to max_norm        Muon, AdamW              (equations: kernels/muon, kernels/adamw)
 
 Declared on handles, the update is traced and planned together with the model's step; bound to tensors, it runs. Its scratch
 is not live between steps, so it shares addresses with the activations.
@@ -14,6 +15,8 @@ When sharded over ranks (dist/schedule.py), params and grads are cut into padded
 each. m and v have only those slices, in order. With bfloat16 compute copies, the float32 masters are stored the same way:
 
     params    │ bucket 0: 0 1 2 3 │ bucket 1: 0 1 2 3 │ …       m, v of rank 2:  │ 2 │ 2 │ …
+
+A slice of a bucket for Muon has whole matrices (dist/schedule.py).
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ from ..dist.units import Units
 from ..kernels.adamw import adamw_step, adamw_workspace
 from ..kernels.global_norm import global_norm, global_norm_workspace
 from ..kernels.guard import guard, guard_workspace
-from ..kernels.scratch import Scratch, below, of
+from ..kernels.muon import Matrices, Matrix, MuonConfig, muon_step, muon_workspace
+from ..kernels.scratch import Scratch, below, larger, of
 from ..memory.planned.arena import flat
 from ..memory.planned.trace import FlatHandle, Handle, handles
 from ..memory.types import BufferType, Role
@@ -64,20 +68,25 @@ class StepResult:
     norm: float
 
 
-def decayed_first(params: Iterable[Param]) -> list[Param]:
-    """Parameters in the order of their arenas: those of two and more dimensions, then the rest."""
-    return sorted(params, key=lambda p: len(p.master.shape) < 2)
+def in_arena_order(params: Iterable[Param], muon: MuonConfig | None = None) -> list[Param]:
+    """Parameters in the order of their arenas: those that Muon updates, others of two and more dimensions, the rest."""
+    return sorted(params, key=lambda p: (not _by_muon(p, muon), len(p.master.shape) < 2))
+
+
+def _by_muon(p: Param, muon: MuonConfig | None) -> bool:
+    return muon is not None and bool(p.matrices)
 
 
 class Owned(NamedTuple):
-    """Ranges of equal length that one rank updates; the first `decayed` elements decay."""
+    """Ranges of equal length that one rank updates; the first `decayed` elements decay. Muon updates a range without v."""
 
     params: Buffer
     grads: Buffer
     m: Buffer
-    v: Buffer
+    v: Buffer | None
     rounded: Buffer | None
     decayed: int
+    matrices: Matrices
 
 
 def _padded(
@@ -89,11 +98,12 @@ def _padded(
         return flat(name, every)
     by_name, form = {p.name: h for p, h in zip(ordered, every, strict=True)}, every[0]
     padded: list[Handle] = []
-    for i, bucket in enumerate(buckets):
-        padded += [by_name[name] for name in bucket.names]
-        if bucket.pad:
-            pad = f"{'d ' if form.role == 'grads' else ''}pad.{i}"
-            padded.append(Handle(pad, (bucket.pad,), form.dtype, BufferType.COMM, form.role, "pads", form.device))
+    for member in (member for bucket in buckets for member in bucket.members):
+        if isinstance(member, str):
+            padded.append(by_name[member])
+            continue
+        pad = f"{'d ' if form.role == 'grads' else ''}pad.{len(padded)}"
+        padded.append(Handle(pad, (member,), form.dtype, BufferType.COMM, form.role, "pads", form.device))
     return flat(name, padded)
 
 
@@ -109,11 +119,11 @@ def _grads_and_values(
 
 
 def _slices(
-    masters: FlatHandle, grads: FlatHandle, m: FlatHandle, v: FlatHandle, rounded: FlatHandle | None,
-    buckets: Sequence[Bucket], rank: int, world: int, units: Units | None,
+    masters: FlatHandle, grads: FlatHandle, m: FlatHandle, v: FlatHandle | None, rounded: FlatHandle | None,
+    buckets: Sequence[Bucket], matrices: Matrices, rank: int, world: int, units: Units | None,
 ) -> Iterator[Owned]:  # fmt: skip
-    """A rank's slice of each bucket. With `units` the rank stores only these slices."""
-    at = 0
+    """A rank's slice of each bucket. With `units` the rank stores only these slices. `matrices` are all that Muon updates."""
+    at = at_v = 0
     for bucket in buckets:
         start, stop = bucket.part(rank, world)
         own = at, at + stop - start
@@ -121,9 +131,38 @@ def _slices(
         params = masters.part(*(whole if rounded is None else own))
         copies = None if rounded is None else _buffer(rounded.part(*whole))
         decayed = min(max(bucket.start + bucket.decayed - start, 0), stop - start)
-        dparams, moments = _buffer(grads.part(*whole)), (_buffer(m.part(*own)), _buffer(v.part(*own)))
-        yield Owned(_buffer(params), dparams, *moments, copies, decayed)
+        dparams, momentum, variance = _buffer(grads.part(*whole)), _buffer(m.part(*own)), None
+        if not bucket.whole:
+            assert v is not None
+            variance, at_v = _buffer(v.part(at_v, at_v + stop - start)), at_v + stop - start
+        yield Owned(_buffer(params), dparams, momentum, variance, copies, decayed, _inside(matrices, start, stop))
         at = own[1]
+
+
+def _ranges(masters: FlatHandle, ordered: Sequence[Param], by_muon: int) -> list[Bucket]:
+    """The whole range as one bucket, or as two if Muon updates the first `by_muon` parameters."""
+    ends = (*masters.starts, masters.shape[0])
+    first, size, decayed = ends[by_muon], masters.shape[0], ends[sum(len(p.master.shape) >= 2 for p in ordered)]
+    buckets = [Bucket((), 0, first, first, whole=True)] if by_muon else []
+    return buckets + ([Bucket((), first, size, max(decayed - first, 0))] if by_muon < len(ordered) else [])
+
+
+def _matrices(ordered: Sequence[Param], starts: dict[str, int]) -> Iterator[Matrix]:
+    """The matrices that Muon updates, at their places in `grads`."""
+    by_name = {p.name: p.matrices for p in ordered}
+    for name, at in starts.items():
+        for rows, columns in by_name.get(name, ()):  # a pad has none
+            yield Matrix(at, rows, columns)
+            at += rows * columns
+
+
+def _inside(matrices: Matrices, start: int, stop: int) -> Matrices:
+    """The matrices inside [start, stop), at their places in this range."""
+    return tuple(x._replace(start=x.start - start) for x in matrices if start <= x.start < stop)
+
+
+def _master(p: Param) -> Buffer:
+    return p.master
 
 
 def _buffer(handle: Handle) -> Buffer:
@@ -138,7 +177,7 @@ class Optimizer:
     params: Buffer
     grads: Buffer
     m: Buffer
-    v: Buffer
+    v: Buffer | None
     adam_step: Buffer  # 0-d float32: the number of updates done
     norm: Buffer  # 0-d: the gradient norm before clipping; NaN if the guard skips the step
     loss: Buffer  # 0-d: the loss of the step
@@ -150,17 +189,19 @@ class Optimizer:
     starts: dict[str, int]  # parameter → its first element in `grads`, or in the flat range of all units
     scratch: Scratch
     adamw: AdamW
+    muon: MuonConfig | None = None
     steps: int = 0
     skipped: int = 0
     skipped_in_a_row: int = 0
 
     @classmethod
     def declare(
-        cls, params: Iterable[Param], adamw: AdamW | None = None, *, rank: int = 0, world: int = 1,
-        buckets: Sequence[Bucket] = (), units: Units | None = None,
+        cls, params: Iterable[Param], adamw: AdamW | None = None, muon: MuonConfig | None = None, *,
+        rank: int = 0, world: int = 1, buckets: Sequence[Bucket] = (), units: Units | None = None,
     ) -> Optimizer:  # fmt: skip
         """The optimizer of one rank of `world`, sharded by `buckets`, or by `units` if everything is sharded."""
-        ordered = decayed_first(params)
+        ordered = in_arena_order(params, muon)
+        by_adamw = [p for p in ordered if not _by_muon(p, muon)]
         form, copied = next(handles(ordered[0].master)), ordered[0].value is not ordered[0].master
         buckets = buckets if units is None else tuple(units.buckets.values())
         sharded = bool(buckets)
@@ -168,39 +209,47 @@ class Optimizer:
         def buffer(name: str, shape: tuple[int, ...], dtype: torch.dtype, role: Role = "optimizer") -> Buffer:
             return _buffer(Handle(name, shape, dtype, BufferType.TEMP, role, "optimizer", form.device))
 
-        def state(name: str) -> FlatHandle:
-            if sharded:
-                return flat(name, list(handles(buffer(f"optimizer.{name}", (buckets[-1].stop // world,), form.dtype))))
-            return flat(name, list(handles([buffer(f"{name}.{p.name}", p.master.shape, form.dtype) for p in ordered])))
+        def state(name: str, of: Sequence[Param]) -> FlatHandle | None:
+            if not sharded:
+                own = [buffer(f"{name}.{p.name}", p.master.shape, form.dtype) for p in of]
+                return flat(name, list(handles(own))) if own else None
+            size = sum(b.stop - b.start for b in buckets if of is ordered or not b.whole) // world
+            return flat(name, list(handles(buffer(f"optimizer.{name}", (size,), form.dtype)))) if size else None
 
         grads, values = _grads_and_values(ordered, buckets, units)
         starts = dict(zip((h.name.removeprefix("d ") for h in grads.buffers), grads.starts, strict=True))
         masters, rounded = values, None
         if copied:
-            masters = state("master") if sharded else _padded("params", ordered, (), lambda p: p.master)
+            masters = cast(FlatHandle, state("master", ordered) if sharded else _padded("params", ordered, (), _master))
             rounded = values
-        m, v = state("m"), state("v")
+        m, v = cast(FlatHandle, state("m", ordered)), state("v", by_adamw)
         if not sharded:
-            size, matrices = masters.shape[0], sum(len(p.master.shape) >= 2 for p in ordered)
-            buckets = [Bucket((), 0, size, pad=0, decayed=(*masters.starts, size)[matrices])]
+            buckets = _ranges(masters, ordered, len(ordered) - len(by_adamw))
         owner = (rank, world) if sharded else (0, 1)
-        owned = tuple(_slices(masters, grads, m, v, rounded, buckets, *owner, units))
+        matrices = tuple(_matrices(ordered, starts)) if muon is not None else ()
+        owned = tuple(_slices(masters, grads, m, v, rounded, buckets, matrices, *owner, units))
         scratch = (
             below("global_norm", global_norm_workspace(*(own.grads for own in owned)))
             | below("guard", guard_workspace())
             | below("adamw", adamw_workspace(masters))
         )
+        if muon is not None and matrices:  # enough for any rank, because one plan serves all of them
+            for r in range(owner[1]):
+                own = [_inside(matrices, *bucket.part(r, owner[1])) for bucket in buckets]
+                scratch = larger(scratch, below("muon", muon_workspace(masters, muon, own)))
         return cls(
             params=_buffer(masters),
             grads=_buffer(grads),
             m=_buffer(m),
-            v=_buffer(v),
+            v=None if v is None else _buffer(v),
             adam_step=buffer("optimizer.step", (), torch.float32),
             norm=buffer("optimizer.norm", (), form.dtype),
             loss=buffer("optimizer.loss", (), form.dtype),
             in_a_row=buffer("optimizer.in_a_row", (), torch.float32),
             rounded=None if rounded is None else _buffer(rounded),
-            moments={} if sharded else {handle.name: _buffer(handle) for handle in (*m.buffers, *v.buffers)},
+            moments={}
+            if sharded
+            else {h.name: _buffer(h) for h in (*m.buffers, *(v.buffers if v is not None else ()))},
             owned=owned,
             agreed=buffer("optimizer.agreed", (3,), torch.float64) if world > 1 else None,
             starts=starts if units is None else units.starts,
@@ -209,11 +258,12 @@ class Optimizer:
                 for name, (shape, dtype) in scratch.items()
             },
             adamw=adamw or AdamW(),
+            muon=muon,
         )
 
     def update(self, learning_rate: float | Tensor) -> None:
-        """The program that is traced: clip to a global norm of `max_norm`, then AdamW. A step with a non-finite loss or
-        gradient leaves weights and moments unchanged. After ten such steps in a row, later steps change nothing either."""
+        """The program that is traced: clip to a global norm of `max_norm`, then Muon and AdamW. A step with a non-finite loss
+        or gradient leaves weights and moments unchanged. After ten such steps in a row, later steps change nothing either."""
         self.measure()
         self.apply(learning_rate)
 
@@ -222,15 +272,25 @@ class Optimizer:
         global_norm([x.grads for x in self.owned], norm=self.norm, scratch=of("global_norm", self.scratch))
 
     def apply(self, learning_rate: float | Tensor) -> None:
-        """Guard, clip and AdamW. `norm` is that of all ranks' gradients."""
+        """Guard, clip, Muon and AdamW. `norm` is that of all ranks' gradients."""
         adamw = self.adamw
         guard(self.loss, MAX_SKIPPED, norm=self.norm, in_a_row=self.in_a_row, scratch=of("guard", self.scratch))
-        params, grads, m, v, rounded, decayed = map(list, zip(*self.owned, strict=True))
-        adamw_step(
-            self.norm, learning_rate, decayed, adamw.weight_decay, adamw.max_norm, adamw.betas, adamw.eps,
-            params=params, grads=grads, m=m, v=v, step=self.adam_step, rounded=None if self.rounded is None else rounded,
-            scratch=of("adamw", self.scratch),
-        )  # fmt: skip
+        by_muon = [own for own in self.owned if own.matrices]
+        if by_muon and self.muon is not None:
+            params, grads, m, _, rounded, _, matrices = map(list, zip(*by_muon, strict=True))
+            muon_step(
+                self.norm, learning_rate, self.muon, matrices, adamw.weight_decay, adamw.max_norm,
+                params=params, grads=grads, m=m, rounded=None if self.rounded is None else rounded,
+                scratch=of("muon", self.scratch),
+            )  # fmt: skip
+        by_adamw = [own for own in self.owned if own.v is not None]
+        if by_adamw:
+            params, grads, m, v, rounded, decayed, _ = map(list, zip(*by_adamw, strict=True))
+            adamw_step(
+                self.norm, learning_rate, decayed, adamw.weight_decay, adamw.max_norm, adamw.betas, adamw.eps,
+                params=params, grads=grads, m=m, v=v, step=self.adam_step,
+                rounded=None if self.rounded is None else rounded, scratch=of("adamw", self.scratch),
+            )  # fmt: skip
 
     def count(self, result: StepResult) -> None:
         """Count a finished update. Ten skipped in a row raise NonFiniteError."""

@@ -12,7 +12,7 @@ from ..kernels.op import observe
 from ..memory.planned.arena import MemoryPlan, plan_memory
 from ..memory.planned.report import MemoryReport, memory_report
 from ..memory.planned.trace import Trace, trace
-from .optimizer import decayed_first
+from .optimizer import in_arena_order
 from .parallel.check import check_ranks
 from .parallel.declare import declare_optimizer, in_units
 from .spec import StepSpec
@@ -23,7 +23,7 @@ def plan_model(spec: StepSpec, *, share: bool = True) -> MemoryPlan:
     that one plan serves both. share=False gives every buffer memory of its own."""
     check_ranks(
         spec.config, spec.seq_len, spec.linear, world=spec.world, shard=spec.shard, context=spec.context, lora=spec.lora,
-        freeze=spec.freeze,
+        freeze=spec.freeze, muon=spec.muon,
     )  # fmt: skip
     return plan_memory(_trace(spec, one_step=False), share=share)
 
@@ -50,7 +50,7 @@ def _trace(spec: StepSpec, *, one_step: bool) -> Trace:
             replace(spec, linear="plain").declare().forward()
 
     # Persistent buffers, in the order of their arenas. Compute copies that are in units are not persistent.
-    copies = [p.value for p in decayed_first(model.params.values())] if units is None else []
+    copies = [p.value for p in in_arena_order(model.params.values(), spec.muon)] if units is None else []
     return trace(program, observe, (optimizer, copies, model.scales))
 
 

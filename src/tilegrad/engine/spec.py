@@ -8,6 +8,7 @@ from typing import Literal, cast
 import torch
 
 from ..kernels.attention.context import Ranks, RanksToBe
+from ..kernels.muon import MuonConfig
 from ..model.block import Recomputed
 from ..model.config import ModelConfig
 from ..model.layer import Linear
@@ -49,6 +50,7 @@ class StepSpec:
     lora: LoraConfig | None = None
     freeze: tuple[str, ...] = ()
     invariant: bool = False
+    muon: MuonConfig | None = None  # None: AdamW for every parameter
 
     def declare(
         self, ranks: Ranks | None = None, batch_size: int | None = None, local_seq_len: int | None = None, *,

@@ -218,8 +218,9 @@ class AttentionLayer:
         fused = not per_head and not c.qk_norm
         starts = {"q": (0, 0), "k": (0, widths["q"]), "v": (0, widths["q"] + widths["k"]), "qkv": (0, 0)}
         outputs = starts if fused else {"q": (0, 0), "k": (1, 0), "v": (2, 0)}
+        fused_widths = tuple(widths.values()) if fused else ()
         if fused:
-            parts, widths = {"qkv": BufferType.TEMP}, {"qkv": sum(widths.values())}
+            parts, widths = {"qkv": BufferType.TEMP}, {"qkv": sum(fused_widths)}
         mask = mask_of(c, block, seed if c.dropout else None)
         if at.packed:
             mask = packed_mask(mask, at.packed, t)
@@ -233,7 +234,9 @@ class AttentionLayer:
             return at.scratch(f"attention{windowed}{'_bwd' if backward else ''}", shapes, _TYPES)
 
         projections = tuple(
-            LinearLayer.declare(at, f"{name}.{part}", c.n_embd, width, bias=c.qkv_bias, per_head=per_head)
+            LinearLayer.declare(
+                at, f"{name}.{part}", c.n_embd, width, bias=c.qkv_bias, per_head=per_head, parts=fused_widths
+            )
             for part, width in widths.items()
         )
         proj = LinearLayer.declare(

@@ -67,6 +67,9 @@ class Param:
     accumulate=False the first op of a backward that forms `grad` overwrites it.
 
     A frozen parameter has no gradient, master or moment: `grad` is None, and `master` is `value`, in the compute dtype on CUDA.
+
+    `matrices` are the (rows, columns) of the matrices in a linear layer's weight, one after the other, which Muon updates. The
+    weight of q, k and v together has three. Other parameters have none.
     """
 
     name: str
@@ -75,6 +78,7 @@ class Param:
     master: Buffer
     init: Init
     accumulate: bool
+    matrices: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,19 +167,19 @@ class Declare:
         """The init of the 2·n_layer projections onto the residual stream: their sum has the variance of one WEIGHT."""
         return Normal(WEIGHT.std / math.sqrt(2 * self.config.n_layer))
 
-    def param(self, name: str, *shape: int, init: Init) -> Param:
+    def param(self, name: str, *shape: int, init: Init, matrices: tuple[tuple[int, int], ...] = ()) -> Param:
         """The parameter `name`, with its gradient unless it is frozen. The first call with a name declares it."""
         if name not in self.params and self.is_frozen(name):
             rounded = self.device.type != "cpu" or (self.cache is not None and not self.invariant)
             value = self.buffer(name, shape, self.dtype if rounded else self.accumulation_dtype, role="frozen")
-            self.params[name] = Param(name, value, None, value, init, self.accumulate)
+            self.params[name] = Param(name, value, None, value, init, self.accumulate, matrices)
         elif name not in self.params:
             acc = self.accumulation_dtype
             master = self.buffer(name, shape, acc, role="params")
             grad = self.buffer(f"d {name}", shape, acc, role="grads")
             copied = self.dtype != acc and self.device.type != "cpu"
             value = self.buffer(f"{name} (compute)", shape, self.dtype, role="params") if copied else master
-            self.params[name] = Param(name, value, grad, master, init, self.accumulate)
+            self.params[name] = Param(name, value, grad, master, init, self.accumulate, matrices)
         return self.params[name]
 
     def is_frozen(self, name: str) -> bool:

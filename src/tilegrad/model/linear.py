@@ -65,12 +65,15 @@ class LinearLayer:
         bias: bool | None = None,
         fp8: bool = True,
         per_head: bool = False,
+        parts: tuple[int, ...] = (),
     ) -> LinearLayer:
         """bias=None: as in the config. fp8=False: never in float8, because rounding x would cost what the GEMM gains.
-        per_head: head h's D outputs read only its own D inputs, weight (H, D, D) = (head, out, in), bias (H, D)."""
+        per_head: head h's D outputs read only its own D inputs, weight (H, D, D) = (head, out, in), bias (H, D).
+        parts: the outputs of each of several layers that are computed as one."""
         shape = (at.config.n_head, at.config.head_dim, at.config.head_dim) if per_head else (outputs, inputs)
         has_bias = at.config.bias if bias is None else bias
-        w = at.param(f"{name}.weight", *shape, init=init)
+        rows = shape[1:2] * shape[0] if per_head else parts or (outputs,)
+        w = at.param(f"{name}.weight", *shape, init=init, matrices=tuple((n, shape[-1]) for n in rows))
         b = at.param(f"{name}.bias", *shape[:-1], init=Constant(0.0)) if has_bias else None
         site = name.rsplit(".", 1)[-1]  # layers of one kind run one after another and share their scratch
         x = at.form(inputs)

@@ -1,13 +1,13 @@
-"""The values of a run, by section: [model], [train], [data] and [lora]. `sections.py` reads them from a TOML file, flags or a
-dictionary. Sizes are bounded by LIMITS, and checked before anything is allocated for them.
+"""The values of a run, by section: [model], [train], [optimizer], [data] and [lora]. `sections.py` reads them from a TOML file,
+flags or a dictionary. Sizes are bounded by LIMITS, and checked before anything is allocated for them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, TypeAlias, get_args
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 
@@ -15,6 +15,7 @@ from ..data.conversations import Format
 from ..data.packing import TooLong
 from ..data.prepare import TrainOn
 from ..engine.batch import LIMITS as BATCH_LIMITS
+from ..kernels.muon import MuonConfig, Orthogonalization, Scale
 from ..model.config import LIMITS as MODEL_LIMITS
 from ..model.config import PRESETS, ModelConfig, is_count
 from ..model.layer import Linear
@@ -24,6 +25,7 @@ from ..text.spelling import dtype_name
 from ..text.untrusted import shown
 from .loggers import LOGGERS
 
+Optimizer = Literal["adamw", "muon"]
 Values: TypeAlias = dict[str, Any]  # the keys of a section, with values as TOML and JSON have them
 Sections: TypeAlias = Mapping[str, Mapping[str, Any]]  # section → key → value
 
@@ -132,6 +134,54 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class OptimizerConfig:
+    """name="muon": Muon for the matrices of the blocks (kernels/muon), AdamW for the rest. The other keys are Muon's.
+    matrix_learning_rate is Muon's rate at its peak; it follows the schedule of learning_rate, which is AdamW's. None is 0.02
+    with scale="spectral", and learning_rate with scale="rms"."""
+
+    name: Optimizer = "adamw"
+    momentum: float = 0.95
+    nesterov: bool = True
+    orthogonalization: Orthogonalization = "newton_schulz"
+    scale: Scale = "spectral"
+    matrix_learning_rate: float | None = None
+    cautious: bool = False
+
+    def __post_init__(self) -> None:
+        if self.name not in get_args(Optimizer):
+            accepted = " or ".join(map(repr, get_args(Optimizer)))
+            raise ValueError(f"optimizer.name: got {shown(self.name)}; accepted: {accepted}")
+        rate = self.matrix_learning_rate
+        if rate is not None and (
+            isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < math.inf
+        ):
+            raise ValueError(
+                f"optimizer.matrix_learning_rate: got {shown(rate)}; accepted: None, or a finite number ≥ 0"
+            )
+        try:
+            self.muon(1.0)
+        except ValueError as error:
+            raise ValueError(f"optimizer.{error}") from error
+        changed = [f.name for f in fields(self)[1:] if getattr(self, f.name) != f.default]
+        if self.name == "adamw" and changed:
+            got = shown(getattr(self, changed[0]))
+            raise ValueError(
+                f"optimizer.{changed[0]}: got {got} with optimizer.name 'adamw'; accepted: name 'muon' with it"
+            )
+
+    def muon(self, learning_rate: float) -> MuonConfig:
+        """Muon's settings. learning_rate: AdamW's at its peak."""
+        rate = self.matrix_learning_rate
+        if rate is None:
+            rate = 0.02 if self.scale == "spectral" else learning_rate
+        factor = rate / learning_rate if learning_rate else 0.0
+        return MuonConfig(
+            self.momentum, self.nesterov, self.orthogonalization, self.scale, learning_rate_factor=factor,
+            cautious=self.cautious,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
 class DataConfig:
     """`files` are text files and folders, joined in order; none: the text that ships with the package. validation="windows"
     draws validation windows, or documents, from the whole text; "end" takes the last ones. `settled` replaces
@@ -216,6 +266,7 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     data: DataConfig = field(default_factory=DataConfig)
     lora: AdapterConfig | None = None
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
     def __post_init__(self) -> None:
         t = self.train
@@ -235,6 +286,13 @@ class RunConfig:
             raise ValueError(f"seq_len: got {self.train.seq_len}; accepted: at most {most}")
         if self.lora is not None:
             adapter_parts(self.model, self.lora)  # raises for layers that this model does not have
+        if self.lora is not None and self.muon is not None:
+            raise ValueError(f"optimizer.name: got {self.optimizer.name!r} with [lora]; accepted: 'adamw'")
+        if self.muon is not None and self.optimizer.matrix_learning_rate and not self.train.learning_rate:
+            got = self.optimizer.matrix_learning_rate
+            raise ValueError(
+                f"optimizer.matrix_learning_rate: got {got} with learning_rate 0, whose schedule it follows; accepted: both > 0"
+            )
         if self.train.freeze:  # raises for patterns that match no parameter, or all of them
             declare(self.model, 1, 1, torch.float32, "cpu", lora=self.lora, freeze=self.train.freeze)
         t = self.train
@@ -248,6 +306,11 @@ class RunConfig:
             raise ValueError(
                 f"gradient_accumulation × batch_size × seq_len: got {got}; accepted: at most {MAX_STEP_TOKENS:,}"
             )
+
+    @property
+    def muon(self) -> MuonConfig | None:
+        """Muon's settings; None: AdamW updates every parameter."""
+        return None if self.optimizer.name == "adamw" else self.optimizer.muon(self.train.learning_rate)
 
     @property
     def documents(self) -> int:

@@ -155,6 +155,7 @@ class Run:
             t.memory_budget,
             weight_decay=t.weight_decay,
             max_norm=t.max_norm or math.inf,
+            muon=self.config.muon,
             linear=t.linear,
             deterministic=t.deterministic,
             invariant=t.invariant,

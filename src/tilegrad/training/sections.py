@@ -1,5 +1,5 @@
-"""Sections of keys → a run: a TOML file, flags or a dictionary, with [model], [train], [data] and [lora]. An unknown key is an
-error.
+"""Sections of keys → a run: a TOML file, flags or a dictionary, with [model], [train], [optimizer], [data] and [lora]. An
+unknown key is an error.
 
 [model]
 preset = "tiny"          # any ModelConfig, changed by the keys that follow
@@ -42,6 +42,7 @@ from .config import (
     LIMITS,
     AdapterConfig,
     DataConfig,
+    OptimizerConfig,
     RunConfig,
     Sections,
     TrainConfig,
@@ -133,6 +134,7 @@ def run_from(content: Sections, where: str, world: int = 1) -> RunConfig:
         replace(base.train, **{**derived, **settings}),
         data,
         lora,
+        replace(base.optimizer, **given["optimizer"]),
     )
 
 
@@ -156,7 +158,13 @@ def _adapters(given: Values, init: object) -> AdapterConfig | None:
 
 def checked(content: Sections, where: str) -> dict[str, Values]:
     """The given values by section, with sizes in bytes and None for "none"; an unknown section or key is an error."""
-    kinds = {"model": ModelConfig, "train": TrainConfig, "data": DataConfig, "lora": AdapterConfig}
+    kinds = {
+        "model": ModelConfig,
+        "train": TrainConfig,
+        "optimizer": OptimizerConfig,
+        "data": DataConfig,
+        "lora": AdapterConfig,
+    }
     check_values(content, where)
     for section in content:
         if section not in kinds or not isinstance(content[section], Mapping):
@@ -247,7 +255,7 @@ def resumed(own: RunConfig, asked: Sections) -> RunConfig:
             if value == had or (name, value) in _FOLLOWS:
                 continue
             if section != "train" or name not in may_change:
-                shown_name = f"lora.{name}" if section == "lora" else name
+                shown_name = f"{section}.{name}" if section in ("lora", "optimizer") else name
                 raise ValueError(f"{shown_name}: got {value!r}; accepted: the run's own, {had!r}, when resuming")
             changes[name] = value
     if "steps" in changes and "epochs" not in changes:

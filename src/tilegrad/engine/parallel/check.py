@@ -13,6 +13,7 @@ from torch import Tensor
 from ... import __version__
 from ...dist.mesh import Mesh
 from ...kernels.cpu.library import library as native_library
+from ...kernels.muon import MuonConfig
 from ...model.config import ModelConfig
 from ...model.lora import LoraConfig
 from ...native.build import digest as native_sources
@@ -24,6 +25,7 @@ from .context import check_context
 def check_ranks(
     config: ModelConfig, seq_len: int, linear: str, *,
     world: int, shard: str, context: int, lora: LoraConfig | None = None, freeze: tuple[str, ...] = (),
+    muon: MuonConfig | None = None,
 ) -> None:  # fmt: skip
     if shard not in get_args(Shard):
         raise ValueError(f"shard: got {shard!r}; accepted: {', '.join(map(repr, get_args(Shard)))}")
@@ -33,6 +35,10 @@ def check_ranks(
         raise ValueError(
             f"shard: got 'all' with frozen parameters ({'lora' if lora is not None else f'freeze {list(freeze)}'}), which it "
             "would not shard; accepted: 'none' or 'optimizer'"
+        )
+    if world > 1 and shard == "all" and muon is not None:
+        raise ValueError(
+            "shard: got 'all' with Muon, which updates whole matrices, where a rank has slices; accepted: 'none' or 'optimizer'"
         )
     check_context(config, seq_len, world, context)
     if context > 1 and lora is not None and lora.dropout:
@@ -66,6 +72,7 @@ def check_same(mesh: Mesh, spec: StepSpec, adamw: AdamW, seed: int) -> None:
             "lora": None if spec.lora is None else asdict(spec.lora),
             "freeze": spec.freeze,
             "invariant": spec.invariant,
+            "muon": None if spec.muon is None else asdict(spec.muon),
             "recompute": [sorted(block) for block in spec.recompute],  # str() of a set differs between processes
             **asdict(adamw),
             "tilegrad": __version__,

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from ...dist.mesh import Mesh
 from ...dist.schedule import Bucket, Touch, cut, touches
 from ...dist.units import UnitParam, Units
+from ...kernels.muon import MuonConfig
 from ...kernels.op import emitter, observe, observe_names
 from ...memory.planned.trace import handles
 from ...model.transformer import Transformer
-from ..optimizer import AdamW, Optimizer, decayed_first
+from ..optimizer import AdamW, Optimizer, in_arena_order
 from ..spec import StepSpec
 
 
@@ -21,9 +22,12 @@ def schedule_of(model: Transformer, program: Callable[[], object] | None = None)
     return touches(program or model.step, observe, values, grads)
 
 
-def buckets_of(model: Transformer, steps: Sequence[Touch], world: int, bucket_bytes: int) -> tuple[Bucket, ...]:
-    masters = list(handles([p.master for p in decayed_first(model.trained)]))
-    return cut(masters, steps, world, bucket_bytes)
+def buckets_of(
+    model: Transformer, steps: Sequence[Touch], world: int, bucket_bytes: int, muon: MuonConfig | None = None
+) -> tuple[Bucket, ...]:
+    masters = list(handles([p.master for p in in_arena_order(model.trained, muon)]))
+    whole = {p.name for p in model.trained if p.matrices} if muon is not None else ()
+    return cut(masters, steps, world, bucket_bytes, whole)
 
 
 def declare_optimizer(
@@ -35,8 +39,8 @@ def declare_optimizer(
     if spec.world > 1 and spec.shard == "all":
         units = Units.declare([UnitParam(p.name, *handles((p.value, p.grad, p.master))) for p in params], spec.world)
     elif spec.world > 1 and spec.shard == "optimizer":
-        buckets = buckets_of(model, schedule_of(model), spec.world, spec.bucket_bytes)
-    optimizer = Optimizer.declare(params, adamw, rank=rank, world=spec.world, buckets=buckets, units=units)
+        buckets = buckets_of(model, schedule_of(model), spec.world, spec.bucket_bytes, spec.muon)
+    optimizer = Optimizer.declare(params, adamw, spec.muon, rank=rank, world=spec.world, buckets=buckets, units=units)
     return optimizer, units
 
 

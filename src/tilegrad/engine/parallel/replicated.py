@@ -30,7 +30,7 @@ class Replicated(Alone):
         steps = self._schedule("step", accumulate=False)
         model = self.spec.declare(self.context, accumulate=False)
         world = self.mesh.world if self.sharded else 1
-        buckets = buckets_of(model, steps, world, self.spec.bucket_bytes)
+        buckets = buckets_of(model, steps, world, self.spec.bucket_bytes, self.spec.muon)
         return buckets, order(buckets, steps)
 
     def _schedule(self, program: Program, *, training: bool = True, accumulate: bool) -> tuple[Touch, ...]:

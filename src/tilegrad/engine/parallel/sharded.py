@@ -1,7 +1,7 @@
 """A rank updates 1/world of each bucket and keeps the moments of that slice; shard="all" shards everything else too
 (dist/units.py).
 
-bucket   │ rank 0 │ rank 1 │ …        reduce-scatter of the gradients → AdamW of the own slice → all-gather of the parameters
+bucket   │ rank 0 │ rank 1 │ …        reduce-scatter of the gradients → update of the own slice → all-gather of the parameters
 """
 # ruff: noqa: ARG002  # a strategy ignores arguments of the others
 
@@ -82,7 +82,8 @@ class ShardedOptimizer(Replicated):
         found: dict[str, Run] = {"adam_step": (self.optimizer.adam_step.view(1), 0, 1)}
         for name, own, at, low, _ in self._owned(self.trained):
             for kind, x in (("", own.params), ("m.", own.m), ("v.", own.v)):
-                found[kind + name] = x[at], low, self.params[name].numel()
+                if x is not None:  # Muon has no v
+                    found[kind + name] = x[at], low, self.params[name].numel()
         return found
 
     def spread(self) -> None:

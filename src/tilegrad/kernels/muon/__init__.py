@@ -1,0 +1,175 @@
+"""Muon on matrices, with gradients clipped by their norm.       params, grads, m (P,): one range of the arenas
+
+    g = grads / max(1, (norm + 1e-6) / max_norm)                          norm: from the op `global_norm`
+    m = μ m + (1 − μ) g              u = μ m + (1 − μ) g                  (without nesterov: u = m)
+    for each matrix of the range:    o = scale · orthogonal(u)            scale: see `MuonConfig`
+    params −= rate · weight_decay · params                                rate = learning_rate_factor · learning_rate
+    params −= rate · o                                                    (cautious: only where params and o have one sign)
+    rounded = params, in rounded's dtype                                  (if there is a bfloat16 copy)
+
+orthogonal(u) approximates the polar factor of u: U V' of the singular value decomposition u = U S V'. With x (rows, columns)
+and rows ≤ columns, it takes five steps; a taller x is transposed:
+
+    x = u / (margin ‖u‖ + 1e-7)      A = x x'      x = a x + (b A + c A²) x
+
+Each step maps every singular value s to a s + b s³ + c s⁵ and keeps U and V. `COEFFICIENTS` has (a, b, c) of each step.
+
+    newton_schulz   Keller Jordan's: one (a, b, c). A value s ≥ 0.01 ‖u‖ ends between 0.68 and 1.14.
+    polar_express   Amsel et al., arXiv:2505.16932: one for each step. A value s ≥ 0.003 ‖u‖ ends between 0.85 and 1.15.
+
+The products are in bfloat16 on CUDA, in the dtype of params on a CPU. If norm is not finite, nothing changes; the device
+decides this. grads is overwritten. For several ranges, params, grads, m, rounded and `matrices` are lists. `MUON` is the table
+of kernels: each module offers `workspace` and `step`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Unpack, get_args
+
+from torch import Tensor
+
+from ..checks import check_tensor
+from ..op import op
+from ..scratch import Shapes, TensorLike, accumulation_dtype
+from ..table import Kernel, Table, Where, takes_all
+
+Orthogonalization = Literal["newton_schulz", "polar_express"]
+Scale = Literal["spectral", "rms"]
+
+COEFFICIENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
+    "newton_schulz": ((3.4445, -4.7750, 2.0315),) * 5,
+    "polar_express": (
+        (8.156554524902461, -22.48329292557795, 15.878769915207462),
+        (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+        (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+        (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+        (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+    ),
+}
+MARGINS = {"newton_schulz": 1.0, "polar_express": 1.02}
+
+
+@dataclass(frozen=True, slots=True)
+class MuonConfig:
+    """Muon for the matrices of the blocks; AdamW keeps the embeddings, the head, norms and biases.
+
+    momentum, nesterov     as in the equations of this module
+    orthogonalization      "newton_schulz" or "polar_express"
+    scale                  "spectral": √max(1, rows / columns), so that an update has a spectral norm near 1 for wide matrices;
+                           "rms": 0.2 √max(rows, columns), so that an update has the root mean square of AdamW's
+    learning_rate_factor   Muon's learning rate as a multiple of AdamW's
+    cautious               weight decay only where a parameter and its update have the same sign
+
+    >>> import tilegrad
+    >>> config = tilegrad.ModelConfig(vocab_size=5, block_size=8, n_layer=1, n_head=2, n_embd=16)
+    >>> engine = tilegrad.Engine(config, batch_size=2, seq_len=4, muon=tilegrad.MuonConfig(scale="rms"))
+    >>> "m.blocks.0.ffn.up.weight" in engine.tensors(), "v.blocks.0.ffn.up.weight" in engine.tensors()
+    (True, False)
+    """
+
+    momentum: float = 0.95
+    nesterov: bool = True
+    orthogonalization: Orthogonalization = "newton_schulz"
+    scale: Scale = "spectral"
+    learning_rate_factor: float = 1.0
+    cautious: bool = False
+
+    def __post_init__(self) -> None:
+        for name, accepted in (("orthogonalization", get_args(Orthogonalization)), ("scale", get_args(Scale))):
+            if getattr(self, name) not in accepted:
+                got = getattr(self, name)
+                raise ValueError(f"{name}: got {got!r}; accepted: {' or '.join(map(repr, accepted))}")
+        for name in ("nesterov", "cautious"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}: got {getattr(self, name)!r}; accepted: True or False")
+        for name, most, accepted in (
+            ("momentum", 1.0, "a number from 0 to below 1.0"),
+            ("learning_rate_factor", math.inf, "a finite number ≥ 0"),
+        ):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value < most:
+                raise ValueError(f"{name}: got {value!r}; accepted: {accepted}")
+
+    def scale_of(self, rows: int, columns: int) -> float:
+        if self.scale == "rms":
+            return 0.2 * math.sqrt(max(rows, columns))
+        return math.sqrt(max(1.0, rows / columns))
+
+
+class Matrix(NamedTuple):
+    """A matrix at elements [start, start + rows · columns) of a range."""
+
+    start: int
+    rows: int
+    columns: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.rows * self.columns
+
+
+Matrices = tuple[Matrix, ...]
+
+
+class Problem(NamedTuple):
+    """A step as the table sees it: the dtype and device of params, and the matrices of all ranges."""
+
+    params: TensorLike
+    matrices: Matrices
+    cautious: bool
+
+
+MUON = Table("muon", (Kernel("torch", "muon.torch_ops", takes_all),))
+
+
+def muon_workspace(
+    params: TensorLike, muon: MuonConfig, matrices: list[Matrices], *, kernel: str | None = None
+) -> Shapes:
+    """Name → (shape, dtype) of the scratch."""
+    return MUON.workspace(Problem(params, sum(matrices, ()), muon.cautious), kernel=kernel)
+
+
+class Range(NamedTuple):
+    """One range of the arenas: (P,) each."""
+
+    params: Tensor
+    grads: Tensor
+    m: Tensor
+    rounded: Tensor | None
+    matrices: Matrices
+
+
+@op(accumulates=("params", "grads", "m", "rounded"))
+def muon_step(
+    norm: Tensor, learning_rate: float | Tensor, muon: MuonConfig, matrices: list[Matrices], weight_decay: float = 0.1,
+    max_norm: float = 1.0, *,
+    params: list[Tensor], grads: list[Tensor], m: list[Tensor], rounded: list[Tensor] | None = None, **where: Unpack[Where],
+) -> None:  # fmt: skip
+    """One step: updates params, m and rounded. max_norm = inf: no clipping."""
+    copies = [None] * len(params) if rounded is None else rounded
+    ranges = [Range(*each) for each in zip(params, grads, m, copies, matrices, strict=True)]
+    first = params[0]
+    for each in ranges:
+        _check(each, first)
+    check_tensor("norm", norm, (), first.dtype, first.device)
+    if not max_norm > 0.0:
+        raise ValueError(f"max_norm: got {max_norm!r}; accepted: a number > 0, inf for no clipping")
+    problem = Problem(first, sum(matrices, ()), muon.cautious)
+    MUON.run("step", problem, norm, learning_rate, muon, weight_decay, max_norm, ranges=ranges, **where)
+
+
+def _check(given: Range, first: Tensor) -> None:
+    p = given.params.numel()
+    for name, x in zip(Range._fields, given[:3], strict=False):
+        check_tensor(name, x, (p,), accumulation_dtype(first.dtype), first.device)
+    if given.rounded is not None:
+        check_tensor("rounded", given.rounded, (p,), given.rounded.dtype, first.device)
+    end = 0
+    for matrix in given.matrices:
+        if not (matrix.start >= end and matrix.rows >= 1 and matrix.columns >= 1 and matrix.stop <= p):
+            raise ValueError(
+                f"matrices: got {matrix} after element {end}; accepted: matrices in order, inside {p} elements"
+            )
+        end = matrix.stop

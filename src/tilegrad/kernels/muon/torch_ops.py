@@ -1,0 +1,110 @@
+"""Muon by torch's ops: any device. Matrices of one shape are multiplied together, as many as fit in BLOCK elements."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..scratch import Scratch, Shapes, TensorLike, blocks
+from . import COEFFICIENTS, MARGINS, Matrices, MuonConfig, Range
+
+BLOCK = 1 << 24  # elements of the matrices that are multiplied together
+CAUTIOUS_BLOCK = 1 << 20  # parameters whose signs are compared at once
+
+
+class Batch(NamedTuple):
+    """Matrices of one shape, by number."""
+
+    rows: int
+    columns: int
+    members: list[int]
+
+
+def batches(matrices: Matrices) -> Iterator[Batch]:
+    by_shape: dict[tuple[int, int], list[int]] = {}
+    for i, matrix in enumerate(matrices):
+        by_shape.setdefault((matrix.rows, matrix.columns), []).append(i)
+    for (rows, columns), members in by_shape.items():
+        for part in blocks(len(members), max(1, BLOCK // (rows * columns))):
+            yield Batch(rows, columns, members[part])
+
+
+def _product_dtype(params: TensorLike) -> torch.dtype:
+    on_gpu = params.device.type != "cpu" and params.dtype == torch.float32
+    return torch.bfloat16 if on_gpu else params.dtype
+
+
+def workspace(params: TensorLike, matrices: Matrices, cautious: bool) -> Shapes:
+    dtype, own = _product_dtype(params), params.dtype
+    x = short = most = 1
+    for rows, columns, members in batches(matrices):
+        n, side = len(members), min(rows, columns)
+        x, short, most = max(x, n * rows * columns), max(short, n * side * side), max(most, n)
+    shapes: Shapes = {"x": ((x,), dtype), "next_x": ((x,), dtype), "a": ((short,), dtype), "b": ((short,), dtype)}
+    shapes |= {"norms": ((most,), own)}
+    if cautious:
+        shapes |= {"signs": ((max(1, min(CAUTIOUS_BLOCK, sum(x.stop - x.start for x in matrices))),), own)}
+    return shapes | dict.fromkeys(("clip", "blend", "rate", "keep"), ((), own))
+
+
+def step(
+    norm: Tensor, learning_rate: float | Tensor, muon: MuonConfig, weight_decay: float, max_norm: float, *,
+    ranges: Sequence[Range], scratch: Scratch,
+) -> None:  # fmt: skip
+    clip, blend, rate = scratch["clip"], scratch["blend"], scratch["rate"]
+    clip.copy_(norm).add_(1e-6).div_(max_norm).clamp_(min=1.0).reciprocal_().nan_to_num_(nan=0.0)
+    rate.copy_(norm).mul_(0.0).add_(1.0).nan_to_num_(nan=0.0)  # 1 if norm is finite, else 0 · norm = NaN → 0
+    torch.mul(rate, 1.0 - muon.momentum, out=blend)
+    rate.mul_(learning_rate).mul_(muon.learning_rate_factor)
+    for each in ranges:
+        g = each.grads.mul_(clip).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        each.m.lerp_(g, blend)
+        g.lerp_(each.m, muon.momentum) if muon.nesterov else g.copy_(each.m)
+    updates = [each.grads[x.start : x.stop].view(x.rows, x.columns) for each in ranges for x in each.matrices]
+    for batch in batches(sum((each.matrices for each in ranges), ())):
+        _orthogonalize([updates[i] for i in batch.members], muon, scratch)
+    for each in ranges:
+        _apply(each, weight_decay, rate, scratch, cautious=muon.cautious)
+
+
+def _orthogonalize(updates: list[Tensor], muon: MuonConfig, scratch: Scratch) -> None:
+    """Overwrites matrices of one shape by scale · orthogonal(matrix)."""
+    n, (rows, columns) = len(updates), updates[0].shape
+    wide, side = rows <= columns, min(rows, columns)
+    x, following = (_part(scratch[name], n, rows, columns) for name in ("x", "next_x"))
+    a, b = (_part(scratch[name], n, side, side) for name in ("a", "b"))
+    torch._foreach_copy_([*x], updates)
+    norms = _part(scratch["norms"], n, 1, 1)
+    for update, size in zip(updates, norms, strict=True):
+        torch.linalg.vector_norm(update, out=size.view(()))
+    x.div_(norms.mul_(MARGINS[muon.orthogonalization]).add_(1e-7))
+    for first, third, fifth in COEFFICIENTS[muon.orthogonalization]:
+        # A is symmetric. torch's x x' allocates on aarch64 unless its result is column-major.
+        torch.bmm(*((x, x.mT) if wide else (x.mT, x)), out=a.mT)
+        torch.baddbmm(a, a, a, beta=third, alpha=fifth, out=b)
+        torch.baddbmm(x, *((b, x) if wide else (x, b)), beta=first, out=following)
+        x, following = following, x
+    torch._foreach_copy_(updates, [*x])
+    torch._foreach_mul_(updates, muon.scale_of(rows, columns))
+
+
+def _apply(given: Range, weight_decay: float, rate: Tensor, scratch: Scratch, *, cautious: bool) -> None:
+    """params −= rate · (weight_decay · params + update). The update is in grads."""
+    params, update = given.params, given.grads
+    if cautious:
+        for i in blocks(len(params), len(scratch["signs"])):
+            signs = torch.mul(params[i], update[i], out=_part(scratch["signs"], i.stop - i.start))
+            params[i].addcmul_(signs.gt_(0.0).mul_(params[i]), rate, value=-weight_decay)
+    else:
+        params.mul_(torch.mul(rate, -weight_decay, out=scratch["keep"]).add_(1.0))
+    params.addcmul_(update, rate, value=-1.0)
+    if given.rounded is not None:
+        given.rounded.copy_(params)
+
+
+def _part(x: Tensor, *shape: int) -> Tensor:
+    return x[: prod(shape)].view(shape)

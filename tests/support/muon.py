@@ -1,0 +1,36 @@
+"""Muon in plain torch, one matrix at a time."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilegrad.kernels.muon import COEFFICIENTS, MARGINS, MuonConfig
+
+
+def singular_values(s: Tensor, name: str) -> Tensor:
+    """What the five steps make of the singular values of x."""
+    for a, b, c in COEFFICIENTS[name]:
+        s = a * s + b * s**3 + c * s**5
+    return s
+
+
+def orthogonal(u: Tensor, name: str) -> Tensor:
+    """By the singular value decomposition: U f(S) V'."""
+    left, s, right = torch.linalg.svd(u, full_matrices=False)
+    return left @ torch.diag(singular_values(s / (MARGINS[name] * s.norm() + 1e-7), name)) @ right
+
+
+def muon_reference(
+    p: Tensor, g: Tensor, m: Tensor, muon: MuonConfig, *, learning_rate: float, weight_decay: float, clip: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """The new p and m of one matrix."""
+    g = g * clip
+    m = muon.momentum * m + (1 - muon.momentum) * g
+    u = muon.momentum * m + (1 - muon.momentum) * g if muon.nesterov else m
+    rows, columns = p.shape
+    factor = 0.2 * max(rows, columns) ** 0.5 if muon.scale == "rms" else max(1.0, rows / columns) ** 0.5
+    o = factor * orthogonal(u, muon.orthogonalization)
+    rate = learning_rate * muon.learning_rate_factor
+    decayed = p * (p * o > 0) if muon.cautious else p
+    return p - rate * weight_decay * decayed - rate * o, m
