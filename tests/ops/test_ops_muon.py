@@ -12,7 +12,16 @@ from support.muon import muon_reference, orthogonal, singular_values
 from support.ops import poisoned, randn
 from torch import Tensor
 
-from tilegrad.kernels.muon import COEFFICIENTS, MARGINS, Matrix, MuonConfig, muon_step, muon_workspace, torch_ops
+from tilegrad.kernels.muon import (
+    COEFFICIENTS,
+    MARGINS,
+    Matrices,
+    Matrix,
+    MuonConfig,
+    muon_step,
+    muon_workspace,
+    torch_ops,
+)
 
 F32, F64 = torch.float32, torch.float64
 SHAPES = ((6, 10), (10, 6), (6, 10), (8, 8), (1, 5), (7, 1))  # two of one shape are multiplied together
@@ -41,10 +50,12 @@ class Step:
         self.rounded = [torch.zeros(n, dtype=torch.bfloat16) for _ in range(2)] if rounded else None
         self.norm = torch.linalg.vector_norm(torch.cat(self.grads))
 
-    def run(self, muon: MuonConfig, learning_rate: float | Tensor = 0.1, **options: float) -> None:
+    def run(
+        self, muon: MuonConfig, learning_rate: float | Tensor = 0.1, weight_decay: float = 0.1, max_norm: float = 1.0
+    ) -> None:
         scratch = poisoned(muon_workspace(self.params[0], muon, self.matrices))
         muon_step(
-            self.norm, learning_rate, muon, self.matrices, **options,
+            self.norm, learning_rate, muon, self.matrices, weight_decay, max_norm,
             params=self.params, grads=self.grads, m=self.m, rounded=self.rounded, scratch=scratch,
         )  # fmt: skip
 
@@ -124,7 +135,8 @@ def test_three_steps_are_those_of_torch(scale: Any, adjust: str, nesterov: bool)
     optimizer = torch.optim.Muon(
         [theirs], lr=0.1, weight_decay=0.3, momentum=0.9, nesterov=nesterov, adjust_lr_fn=adjust
     )
-    ours, m, matrices = p.clone().view(-1), torch.zeros(24 * 16), [(Matrix(0, 24, 16),)]
+    ours, m = p.clone().view(-1), torch.zeros(24 * 16)
+    matrices: list[Matrices] = [(Matrix(0, 24, 16),)]
     for i in range(3):
         before, g = ours.clone(), randn(24, 16, dtype=F32, seed=10 + i)
         with torch.no_grad():

@@ -18,7 +18,8 @@ def singular_values(s: Tensor, name: str) -> Tensor:
 def orthogonal(u: Tensor, name: str) -> Tensor:
     """By the singular value decomposition: U f(S) V'."""
     left, s, right = torch.linalg.svd(u, full_matrices=False)
-    return left @ torch.diag(singular_values(s / (MARGINS[name] * s.norm() + 1e-7), name)) @ right
+    found: Tensor = left @ torch.diag(singular_values(s / (MARGINS[name] * s.norm() + 1e-7), name)) @ right
+    return found
 
 
 def muon_reference(

@@ -180,8 +180,9 @@ class Expected:
         p, g, m = (x.view(-1) for x in (self.params[name], grad, self.momentum[name]))
         for shape in shapes:
             i = slice(at, at := at + math.prod(shape))
-            given = (x[i].view(shape) for x in (p, g, m))
-            new = muon_reference(*given, self.muon, learning_rate=self.rate, weight_decay=self.decay)
+            old_p, old_g, old_m = (x[i].view(shape) for x in (p, g, m))
+            rates = {"learning_rate": self.rate, "weight_decay": self.decay}
+            new = muon_reference(old_p, old_g, old_m, self.muon, **rates)
             p[i], m[i] = (x.view(-1) for x in new)
 
     def check(self, engine: Engine) -> None:

@@ -29,6 +29,7 @@ from ..kernels import (
     linear,
     low_rank,
     mix,
+    muon,
     norm,
     rope,
     sampling,
@@ -121,6 +122,7 @@ def plain_calls(device: str, dtype: torch.dtype) -> tuple[tuple[Table, object], 
         (cross_entropy.CROSS_ENTROPY, cross_entropy.Problem(x, x)),
         (global_norm.GLOBAL_NORM, global_norm.Problem(x.view(-1))),
         (adamw.ADAMW, Problem(x.view(-1))),
+        (muon.MUON, muon.Problem(x.view(-1), (muon.Matrix(0, *x.shape),), cautious=False)),
     )
 
 

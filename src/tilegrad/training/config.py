@@ -289,9 +289,9 @@ class RunConfig:
         if self.lora is not None and self.muon is not None:
             raise ValueError(f"optimizer.name: got {self.optimizer.name!r} with [lora]; accepted: 'adamw'")
         if self.muon is not None and self.optimizer.matrix_learning_rate and not self.train.learning_rate:
-            got = self.optimizer.matrix_learning_rate
             raise ValueError(
-                f"optimizer.matrix_learning_rate: got {got} with learning_rate 0, whose schedule it follows; accepted: both > 0"
+                f"optimizer.matrix_learning_rate: got {self.optimizer.matrix_learning_rate} with learning_rate 0, whose "
+                "schedule it follows; accepted: both > 0"
             )
         if self.train.freeze:  # raises for patterns that match no parameter, or all of them
             declare(self.model, 1, 1, torch.float32, "cpu", lora=self.lora, freeze=self.train.freeze)

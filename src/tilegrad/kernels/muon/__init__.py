@@ -84,13 +84,13 @@ class MuonConfig:
         for name in ("nesterov", "cautious"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}: got {getattr(self, name)!r}; accepted: True or False")
-        for name, most, accepted in (
+        for name, most, range_ in (
             ("momentum", 1.0, "a number from 0 to below 1.0"),
             ("learning_rate_factor", math.inf, "a finite number ≥ 0"),
         ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value < most:
-                raise ValueError(f"{name}: got {value!r}; accepted: {accepted}")
+                raise ValueError(f"{name}: got {value!r}; accepted: {range_}")
 
     def scale_of(self, rows: int, columns: int) -> float:
         if self.scale == "rms":
