@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from support.models import CONFIG, LLAMA, QWEN3, arguments, assert_equal_gradients, batch, clones, equal, random_ends
+from torch import Tensor
 
-from tilegrad import Engine, ModelConfig
+from tilegrad import Engine, LoraConfig, ModelConfig, MuonConfig
 from tilegrad.engine.batch import Batch
+from tilegrad.engine.decoder import Decoder, Drawn, Prompt
 from tilegrad.engine.optimizer import NonFiniteError
 from tilegrad.engine.planning import unplanned_bytes
+from tilegrad.engine.sampling import Sampling
 from tilegrad.kernels.op import Call, observe
 from tilegrad.model import reference as plain
 
@@ -267,3 +271,113 @@ def test_nothing_is_allocated_for_other_packings_and_the_bytes_are_planned() -> 
     assert len(engine.finished(wait=True)) == 8 and torch.cuda.memory_stats()["allocation.all.allocated"] == count
     staged = engine._device_steps[((4, 200),)].staged.buffer.nbytes + 4 * 200  # and a bool for each target
     assert unplanned_bytes(engine.spec)["the batch as it is staged"] == staged - 8  # the learning rate
+
+
+# ── what is trained, and how ──
+
+TRAINED: dict[str, dict[str, Any]] = {
+    "adapters": {"lora": LoraConfig(8, 16)},
+    "adapters, dropout": {"lora": LoraConfig(4, 8, layers=("q", "up", "down"), dropout=0.2)},
+    "frozen": {"freeze": ("wte.*", "blocks.0.*")},
+    "muon": {"muon": MuonConfig(learning_rate_factor=5.0)},
+    "muon, cautious": {"muon": MuonConfig(0.8, orthogonalization="polar_express", scale="rms", cautious=True)},
+}
+TRAINED_MODEL = replace(LLAMA, n_embd=128, block_size=96, n_head=2, n_kv_head=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", TRAINED)
+def test_captured_steps_of_every_kind_have_the_bits_of_uncaptured_ones(name: str, dtype: torch.dtype) -> None:
+    captured, plain_ = (
+        Engine(TRAINED_MODEL, 4, 96, device="cuda", dtype=dtype, capture=capture, **TRAINED[name])
+        for capture in (True, False)
+    )
+    began = clones(captured.tensors())
+    for i in range(6):
+        pairs = [batch(TRAINED_MODEL, 4, 96, seed=2 * i + j) for j in range(2)]
+        tokens, targets = ([pair[n] for pair in pairs] for n in (0, 1))
+        losses = [engine.step(tokens, targets, 1e-3) for engine in (captured, plain_)]
+        assert losses[0] == losses[1], i
+    assert equal(captured.tensors(), plain_.tensors()) and not equal(captured.tensors(), began)
+    assert captured._device_steps[((4, 96),) * 2].captured.graph is not None
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_what_is_trained_changes_as_on_the_cpu(name: str) -> None:
+    """Muon multiplies in bfloat16 on a GPU: its updates differ by the rounding of five steps."""
+    if "dropout" in name:
+        pytest.skip("another dropout on every device")
+    here, there = (
+        Engine(TRAINED_MODEL, 4, 96, device=device, dtype=torch.float32, **TRAINED[name]) for device in ("cpu", "cuda")
+    )
+    began = clones(here.params)
+    for i in range(3):
+        x, y = batch(TRAINED_MODEL, 4, 96, seed=i)
+        a = here.step(x, y, 1e-3)
+        assert there.step(x, y, 1e-3) == pytest.approx(a, rel=2e-3)
+    for parameter in here.grads:
+        change = here.params[parameter] - began[parameter]
+        assert torch.dist(there.params[parameter].cpu(), here.params[parameter]) <= 0.05 * change.norm(), parameter
+
+
+# ── generation ──
+
+DECODED = {
+    "gpt": replace(CONFIG, n_embd=64, block_size=96, vocab_size=300),
+    "llama": replace(LLAMA, n_embd=128, block_size=96, n_head=2, n_kv_head=1, vocab_size=300),
+    "qwen": replace(QWEN3, n_embd=64, block_size=96, head_size=32, window=20, vocab_size=300),
+}
+
+
+def draws_of(config: ModelConfig, params: dict[str, Tensor], device: str, **options: Any) -> list[Drawn]:
+    """Prompts of different lengths; a slot that ends and begins again; 24 steps."""
+    decoder = Decoder(config, params, batch_size=5, capacity=64, device=device, **options)
+    sampling = Sampling(temperature=0.8, top_k=40, top_p=0.95, min_p=0.01)
+    lengths = {0: 3, 1: 30, 2: 1, 4: 17}
+    decoder.prefill({s: Prompt([1 + s] * n, sequence=s, sampling=sampling) for s, n in lengths.items()})
+    for step in range(24):
+        if step == 8:
+            decoder.stop([1])
+            decoder.prefill({3: Prompt([9, 8, 7], sequence=9, sampling=sampling)})
+        decoder.submit()
+    return decoder.finished(wait=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", DECODED)
+def test_captured_decoding_draws_what_decoding_op_by_op_does(name: str, dtype: torch.dtype) -> None:
+    config = DECODED[name]
+    params = Engine(config, 1, 8, seed=5).params
+    found = [draws_of(config, params, "cuda", dtype=dtype, capture=capture) for capture in (True, False)]
+    assert found[0] == found[1] and len(found[0]) == 26
+
+
+@pytest.mark.parametrize("name", DECODED)
+def test_tokens_in_float64_are_those_of_the_cpu(name: str) -> None:
+    config = DECODED[name]
+    params = {n: p.double() * 4 for n, p in Engine(config, 1, 8, seed=5).params.items()}
+    here, there = (draws_of(config, params, device, dtype=torch.float64) for device in ("cpu", "cuda"))
+    assert [drawn.tokens for drawn in here] == [drawn.tokens for drawn in there]
+    for a, b in zip(here, there, strict=True):
+        assert list(a.logprobs) == pytest.approx(list(b.logprobs), abs=1e-9)
+
+
+def test_a_decoder_allocates_what_is_planned_and_a_step_nothing() -> None:
+    config = DECODED["llama"]
+    params = {n: p.to("cuda", torch.bfloat16) for n, p in Engine(config, 1, 8).params.items()}
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    decoder = Decoder(config, params, batch_size=4, capacity=64, device="cuda", dtype=torch.bfloat16)
+    weights = sum(p.nbytes for p in params.values())
+    grown = torch.cuda.memory_stats()["requested_bytes.all.current"] - before
+    assert grown in (decoder.plan.peak_bytes, decoder.plan.peak_bytes - weights)
+    decoder.prefill({0: Prompt([1, 2, 3])})
+    for _ in range(4):
+        decoder.submit()
+    decoder.finished(wait=True)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    for _ in range(20):
+        decoder.submit()
+    decoder.finished(wait=True)
+    assert torch.cuda.max_memory_allocated() - before < 1 << 16
