@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from tilegrad.kernels.muon import MuonConfig
 from tilegrad.model.config import PRESETS, ModelConfig
 from tilegrad.model.layer import Linear
 
@@ -46,6 +47,7 @@ class Case:
     micro_batches: int = 1
     budget_bytes: int | None = None
     linear: Linear = "plain"
+    muon: MuonConfig | None = None
     device: str = "cuda"
     speed: float | None = None
     aim: float | None = None
@@ -72,9 +74,11 @@ CASES: dict[str, Case] = {
         Case("124m-b64", _B64, speed=1.20, aim=1.32, memory=0.38),
         Case("124m-b64-4x16", _B64, micro_batches=4, speed=1.14, memory=0.15),
         Case("124m-b64-fp8", _B64, linear="fp8", speed=1.27, aim=1.45, memory=0.40),
+        Case("124m-b64-muon", _B64, muon=MuonConfig(), speed=1.14, memory=0.38),
         Case("124m-b16", _gpt2("gpt2", 16), speed=1.25, aim=1.38, memory=0.45),
         Case("350m-b16", _gpt2("gpt2-medium", 16), speed=1.14, aim=1.25, memory=0.60),
         Case("1.5b-b8", _XL, speed=1.12, memory=0.85),
+        Case("1.5b-b8-muon", _XL, muon=MuonConfig(), speed=1.05, memory=0.85),
         Case("1.5b-b8-budget", _XL, budget_bytes=int(28.2 * _GIB), speed=0.95, memory=0.66),
         Case("llama-125m-b16", _LLAMA, speed=1.15, memory=0.50),
         Case("124m-t32k", _gpt2("gpt2", 1, 32768), speed=1.10, memory=0.50),

@@ -102,6 +102,7 @@ class Ours:
         self.engine = Engine(
             problem.config, problem.batch_size // case.micro_batches, problem.seq_len, device=entry.device,
             dtype=getattr(torch, problem.dtype), seed=entry.seed, memory_budget=case.budget_bytes, linear=case.linear,
+            muon=case.muon,
         )  # fmt: skip
         self._results: list[StepResult] = []
 
@@ -211,12 +212,17 @@ def resident_bytes(field: str) -> int:
     raise RuntimeError(f"{field}: /proc/self/status has no such line; memory on a CPU is measured on Linux")
 
 
-def disagreement(losses: Sequence[float], reference: Sequence[float]) -> str:
+def disagreement(losses: Sequence[float], reference: Sequence[float], *, same_optimizer: bool = True) -> str:
     """'' where both losses begin alike and fall alike, else what does not: the falls of the check's steps may differ by
-    FALL_TOLERANCE of the reference's, the first losses by FALL_TOLERANCE / 10 of themselves."""
+    FALL_TOLERANCE of the reference's, the first losses by FALL_TOLERANCE / 10 of themselves. With another optimizer than the
+    reference's, the loss must begin alike and fall."""
     fall, expected = (values[0] - values[-1] for values in (losses, reference))
     if not abs(losses[0] - reference[0]) <= FALL_TOLERANCE / 10 * abs(reference[0]):
         return f"the first loss is {losses[0]:.4f}, the peer's {reference[0]:.4f}"
+    if not same_optimizer:
+        return (
+            "" if fall > 0 else f"in {len(losses) - 1} steps the loss does not fall: {losses[0]:.4f}, {losses[-1]:.4f}"
+        )
     if not abs(fall - expected) <= FALL_TOLERANCE * abs(expected):
         steps = len(losses) - 1
         return f"in {steps} steps the loss falls by {fall:.4f}, the peer's by {expected:.4f}"

@@ -169,7 +169,8 @@ def row_of(
     failed = next((str(answer["failed"]) for answer in (started, *runs) if "failed" in answer), "")
     if failed:
         return Row(case, entry.kind, note=f"failed: {failed}", wrong=entry.kind == "ours")
-    wrong = disagreement(started["losses"], reference) if reference else ""
+    by_adamw = entry.kind != "ours" or entry.case.muon is None
+    wrong = disagreement(started["losses"], reference, same_optimizer=by_adamw) if reference else ""
     faults = median(run["page_faults"] for run in runs) if entry.device == "cpu" else 0.0
     slow_malloc = ""
     if faults * PAGE_BYTES > FAULTS_BYTES:

@@ -169,6 +169,9 @@ def test_disagreement():
     assert "falls by 1.5" in disagreement([10.0, 8.5], [10.0, 8.0])
     assert "the first loss is 9.8" in disagreement([9.8, 7.8], [10.0, 8.0])
     assert disagreement([10.0, math.nan], [10.0, 8.0])
+    assert disagreement([10.0, 9.9], [10.0, 8.0], same_optimizer=False) == ""
+    assert "does not fall" in disagreement([10.0, 10.1], [10.0, 8.0], same_optimizer=False)
+    assert "does not fall" in disagreement([10.0, math.nan], [10.0, 8.0], same_optimizer=False)
 
 
 def test_tokens_are_fresh_and_the_same_for_all():
@@ -214,7 +217,7 @@ def test_ratios_and_goals():
 
 
 def test_the_table_of_cases():
-    assert len(CASES) == 13 and {case.device for case in CASES.values()} == {"cuda", "cpu"}
+    assert len(CASES) == 15 and {case.device for case in CASES.values()} == {"cuda", "cpu"}
     config = CASES["124m-b64"].problem.config
     assert config.vocab_size == 50304 and parameter_count(config) == 124_475_904
     assert abs(parameter_count(CASES["llama-125m-b16"].problem.config) - 125e6) < 1e6
