@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from support.models import CONFIG, LLAMA, batch, clones, equal
 from torch.profiler import ProfilerActivity, profile
 
-from tilegrad import Engine, ModelConfig
+import tilegrad
+from tilegrad import Engine, LoraConfig, ModelConfig, MuonConfig
+from tilegrad.cli import main
 from tilegrad.engine.optimizer import Optimizer
 from tilegrad.engine.planning import plan_model, step_report
 from tilegrad.engine.spec import StepSpec
@@ -17,6 +23,8 @@ from tilegrad.engine.state import counters, restore_counters
 from tilegrad.memory.planned.arena import Arenas, plan_memory
 from tilegrad.memory.planned.trace import bind
 from tilegrad.model.transformer import declare
+from tilegrad.training.checkpoint import latest_checkpoint, load_checkpoint
+from tilegrad.training.sections import run_from
 
 CPU = torch.device("cpu")
 GAPS = replace(CONFIG, n_embd=12)  # not a whole number of cache lines: arenas have gaps
@@ -141,3 +149,78 @@ def test_a_plan_of_another_alignment_is_refused_and_not_misread() -> None:
         ValueError, match=r"params: got 'wpe\.weight' of 768 bytes at 1536; accepted: 768 bytes at 1488, as planned"
     ):
         bind(handles, arenas.view)
+
+
+# ── Muon ──
+
+SMALL: dict[str, dict[str, Any]] = {
+    "model": {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 16},
+    "train": {"steps": 2, "batch_size": 2, "seq_len": 16, "eval_batches": 0, "sample_tokens": 0, "log": "none"},
+}
+
+
+def muon_of(**optimizer: Any) -> MuonConfig | None:
+    return run_from({"train": {"learning_rate": 4e-3}, "optimizer": optimizer}, "test").muon
+
+
+def test_muon_has_its_own_learning_rate_on_the_schedule_of_adamw() -> None:
+    assert muon_of() is None and muon_of(name="adamw") is None
+    assert muon_of(name="muon") == MuonConfig(learning_rate_factor=5.0)
+    assert muon_of(name="muon", scale="rms") == MuonConfig(scale="rms", learning_rate_factor=1.0)
+    assert muon_of(name="muon", scale="rms", matrix_learning_rate=0.01) == MuonConfig(
+        scale="rms", learning_rate_factor=2.5
+    )
+    given = {"momentum": 0.5, "nesterov": False, "orthogonalization": "polar_express", "cautious": True}
+    assert muon_of(name="muon", **given) == MuonConfig(**given, learning_rate_factor=5.0)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        ({"name": "sgd"}, "optimizer.name: got 'sgd'; accepted: 'adamw' or 'muon'"),
+        ({"momentum": 0.5}, "optimizer.momentum: got 0.5 with optimizer.name 'adamw'; accepted: name 'muon' with it"),
+        ({"name": "muon", "momentum": 2}, "optimizer.momentum: got 2; accepted: a number from 0 to below 1.0"),
+        ({"name": "muon", "matrix_learning_rate": -1}, "optimizer.matrix_learning_rate: got -1; accepted: None, or"),
+        ({"name": "muon", "matrix_learning_rate": True}, "optimizer.matrix_learning_rate: got True; accepted: None"),
+        ({"name": "muon", "scale": "other"}, "optimizer.scale: got 'other'; accepted: 'spectral' or 'rms'"),
+    ],
+)
+def test_bad_keys_of_the_optimizer_are_refused_by_name(optimizer: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        muon_of(**optimizer)
+
+
+def test_a_run_with_muon_saves_m_without_v_and_keeps_its_keys(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = {**SMALL, "optimizer": {"name": "muon", "matrix_learning_rate": 0.01}}
+    result = tilegrad.train(run, tmp_path / "run")
+    path = latest_checkpoint(tmp_path / "run" / "checkpoints")
+    assert path is not None
+    names = set(load_checkpoint(path).tensors)
+    assert {"m.blocks.0.attn.qkv.weight", "m.wte.weight", "v.wte.weight", "v.blocks.0.attn.qkv.bias"} <= names
+    assert not any(name.startswith("v.blocks.0") and name.endswith(("qkv.weight", "up.weight")) for name in names)
+    with pytest.raises(
+        ValueError, match=r"^optimizer.name: got 'adamw'; accepted: the run's own, 'muon', when resuming"
+    ):
+        tilegrad.train({"train": {"steps": 3}, "optimizer": {"name": "adamw"}}, resume=tmp_path / "run")
+    assert tilegrad.train({"train": {"steps": 3}}, resume=tmp_path / "run").steps == 3
+    flags = [f"--{section}.{key}={value}" for section, keys in run.items() for key, value in keys.items()]
+    assert main(["plan", "--json", *flags]) == 0
+    planned = json.loads(capsys.readouterr().out)["peak_bytes"]
+    assert main(["plan", "--json", *(flag for flag in flags if "optimizer" not in flag)]) == 0
+    assert planned <= result.planned_bytes and planned < json.loads(capsys.readouterr().out)["peak_bytes"]
+
+
+def test_adapters_have_no_muon() -> None:
+    with pytest.raises(ValueError, match=r"^muon: got a MuonConfig with lora, .*; accepted: None"):
+        Engine(CONFIG, 2, 8, lora=LoraConfig(2), muon=MuonConfig())
+
+
+def test_muon_alone_where_all_else_is_frozen() -> None:
+    """No parameter is left for AdamW: v has no memory."""
+    freeze = ("wte.*", "wpe.*", "ln_f.*", "*.ln?.*", "*.bias")
+    engine, (tokens, targets) = Engine(CONFIG, 2, 8, freeze=freeze, muon=MuonConfig()), batch(CONFIG, 2, 8)
+    assert engine.optimizer.v is None and all(name.endswith(".weight") for name in engine.grads)
+    losses = [engine.step(tokens, targets, learning_rate=1e-2) for _ in range(20)]
+    assert losses[-1] < losses[0] - 0.1
