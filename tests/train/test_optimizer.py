@@ -170,7 +170,7 @@ def test_muon_has_its_own_learning_rate_on_the_schedule_of_adamw() -> None:
     assert muon_of(name="muon", scale="rms", matrix_learning_rate=0.01) == MuonConfig(
         scale="rms", learning_rate_factor=2.5
     )
-    given = {"momentum": 0.5, "nesterov": False, "orthogonalization": "polar_express", "cautious": True}
+    given: dict[str, Any] = {"momentum": 0.5, "nesterov": False, "orthogonalization": "polar_express", "cautious": True}
     assert muon_of(name="muon", **given) == MuonConfig(**given, learning_rate_factor=5.0)
 
 
