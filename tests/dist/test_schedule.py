@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tilegrad import Engine, ModelConfig
 from tilegrad.dist.schedule import Bucket, Touch, final, follow, needed, order
-from tilegrad.kernels.muon import MuonConfig
+from tilegrad.kernels.muon import MuonConfig, muon_workspace
 from tilegrad.kernels.op import observe_names, op
 from tilegrad.memory.types import BufferType
 from tilegrad.model.block import Recomputed
@@ -70,7 +70,11 @@ def test_with_muon_a_rank_owns_whole_matrices(name: str, world: int) -> None:
     model = spec.declare()
     matrices = {n for n, p in model.params.items() if p.matrices}
     ranks = [declare_optimizer(model, spec, rank=rank)[0] for rank in range(world)]
-    assert {n: x.shape for n, x in ranks[0].scratch.items()} == {n: x.shape for n, x in ranks[-1].scratch.items()}
+    room = {n: prod(x.shape) for n, x in ranks[0].scratch.items()}
+    for optimizer in ranks:
+        assert {n: prod(x.shape) for n, x in optimizer.scratch.items()} == room
+        needed_here = muon_workspace(optimizer.params, MuonConfig(), [one.matrices for one in optimizer.owned])
+        assert all(prod(shape) <= room[f"muon.{n}"] for n, (shape, _) in needed_here.items())
     buckets = buckets_of(model, schedule_of(model), world, spec.bucket_bytes, spec.muon)
     assert {n for b in buckets if b.whole for n in b.names} == matrices
     assert all(padding(b) <= (b.stop - b.start) / 8 for b in buckets[1:] if b.whole)
@@ -80,6 +84,17 @@ def test_with_muon_a_rank_owns_whole_matrices(name: str, world: int) -> None:
     for optimizer in ranks:
         assert all((one.v is None) == bucket.whole for one, bucket in zip(optimizer.owned, buckets, strict=True))
         assert all(x.stop <= one.params.shape[0] for one in optimizer.owned for x in one.matrices)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_an_arena_that_ends_with_a_ragged_matrix_has_room_for_every_slice(world: int) -> None:
+    config = replace(CONFIG, n_layer=2, n_embd=12, n_head=2, ffn_dim=7)
+    freeze = ("wte.*", "wpe.*", "ln_f.*", "*.ln?.*", "*.bias")
+    spec = StepSpec(config, 1, 8, torch.float32, CPU, world=world, freeze=freeze, muon=MuonConfig())
+    optimizer, _ = declare_optimizer(spec.declare(), spec, rank=world - 1)
+    *_, bucket = buckets_of(spec.declare(), schedule_of(spec.declare()), world, spec.bucket_bytes, spec.muon)
+    assert bucket.whole and optimizer.grads.shape[0] == bucket.stop
+    plan_model(spec)
 
 
 class Early(Exception):

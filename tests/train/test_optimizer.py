@@ -217,6 +217,28 @@ def test_adapters_have_no_muon() -> None:
         Engine(CONFIG, 2, 8, lora=LoraConfig(2), muon=MuonConfig())
 
 
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (
+            CONFIG,
+            {"attn.qkv": ((16, 16),) * 3, "attn.proj": ((16, 16),), "ffn.up": ((64, 16),), "ffn.down": ((16, 64),)},
+        ),
+        (replace(CONFIG, projection="per_head"), {"attn.q": ((8, 8), (8, 8)), "attn.v": ((8, 8), (8, 8))}),
+        (LLAMA, {"attn.qkv": ((16, 16), (8, 16), (8, 16)), "ffn.gate": ((24, 16),)}),
+    ],
+)
+def test_the_matrices_that_muon_updates(config: ModelConfig, expected: dict[str, Any]) -> None:
+    config = replace(config, n_embd=16, n_head=2, n_kv_head=1 if config.kv_heads < config.n_head else None)
+    config = replace(config, ffn_dim=24 if config.activation == "swiglu" else None)
+    params = declare(config, 1, 4, torch.float32, CPU).params
+    for name, matrices in expected.items():
+        assert params[f"blocks.0.{name}.weight"].matrices == matrices
+    others = [name for name, p in params.items() if not p.matrices]
+    assert {"wte.weight", "ln_f.weight"} <= set(others)
+    assert all("blocks" not in name or name.endswith("bias") or ".ln" in name for name in others)
+
+
 def test_muon_alone_where_all_else_is_frozen() -> None:
     """No parameter is left for AdamW: v has no memory."""
     freeze = ("wte.*", "wpe.*", "ln_f.*", "*.ln?.*", "*.bias")
