@@ -213,7 +213,7 @@ def test_a_broken_pipe_saves() -> None:
     assert process.stdout is not None and process.stderr is not None
     next(line for line in process.stdout if line.startswith("step      3"))
     process.stdout.close()
-    assert process.wait(timeout=60) == 141
+    assert process.wait(timeout=300) == 141
     assert process.stderr.read() == "tilegrad: stopped by SIGPIPE; resume with: tilegrad train --resume run\n"
     process.stderr.close()
     assert newest().step >= 3 and Path("run/report.html").exists()
@@ -228,14 +228,14 @@ def test_a_terminal_that_is_gone_saves() -> None:
     while b"tok/s" not in seen:
         seen += os.read(master, 4096)
     os.close(master)
-    assert process.wait(timeout=60) == 129
+    assert process.wait(timeout=300) == 129
     assert newest().step >= 1 and Path("run/report.html").exists()
 
 
 def test_an_output_on_a_full_disk_saves() -> None:
     with open("/dev/full", "w", encoding="utf-8") as full:
         process = start(stdout=full)
-    _, error = process.communicate(timeout=60)
+    _, error = process.communicate(timeout=300)
     assert process.returncode == 1 and error.count("\n") == 1, error
     assert error.startswith("tilegrad: output: No space left on device; the report: run/report.html; saved: run/check")
     assert newest().step == 0
@@ -398,7 +398,7 @@ from tilegrad.cli import main
 def prepare(*arguments, **options):
     made = genuine(*arguments, **options)
     os.write(there, b"prepared")
-    time.sleep(60)
+    time.sleep(600)
     return made
 genuine, run.prepare_data = run.prepare_data, prepare
 for number in map(int, sys.argv[1:]):
@@ -416,7 +416,7 @@ def test_a_signal_while_the_data_is_prepared_leaves_no_folder() -> None:
     """Forked for each signal, because a process with torch loaded starts at once."""
     here = os.environ | {"PYTHONPATH": str(Path(tilegrad.__file__).parents[1])}
     numbers = [str(int(number)) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
-    done = subprocess.run([sys.executable, "-c", SLOW, *numbers], capture_output=True, text=True, env=here, timeout=90)
+    done = subprocess.run([sys.executable, "-c", SLOW, *numbers], capture_output=True, text=True, env=here, timeout=300)
     assert (done.stdout, done.stderr) == ("130 False\n143 False\n129 False\n", "")
 
 
@@ -478,7 +478,7 @@ file = open("run/run.lock", "w")
 fcntl.flock(file, fcntl.LOCK_EX)
 print(os.getpid(), file=file, flush=True)
 print("locked", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 

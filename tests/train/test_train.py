@@ -389,7 +389,7 @@ def test_sigterm_saves_and_exits_cleanly(run: RunConfig, tmp_path: Path) -> None
         if line.startswith("step      5"):
             process.send_signal(signal.SIGTERM)
             break
-    rest, _ = process.communicate(timeout=60)
+    rest, _ = process.communicate(timeout=300)
     assert process.returncode == 143 and "SIGTERM after step" in rest
     saved = load_checkpoint(max((folder / "checkpoints").iterdir()))
     assert saved.step >= 5 and (folder / "report.html").exists()
