@@ -13,9 +13,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+import pytest
 import torch
 
 SHARED_MEMORY_BYTES = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+
+
+def slowly(*values: object) -> Any:
+    """A case of the slow set. CI compiles every kernel once, and once for every architecture."""
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 class Compiled(NamedTuple):
