@@ -114,7 +114,7 @@ def test_other_architectures(compile_for: Compile, architecture: int) -> None:
     assert f".sm_{architecture}" in found["_attention_fwd_kernel"].sass
 
 
-@pytest.mark.parametrize(("architecture", "wide"), [(90, True), slowly(80, True), (89, False), slowly(100, False)])
+@pytest.mark.parametrize(("architecture", "wide"), [(90, True), slowly((80, True)), (89, False), slowly((100, False))])
 def test_float32_is_widened_where_float64_is_fast(compile_for: Compile, architecture: int, wide: bool) -> None:
     found = compile_for(architecture, case(64, causal=True, dtype=torch.float32, bias="BHQK"), backward=wide)
     check(found, architecture)

@@ -52,12 +52,12 @@ def norm(x: Tensor, *, rms: bool, architecture: int, folder: Path) -> dict[str, 
 @pytest.mark.parametrize(
     ("c", "dtype", "rms"),
     [
-        slowly(768, torch.bfloat16, False),
-        slowly(768, torch.float32, False),
+        slowly((768, torch.bfloat16, False)),
+        slowly((768, torch.float32, False)),
         (2048, torch.bfloat16, True),
-        slowly(63, torch.float16, False),
+        slowly((63, torch.float16, False)),
         (8192, torch.bfloat16, False),
-        slowly(4096, torch.float32, True),
+        slowly((4096, torch.float32, True)),
     ],
 )
 def test_norms(architecture: int, c: int, dtype: torch.dtype, rms: bool, tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_activations(architecture: int, kind: str, dtype: torch.dtype, tmp_path:
     assert all(".128" in kernel.sass for kernel in wide), "loads are not of 16 bytes"
 
 
-ONES = [(1, 1), slowly(1, 768), slowly(1023, 1)]
+ONES = [(1, 1), slowly((1, 768)), slowly((1023, 1))]
 
 
 @pytest.mark.parametrize(("n", "c"), ONES)
@@ -138,7 +138,7 @@ def test_sizes_and_strides_of_1(n: int, c: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("architecture", [slowly(80), 90])
 @pytest.mark.parametrize(
     ("dtype", "v"),
-    [(torch.bfloat16, 50257), slowly(torch.bfloat16, 50304), slowly(torch.float32, 50257), (torch.float32, 50304)],
+    [(torch.bfloat16, 50257), slowly((torch.bfloat16, 50304)), slowly((torch.float32, 50257)), (torch.float32, 50304)],
 )
 def test_cross_entropy(architecture: int, dtype: torch.dtype, v: int, tmp_path: Path) -> None:
     from tilegrad.kernels.cross_entropy import Outputs, triton_ops
@@ -213,7 +213,7 @@ def test_rope_and_dropout(architecture: int, dtype: torch.dtype, tmp_path: Path)
 @pytest.mark.parametrize("architecture", [slowly(80), 90, slowly(100)])
 @pytest.mark.parametrize(
     ("v", "without"),
-    [slowly(1, True), slowly(50257, True), (50257, False)],
+    [slowly((1, True)), slowly((50257, True)), (50257, False)],
 )
 def test_sampling(architecture: int, v: int, without: bool, tmp_path: Path) -> None:
     """The kernel without penalties is that with them less some instructions."""
@@ -236,10 +236,10 @@ def test_sampling(architecture: int, v: int, without: bool, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("dtype", "group", "d", "options"),
     [
-        slowly(torch.bfloat16, 1, 64, {}),
-        slowly(torch.bfloat16, 6, 128, {"softcap": 30.0, "scale": -0.1}),
+        slowly((torch.bfloat16, 1, 64, {})),
+        slowly((torch.bfloat16, 6, 128, {"softcap": 30.0, "scale": -0.1})),
         (torch.bfloat16, 8, 256, {"window": (99, None), "sinks": torch.zeros(8), "alibi_slopes": torch.zeros(8)}),
-        slowly(torch.float32, 4, 80, {}),
+        slowly((torch.float32, 4, 80, {})),
     ],
 )
 def test_attention_over_a_cache(
