@@ -15,8 +15,8 @@ PAGE = mmap.PAGESIZE
 
 
 def fresh(pages: int) -> torch.Tensor:
-    """Memory that nobody has touched, without huge pages."""
-    region = mmap.mmap(-1, pages * PAGE)
+    """Memory that nobody has touched, the process's own as an arena is, without huge pages."""
+    region = mmap.mmap(-1, pages * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         region.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(region, dtype=torch.uint8)
@@ -36,7 +36,8 @@ def test_only_pages_that_were_written_are_resident() -> None:
 
 def test_unplanned_memory_is_what_the_arenas_leave() -> None:
     for _ in range(5):  # torch's allocator may return pages of other tests in between
-        x, now = fresh(16), process_memory(CPU)
+        x = torch.empty(0)  # what the last window wrote is returned
+        x, now = fresh(1024), process_memory(CPU)
         x.fill_(1)
         before = ProcessMemory(now.private - 5 * 2**20, now.files - 3 * 2**20)
         found = resident({"params": x}, x.nbytes, before, CPU)
