@@ -169,11 +169,10 @@ def check(found: dict[str, Compiled], d: int) -> None:
         assert all(word in kernel.ptx for word in ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg"))
 
 
-EVERY_OTHER = [
-    pytest.param(d, causal, marks=[pytest.mark.slow] if causal == (d == 128) else [])
-    for d in (64, 128, 256)
-    for causal in (False, True)
-]  # the rest is in the slow set
+def some(*quick: tuple[int, bool]) -> list[Any]:
+    """Every head dimension, with and without causal; all but the quick ones are in the slow set."""
+    every = itertools.product((64, 128, 256), (False, True))
+    return [pytest.param(*each, marks=[pytest.mark.slow] * (each not in quick)) for each in every]
 
 
 def pairs_of_exponentials(ptx: str) -> float:
@@ -203,7 +202,7 @@ def maxima_between_waits(cubin: bytes, folder: Path) -> list[int]:
 
 @interpreted
 @without_gpu
-@pytest.mark.parametrize(("d", "causal"), EVERY_OTHER)
+@pytest.mark.parametrize(("d", "causal"), some((128, False), (256, True)))
 def test_no_spills_no_serialised_mmas_and_maxima_next_to_them(
     compile_call: Compile, tmp_path: Path, d: int, causal: bool
 ) -> None:
@@ -242,7 +241,7 @@ def test_head_dimensions_of_two_pieces_are_not_padded_to_one(compile_call: Compi
 
 @interpreted
 @without_gpu
-@pytest.mark.parametrize(("d", "causal"), EVERY_OTHER)
+@pytest.mark.parametrize(("d", "causal"), some((64, True)))
 def test_few_tiles_are_of_one_warpgroup(compile_call: Compile, d: int, causal: bool) -> None:
     prepared.clear()
     check(compile_call(case(d, causal), backward=False, programs=8), d)
@@ -250,6 +249,9 @@ def test_few_tiles_are_of_one_warpgroup(compile_call: Compile, d: int, causal: b
     assert grid == (256 // 64 * 2,)
 
 
+PACKED = case(  # in CI, with every kernel
+    72, causal=True, dtype=torch.float16, window=(100, None), lengths=((100, 200), (0, 7), (300, 33)), sinks=True
+)
 FEATURES: dict[str, Case] = {
     "window, groups, fused": case(128, causal=False, window=(40, 7), group=3, layout="fused"),
     "softcap, negative scale": case(64, causal=True, softcap=2.0, scale=-0.2, dlse=True),
@@ -262,15 +264,22 @@ FEATURES: dict[str, Case] = {
 }
 
 
-QUICK = ("packed, window", "sinks, odd head dimension")  # the others are in the slow set
-
-
 @interpreted
 @without_gpu
-@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (x not in QUICK)) for x in FEATURES])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FEATURES)
 def test_features_compile(compile_call: Compile, name: str) -> None:
     found = compile_call(FEATURES[name], ptxas=False, deterministic="packed" in name)
     assert set(HEADS) <= found.keys()
+
+
+def names_of_kernels() -> set[str]:
+    from tilegrad.kernels.attention import hopper
+
+    files = Path(hopper.__file__).parent.glob("*.py")
+    return {
+        name for file in files for name in re.findall(r"^def (\w+_kernel)\(", file.read_text("utf-8"), re.MULTILINE)
+    }
 
 
 MEMORY_WAIT = re.compile(r"cp\.async\.bulk\.wait_group 0;")
@@ -278,9 +287,10 @@ MEMORY_WAIT = re.compile(r"cp\.async\.bulk\.wait_group 0;")
 
 @interpreted
 @without_gpu
-def test_the_dq_semaphore_is_released_after_a_warp_barrier(compile_call: Compile) -> None:
+def test_every_kernel_compiles_and_the_dq_semaphore_is_released_after_a_warp_barrier(compile_call: Compile) -> None:
     """One thread sends dq by TMA and waits for it, another may release the semaphore. The emulator has no threads of a warp."""
-    found = compile_call(case(128, causal=True), forward=False, ptxas=False, deterministic=True)
+    found = compile_call(PACKED, ptxas=False, deterministic=True)
+    assert found.keys() == names_of_kernels()
     ptx = found["_hopper_bwd_kernel"].asm["ptx"]  # type: ignore[attr-defined]
     releases = [ptx[place.end() : ptx.index(".global.gpu.release", place.end())] for place in MEMORY_WAIT.finditer(ptx)]
     assert len(releases) == 2  # dQ store warps
@@ -326,10 +336,11 @@ def test_a_prepared_launch_passes_what_tritons_own_passes(
     from tilegrad.kernels.cuda_launch import MAP_DTYPES, Launch, Plan
 
     prepared.clear()
-    compile_call(FEATURES["packed, window"] if packed else case(64, causal=True), backward=False, ptxas=False)
+    given_case = PACKED if packed else case(128, causal=False)
+    compile_call(given_case, backward=False, ptxas=False)
     ((compiled, grid, arguments, _),) = prepared
     signature, maps = dict(compiled.src.signature), compiled.metadata.tensordesc_meta
-    assert len(maps) == 4
+    assert len(maps) == (8 if packed else 4)  # a head dimension of two pieces has two of each
     passed: list[Any] = []
     launch_all = wrap_handle_tensordesc(lambda *whole: passed.extend(whole), signature, maps)
     if triton.__version__.startswith("3.6"):
@@ -354,7 +365,7 @@ def test_a_prepared_launch_passes_what_tritons_own_passes(
         if kind == "map":
             _, address, swizzle, itemsize, _, box, shape, strides, _ = want
             apart = tuple(itemsize * n for n in strides[:-1])
-            dtype = MAP_DTYPES[torch.bfloat16]
+            dtype = MAP_DTYPES[given_case.dtype]
             assert got == (address, dtype, tuple(shape[::-1]), apart[::-1], tuple(box[::-1]), swizzle)
         else:
             assert got == pytest.approx(want.data_ptr() if isinstance(want, torch.Tensor) else want, rel=1e-7)

@@ -522,21 +522,21 @@ x = torch.randn(512, 512)
 x @ x  # torch's threads are there, and gone after the fork
 q = torch.randn(1, 2, 300, 64)
 tilegrad.attention
-if os.environ["PARENT"] == "loaded":
-    tilegrad.attention_workspace(q, q, q, tilegrad.Mask(), backward=False, kernel="native")
-child = os.fork()
-if child == 0:
-    tilegrad.attention(q, q, q, kernel="native")
-    os._exit(0)
-print(os.waitpid(child, 0)[1])
+for parent in ("imported", "loaded"):
+    if parent == "loaded":
+        tilegrad.attention_workspace(q, q, q, tilegrad.Mask(), backward=False, kernel="native")
+    child = os.fork()
+    if child == 0:
+        tilegrad.attention(q, q, q, kernel="native")
+        os._exit(0)
+    print(parent, os.waitpid(child, 0)[1], flush=True)
 """
 
 
 @needs_library
-@pytest.mark.parametrize("parent", ["imported", "loaded"])
-def test_a_forked_child_may_be_the_first_to_run_a_kernel(parent: str) -> None:
-    done = python(FIRST_IN_A_CHILD, PARENT=parent)
-    assert done.stdout == "0\n", done.stderr
+def test_a_forked_child_may_be_the_first_to_run_a_kernel() -> None:
+    done = python(FIRST_IN_A_CHILD)
+    assert done.stdout == "imported 0\nloaded 0\n", done.stderr
 
 
 @needs_library
@@ -566,7 +566,7 @@ for n in range(6):
     try:
         threading.Timer(0.002 + 0.01 * n, os.kill, (os.getpid(), signal.SIGINT)).start()
         run(call, "native")
-        time.sleep(2)
+        time.sleep(60)  # which the signal ends, however late it comes
     except KeyboardInterrupt:
         interrupted += 1
 assert interrupted == 6

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.cases import Case, build
-from support.compiler import SHARED_MEMORY_BYTES, Compiled, compiling
+from support.compiler import SHARED_MEMORY_BYTES, Compiled, compiling, slowly
 from support.cuda_driver import FakeDriver
 from support.kernels import run_backward, run_forward
 
@@ -98,7 +98,7 @@ def check_tuned(found: dict[str, Compiled], d: int) -> None:
             assert waits < products / 2, f"{name} waits after {waits} of {products} products: ptxas has serialised them"
 
 
-@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("d", [slowly(64), 128, slowly(256)])
 def test_hopper(compile_for: Compile, d: int) -> None:
     found = compile_for(90, case(d, causal=True))
     apart = {"_dkdv_kernel again"} if d == 256 else set()
@@ -107,14 +107,14 @@ def test_hopper(compile_for: Compile, d: int) -> None:
     check_tuned(found, d)
 
 
-@pytest.mark.parametrize("architecture", [80, 89, 100, 120])
+@pytest.mark.parametrize("architecture", [80, slowly(89), 100, 120])
 def test_other_architectures(compile_for: Compile, architecture: int) -> None:
     found = compile_for(architecture, case(64, causal=True), backward=False)
     check(found, architecture)
     assert f".sm_{architecture}" in found["_attention_fwd_kernel"].sass
 
 
-@pytest.mark.parametrize(("architecture", "wide"), [(90, True), (80, True), (89, False), (100, False)])
+@pytest.mark.parametrize(("architecture", "wide"), [(90, True), slowly((80, True)), (89, False), slowly((100, False))])
 def test_float32_is_widened_where_float64_is_fast(compile_for: Compile, architecture: int, wide: bool) -> None:
     found = compile_for(architecture, case(64, causal=True, dtype=torch.float32, bias="BHQK"), backward=wide)
     check(found, architecture)

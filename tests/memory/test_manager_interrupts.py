@@ -8,7 +8,6 @@ import random
 import signal
 import sys
 import threading
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -250,14 +249,14 @@ def test_an_interrupt_at_every_bytecode_leaves_a_true_manager(name: str, kind: s
         interrupt_at(name, kind, at)
 
 
-def signals(seconds: float) -> int:
-    """SIGINT at random times into pairs of calls by the main thread; how many came."""
+def survive_signals(count: int) -> None:
+    """So many interrupts at random times into pairs of calls by the main thread."""
     manager = AttentionBufferManager(pressure=lambda _device: 0.0, custom_configs={MASK: BEST_FIT})
-    dice, came, until = random.Random(0), 0, time.monotonic() + seconds
+    dice, came = random.Random(0), 0
     outer = signal.signal(signal.SIGALRM, signal.default_int_handler)
     held: list[Tensor] = []
     try:
-        while time.monotonic() < until:
+        while came < count:
             try:
                 signal.setitimer(signal.ITIMER_REAL, dice.uniform(1e-5, 2e-3))
                 while True:
@@ -278,16 +277,15 @@ def signals(seconds: float) -> int:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, outer)
     goes_on(manager, held)
-    return came
 
 
 def test_signals_at_random_times_leave_a_true_manager() -> None:
-    assert signals(0.7) > 20
+    survive_signals(500)
 
 
 @pytest.mark.slow
 def test_many_signals_at_random_times_leave_a_true_manager() -> None:
-    assert signals(60) > 5000
+    survive_signals(40_000)
 
 
 def test_what_one_interrupted_call_leaves_the_next_call_finds() -> None:
@@ -301,10 +299,10 @@ def test_what_one_interrupted_call_leaves_the_next_call_finds() -> None:
 
 
 def forked(manager: AttentionBufferManager) -> int:
-    """The child's exit code: 0 where it could allocate, free and clear within ten seconds."""
+    """The child's exit code: 0 where it could allocate, free and clear within a minute."""
     child = os.fork()
     if child == 0:
-        signal.alarm(10)
+        signal.alarm(60)
         code = 1
         try:
             for type, shape in ONE_OF_EACH.items():

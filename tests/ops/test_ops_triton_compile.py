@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.compiler import SHARED_MEMORY_BYTES, Compiled, compiling
+from support.compiler import SHARED_MEMORY_BYTES, Compiled, compiling, slowly
 from support.ops import poisoned
 from torch import Tensor
 
@@ -17,7 +17,6 @@ pytestmark = pytest.mark.skipif(
     triton.knobs.runtime.interpret or torch.cuda.is_available(), reason="compiles for GPUs that are not there"
 )
 SPILLED_BYTES = {("3.9", "_norm_bwd_kernel"): 24}  # of the stack, at C 8192; none by others: kernels/triton_version.py
-SLOWLY_80, SLOWLY_100 = (pytest.param(architecture, marks=pytest.mark.slow) for architecture in (80, 100))
 
 
 def check(found: dict[str, Compiled], architecture: int, names: set[str]) -> None:
@@ -49,16 +48,16 @@ def norm(x: Tensor, *, rms: bool, architecture: int, folder: Path) -> dict[str, 
     return found
 
 
-@pytest.mark.parametrize("architecture", [SLOWLY_80, 90, SLOWLY_100])
+@pytest.mark.parametrize("architecture", [slowly(80), 90, slowly(100)])
 @pytest.mark.parametrize(
     ("c", "dtype", "rms"),
     [
-        (768, torch.bfloat16, False),
-        (768, torch.float32, False),
+        slowly((768, torch.bfloat16, False)),
+        slowly((768, torch.float32, False)),
         (2048, torch.bfloat16, True),
-        (63, torch.float16, False),
+        slowly((63, torch.float16, False)),
         (8192, torch.bfloat16, False),
-        (4096, torch.float32, True),
+        slowly((4096, torch.float32, True)),
     ],
 )
 def test_norms(architecture: int, c: int, dtype: torch.dtype, rms: bool, tmp_path: Path) -> None:
@@ -72,8 +71,8 @@ def test_norms(architecture: int, c: int, dtype: torch.dtype, rms: bool, tmp_pat
         assert "LDGSTS" in bwd, "loads do not go ahead of the arithmetic"
 
 
-@pytest.mark.parametrize("architecture", [SLOWLY_80, 90])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("architecture", [slowly(80), 90])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, slowly(torch.float32)])
 def test_column_sums(architecture: int, dtype: torch.dtype, tmp_path: Path) -> None:
     from tilegrad.kernels.column_sum import triton_ops
 
@@ -85,9 +84,9 @@ def test_column_sums(architecture: int, dtype: torch.dtype, tmp_path: Path) -> N
     assert ".128" in found["_column_sum_kernel"].sass, "loads are not of 16 bytes"
 
 
-@pytest.mark.parametrize("architecture", [SLOWLY_80, 90, SLOWLY_100])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("kind", ["gelu", "tanh", "relu", "swiglu"])
+@pytest.mark.parametrize("architecture", [slowly(80), 90, slowly(100)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, slowly(torch.float32)])
+@pytest.mark.parametrize("kind", ["gelu", slowly("tanh"), slowly("relu"), "swiglu"])
 def test_activations(architecture: int, kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     from tilegrad.kernels.activation import triton_ops
 
@@ -105,14 +104,14 @@ def test_activations(architecture: int, kind: str, dtype: torch.dtype, tmp_path:
             triton_ops.swiglu_fwd(gate, up, a=h, scratch={})
         else:
             triton_ops.fwd(h, kind, a=h, scratch={})
-    op = "swiglu" if kind == "swiglu" else "activation"
-    backward = f"_{op}_bwd_kernel"
-    check(found, architecture, {f"_{op}_fwd_kernel", backward, f"{backward} again", "_add_partials_kernel"})
+    plain = ("_activation_fwd_kernel", "_activation_bwd_kernel")
+    forward, backward = ("_swiglu_fwd_kernel", "_swiglu_bwd_kernel") if kind == "swiglu" else plain
+    check(found, architecture, {forward, backward, f"{backward} again", "_add_partials_kernel"})
     wide = (kernel for name, kernel in found.items() if name != "_add_partials_kernel")
     assert all(".128" in kernel.sass for kernel in wide), "loads are not of 16 bytes"
 
 
-ONES = [(1, 1), pytest.param(1, 768, marks=pytest.mark.slow), pytest.param(1023, 1, marks=pytest.mark.slow)]
+ONES = [(1, 1), slowly((1, 768)), slowly((1023, 1))]
 
 
 @pytest.mark.parametrize(("n", "c"), ONES)
@@ -136,9 +135,11 @@ def test_sizes_and_strides_of_1(n: int, c: int, tmp_path: Path) -> None:
     assert len(found) == 7
 
 
-@pytest.mark.parametrize("architecture", [SLOWLY_80, 90])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("v", [50257, 50304])
+@pytest.mark.parametrize("architecture", [slowly(80), 90])
+@pytest.mark.parametrize(
+    ("dtype", "v"),
+    [(torch.bfloat16, 50257), slowly((torch.bfloat16, 50304)), slowly((torch.float32, 50257)), (torch.float32, 50304)],
+)
 def test_cross_entropy(architecture: int, dtype: torch.dtype, v: int, tmp_path: Path) -> None:
     from tilegrad.kernels.cross_entropy import Outputs, triton_ops
 
@@ -151,7 +152,7 @@ def test_cross_entropy(architecture: int, dtype: torch.dtype, v: int, tmp_path: 
     assert ".128" in found["_softmax_kernel"].sass, "loads are not of 16 bytes"
 
 
-@pytest.mark.parametrize("architecture", [SLOWLY_80, 90])
+@pytest.mark.parametrize("architecture", [slowly(80), 90])
 @pytest.mark.parametrize("on_device", [False, True])
 def test_adamw(architecture: int, on_device: bool, tmp_path: Path) -> None:
     from tilegrad.kernels.adamw import Range, triton_ops
@@ -169,8 +170,8 @@ def test_adamw(architecture: int, on_device: bool, tmp_path: Path) -> None:
     assert all(".128" in found[name].sass for name in ("_squares_kernel", "_adamw_kernel")), "loads are not of 16 bytes"
 
 
-@pytest.mark.parametrize("architecture", [SLOWLY_80, 90])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("architecture", [slowly(80), 90])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, slowly(torch.float32)])
 def test_embeddings(architecture: int, dtype: torch.dtype, tmp_path: Path) -> None:
     from tilegrad.kernels.embedding import triton_ops
 
@@ -183,8 +184,8 @@ def test_embeddings(architecture: int, dtype: torch.dtype, tmp_path: Path) -> No
     check(found, architecture, {"_embedding_kernel"} | backward)
 
 
-@pytest.mark.parametrize("architecture", [SLOWLY_80, 90])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("architecture", [slowly(80), 90])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, slowly(torch.float32)])
 def test_mix(architecture: int, dtype: torch.dtype, tmp_path: Path) -> None:
     from tilegrad.kernels.mix import triton_ops
 
@@ -195,8 +196,8 @@ def test_mix(architecture: int, dtype: torch.dtype, tmp_path: Path) -> None:
     assert ".128" in found["_mix_kernel"].sass, "loads are not of 16 bytes"
 
 
-@pytest.mark.parametrize("architecture", [SLOWLY_80, 90])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("architecture", [slowly(80), 90])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, slowly(torch.float32)])
 def test_rope_and_dropout(architecture: int, dtype: torch.dtype, tmp_path: Path) -> None:
     from tilegrad.kernels.dropout import triton_ops as dropout_ops
     from tilegrad.kernels.rope import triton_ops as rope_ops
@@ -209,10 +210,10 @@ def test_rope_and_dropout(architecture: int, dtype: torch.dtype, tmp_path: Path)
     check(found, architecture, {"_rotate_kernel", "_dropout_kernel"})
 
 
-@pytest.mark.parametrize("architecture", [SLOWLY_80, 90, SLOWLY_100])
+@pytest.mark.parametrize("architecture", [slowly(80), 90, slowly(100)])
 @pytest.mark.parametrize(
     ("v", "without"),
-    [pytest.param(1, True, marks=pytest.mark.slow), pytest.param(50257, True, marks=pytest.mark.slow), (50257, False)],
+    [slowly((1, True)), slowly((50257, True)), (50257, False)],
 )
 def test_sampling(architecture: int, v: int, without: bool, tmp_path: Path) -> None:
     """The kernel without penalties is that with them less some instructions."""
@@ -231,14 +232,14 @@ def test_sampling(architecture: int, v: int, without: bool, tmp_path: Path) -> N
     check(found, architecture, {"_sample_kernel", "_logprobs_kernel"} | again)
 
 
-@pytest.mark.parametrize("architecture", [SLOWLY_80, 90, SLOWLY_100])
+@pytest.mark.parametrize("architecture", [slowly(80), 90, slowly(100)])
 @pytest.mark.parametrize(
     ("dtype", "group", "d", "options"),
     [
-        pytest.param(torch.bfloat16, 1, 64, {}, marks=pytest.mark.slow),
-        pytest.param(torch.bfloat16, 6, 128, {"softcap": 30.0, "scale": -0.1}, marks=pytest.mark.slow),
+        slowly((torch.bfloat16, 1, 64, {})),
+        slowly((torch.bfloat16, 6, 128, {"softcap": 30.0, "scale": -0.1})),
         (torch.bfloat16, 8, 256, {"window": (99, None), "sinks": torch.zeros(8), "alibi_slopes": torch.zeros(8)}),
-        pytest.param(torch.float32, 4, 80, {}, marks=pytest.mark.slow),
+        slowly((torch.float32, 4, 80, {})),
     ],
 )
 def test_attention_over_a_cache(
@@ -296,7 +297,7 @@ def test_sizes_of_1_of_the_step(tmp_path: Path) -> None:
     assert len(found) == 10
 
 
-@pytest.mark.parametrize("architecture", [SLOWLY_80, 90])
+@pytest.mark.parametrize("architecture", [slowly(80), 90])
 @pytest.mark.parametrize("n", [1, 4096])
 def test_products_in_a_fixed_order(architecture: int, n: int, tmp_path: Path) -> None:
     """Every number of rows is multiplied by one kind of instruction, so that the order of its additions is the same."""
@@ -309,3 +310,23 @@ def test_products_in_a_fixed_order(architecture: int, n: int, tmp_path: Path) ->
     check(found, architecture, {"_product_kernel"} | ({"_add_splits_kernel"} if n == 1 else set()))
     products = set(re.findall(r"HGMMA\.64x\d+x16\.F32\.BF16|HMMA\.\w+", found["_product_kernel"].sass))
     assert len(products) == 1 and (architecture < 90 or "HGMMA" in products.pop())
+
+
+ELSEWHERE = {"_low_rank_kernel", "_sum_parts_kernel"}  # test_ops_low_rank.py
+
+
+def test_ci_compiles_every_kernel() -> None:
+    """Every kernel is named by a test here, and every test has a case that is not slow."""
+    from tilegrad import kernels
+
+    sources = [path.read_text(encoding="utf-8") for path in Path(kernels.__file__).parent.glob("*/triton_ops.py")]
+    every = {name for text in sources for name in re.findall(r"^def (\w+_kernel)\(", text, re.MULTILINE)}
+    named = set(re.findall(r'"(_\w+_kernel)"', Path(__file__).read_text(encoding="utf-8")))
+    assert len(every) > 20 and every <= named
+    for name, test in list(globals().items()):
+        marks = getattr(test, "pytestmark", ()) if name.startswith("test_") else ()
+        assert not any(mark.name == "slow" for mark in marks), name
+        for mark in marks:
+            if mark.name == "parametrize":
+                cases = [getattr(case, "marks", ()) for case in mark.args[1]]
+                assert any(all(each.name != "slow" for each in marked) for marked in cases), name

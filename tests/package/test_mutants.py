@@ -38,8 +38,13 @@ def test_cpp_is_changed_by_text_and_comments_are_not() -> None:
     assert of_cpp("m.cpp", source)[1] == Mutant("m.cpp", 2, "< → <=", source.replace("i < n", "i <= n"))
 
 
-def test_every_part_that_computes_has_mutants_and_tests_that_are_there() -> None:
-    found = all_mutants()
+@pytest.fixture(scope="module")
+def every_mutant() -> list[Mutant]:
+    return all_mutants()
+
+
+def test_every_part_that_computes_has_mutants_and_tests_that_are_there(every_mutant: list[Mutant]) -> None:
+    found = every_mutant
     folders = {"/".join(m.path.split("/")[2:-1]) for m in found}
     assert folders >= {"kernels/attention", "kernels/attention/triton", "kernels/cpu/csrc", "memory/managed", "model"}
     assert folders >= {"kernels/attention/hopper", "kernels/norm", "memory/planned", "engine", "training"}
@@ -67,8 +72,8 @@ def test_every_part_that_computes_has_mutants_and_tests_that_are_there() -> None
         assert named and all((root / name).exists() for name in named), path
 
 
-def test_a_mutant_runs_against_the_tests_that_call_its_function() -> None:
-    mutant = next(m for m in all_mutants() if m.path.endswith("managed/slot.py") and "def nbytes" in m.source)
+def test_a_mutant_runs_against_the_tests_that_call_its_function(every_mutant: list[Mutant]) -> None:
+    mutant = next(m for m in every_mutant if m.path.endswith("managed/slot.py") and "def nbytes" in m.source)
     line = next(n for n, text in enumerate(mutant.source.splitlines(), 1) if "math.prod(self.shape)" in text)
     inside = mutant._replace(line=line)
     function = function_of(inside)
@@ -126,8 +131,8 @@ def test_a_tree_that_is_closed_ends_what_it_runs(tmp_path: Path) -> None:
     assert beats.stat().st_size == before
 
 
-def test_a_kernel_of_a_gpu_runs_against_its_specifications_in_their_order() -> None:
-    found = {m.path.removeprefix("src/tilegrad/kernels/"): m for m in all_mutants()}
+def test_a_kernel_of_a_gpu_runs_against_its_specifications_in_their_order(every_mutant: list[Mutant]) -> None:
+    found = {m.path.removeprefix("src/tilegrad/kernels/"): m for m in every_mutant}
     names = ("attention/test_hopper_gpu", "attention/test_triton_gpu", "ops/test_ops_cuda")
     tests = [
         Watched(f"tests/{name}.py::test[{n}]", interpreted=False, seconds=9.0 - n, called=frozenset())

@@ -13,9 +13,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+import pytest
 import torch
 
 SHARED_MEMORY_BYTES = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+
+
+def slowly(case: object) -> Any:
+    """A case of the slow set, a tuple where it has several arguments. CI compiles every kernel, and for every architecture."""
+    values = case if isinstance(case, tuple) else (case,)
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 class Compiled(NamedTuple):

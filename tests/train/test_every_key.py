@@ -65,6 +65,12 @@ def without_tensorboard(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "chosen_loggers", lambda _log: ())
 
 
+@pytest.fixture(autouse=True)
+def with_a_short_default_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tilegrad's own text takes a second to encode, in each row without files."""
+    monkeypatch.setattr("tilegrad.training.dataset.default_text", lambda: Path("text.txt"))
+
+
 def write(row: Spec, file: Path) -> None:
     lines = []
     for section in ("model", "train", "optimizer", "data", "lora"):

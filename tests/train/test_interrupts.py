@@ -200,42 +200,48 @@ def test_a_third_ctrl_c_ends_at_once_and_leaves_the_last_good_checkpoint(monkeyp
     monkeypatch.undo()
 
 
-def start(**options: Any) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tilegrad", "train", "run.toml", "--out", "run"]
+@contextmanager
+def started(*command: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """After the block it has ended and its pipes are closed, also where a test fails: else the next test would be blamed."""
     here = os.environ | {"PYTHONPATH": str(Path(tilegrad.__file__).parents[1])}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, text=True, env=here, **(pipes | options))
+    with subprocess.Popen([sys.executable, *command], text=True, env=here, **(pipes | options)) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+TRAIN = ("-m", "tilegrad", "train", "run.toml", "--out", "run")
 
 
 @needs_library  # whose absence is said on stderr
 def test_a_broken_pipe_saves() -> None:
-    process = start()
-    assert process.stdout is not None and process.stderr is not None
-    next(line for line in process.stdout if line.startswith("step      3"))
-    process.stdout.close()
-    assert process.wait(timeout=60) == 141
-    assert process.stderr.read() == "tilegrad: stopped by SIGPIPE; resume with: tilegrad train --resume run\n"
-    process.stderr.close()
+    with started(*TRAIN) as process:
+        assert process.stdout is not None and process.stderr is not None
+        next(line for line in process.stdout if line.startswith("step      3"))
+        process.stdout.close()
+        assert process.wait(timeout=300) == 141
+        assert process.stderr.read() == "tilegrad: stopped by SIGPIPE; resume with: tilegrad train --resume run\n"
     assert newest().step >= 3 and Path("run/report.html").exists()
 
 
 def test_a_terminal_that_is_gone_saves() -> None:
     master, slave = pty.openpty()
     terminal = {"stdin": slave, "stdout": slave, "stderr": slave, "start_new_session": True}
-    process = start(**terminal, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0))
-    os.close(slave)
-    seen = b""
-    while b"tok/s" not in seen:
-        seen += os.read(master, 4096)
-    os.close(master)
-    assert process.wait(timeout=60) == 129
+    with started(*TRAIN, **terminal, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)) as process:
+        os.close(slave)
+        seen = b""
+        while b"tok/s" not in seen:
+            seen += os.read(master, 4096)
+        os.close(master)
+        assert process.wait(timeout=300) == 129
     assert newest().step >= 1 and Path("run/report.html").exists()
 
 
 def test_an_output_on_a_full_disk_saves() -> None:
-    with open("/dev/full", "w", encoding="utf-8") as full:
-        process = start(stdout=full)
-    _, error = process.communicate(timeout=60)
+    with open("/dev/full", "w", encoding="utf-8") as full, started(*TRAIN, stdout=full) as process:
+        _, error = process.communicate(timeout=300)
     assert process.returncode == 1 and error.count("\n") == 1, error
     assert error.startswith("tilegrad: output: No space left on device; the report: run/report.html; saved: run/check")
     assert newest().step == 0
@@ -398,7 +404,7 @@ from tilegrad.cli import main
 def prepare(*arguments, **options):
     made = genuine(*arguments, **options)
     os.write(there, b"prepared")
-    time.sleep(60)
+    time.sleep(600)
     return made
 genuine, run.prepare_data = run.prepare_data, prepare
 for number in map(int, sys.argv[1:]):
@@ -416,7 +422,7 @@ def test_a_signal_while_the_data_is_prepared_leaves_no_folder() -> None:
     """Forked for each signal, because a process with torch loaded starts at once."""
     here = os.environ | {"PYTHONPATH": str(Path(tilegrad.__file__).parents[1])}
     numbers = [str(int(number)) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
-    done = subprocess.run([sys.executable, "-c", SLOW, *numbers], capture_output=True, text=True, env=here, timeout=90)
+    done = subprocess.run([sys.executable, "-c", SLOW, *numbers], capture_output=True, text=True, env=here, timeout=300)
     assert (done.stdout, done.stderr) == ("130 False\n143 False\n129 False\n", "")
 
 
@@ -478,19 +484,17 @@ file = open("run/run.lock", "w")
 fcntl.flock(file, fcntl.LOCK_EX)
 print(os.getpid(), file=file, flush=True)
 print("locked", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
 def test_the_lock_of_a_killed_process_is_nobodys() -> None:
     Path("run").mkdir()
-    process = subprocess.Popen([sys.executable, "-c", HOLDER], stdout=subprocess.PIPE)
-    assert process.stdout is not None and process.stdout.readline()
-    with pytest.raises(ValueError, match=f"while process {process.pid} trains there"):
-        train(RUN, Path("run"))
-    assert [p.name for p in Path("run").iterdir()] == ["run.lock"]
-    process.kill()
-    process.communicate()
+    with started("-c", HOLDER) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        with pytest.raises(ValueError, match=f"while process {process.pid} trains there"):
+            train(RUN, Path("run"))
+        assert [p.name for p in Path("run").iterdir()] == ["run.lock"]
     assert train(RUN, Path("run")).steps == 12 and not Path("run/run.lock").exists()
 
 

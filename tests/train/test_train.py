@@ -383,13 +383,14 @@ def test_sigterm_saves_and_exits_cleanly(run: RunConfig, tmp_path: Path) -> None
     )
     folder = tmp_path / "run"
     command = [sys.executable, "-m", "tilegrad", "train", str(config), "--out", str(folder)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"})
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step      5"):
-            process.send_signal(signal.SIGTERM)
-            break
-    rest, _ = process.communicate(timeout=60)
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("step      5"):
+                process.send_signal(signal.SIGTERM)
+                break
+        rest, _ = process.communicate(timeout=300)
     assert process.returncode == 143 and "SIGTERM after step" in rest
     saved = load_checkpoint(max((folder / "checkpoints").iterdir()))
     assert saved.step >= 5 and (folder / "report.html").exists()
