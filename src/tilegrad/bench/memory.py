@@ -1,8 +1,9 @@
-"""Cost of managed buffers: time over that of torch.empty, and reserved bytes over live bytes.
+"""The cost of managed buffers, as two ratios.
 
-time    one allocate + deallocate pair ÷ one `x = torch.empty(shape); del x`, in CPU time of the thread, batches
-        interleaved, so that a change of the machine's speed affects both
-bytes   peak of in use + cached + idle ÷ peak of the bytes asked for and live, over a trace of varying lengths
+time    one allocate + deallocate pair ÷ one `x = torch.empty(shape); del x`, in CPU time of the thread. Batches of both
+        alternate, so a change of the machine's speed affects both.
+bytes   the peak of reserved bytes (in use + cached + idle in slabs) ÷ the peak of requested live bytes, over a trace of
+        sequences of varying length
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ TARGET = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of a trace: allocates buffer `name` if there is a shape, else frees it."""
+    """One step of a trace. It allocates buffer number `name` if there is a shape, otherwise it frees the buffer."""
 
     name: int
     type: BufferType
@@ -39,36 +40,40 @@ class Step:
 
 
 def varying_lengths(allocations: int = 10_000, seed: int = 0) -> Iterator[Step]:
-    """Attention over sequences of varying length T, up to eight in flight: per layer Q K V (1, T, 8, 64), a block of
-    scores and weights (8, 128, T), the output; per sequence a cache of (2, T, 8, 64) that lives while it is in flight."""
-    dice = random.Random(seed)
+    """A trace of attention over sequences of varying length T, with at least `allocations` allocations.
+
+    At most eight sequences are in flight, and each has a cache (2, T, 8, 64) until it ends. After each new sequence, two layers
+    run, each on a random sequence in flight. A layer allocates q, k, v and the output (1, T, 8, 64) and one block of scores and
+    of probabilities (8, 128, T), then frees them in random order.
+    """
+    rng = random.Random(seed)
     name = 0
     in_flight: list[tuple[int, int]] = []
     while name < allocations:
-        if in_flight and (len(in_flight) == 8 or dice.random() < 0.3):
-            cache, length = in_flight.pop(dice.randrange(len(in_flight)))
+        if in_flight and (len(in_flight) == 8 or rng.random() < 0.3):
+            cache, length = in_flight.pop(rng.randrange(len(in_flight)))
             yield Step(cache, BufferType.CACHE, None)
-        length = min(4096, 16 + int(dice.paretovariate(1.2) * 100))
+        length = min(4096, 16 + int(rng.paretovariate(1.2) * 100))
         in_flight.append((name, length))
         yield Step(name, BufferType.CACHE, (2, length, 8, 64))
         name += 1
         for _ in range(2):
-            length = dice.choice(in_flight)[1]
-            rows = [(t, (1, length, 8, 64)) for t in (BufferType.QUERY, BufferType.KEY, BufferType.VALUE)]
-            block = [(t, (8, 128, length)) for t in (BufferType.SCORES, BufferType.WEIGHTS)]
+            length = rng.choice(in_flight)[1]
+            qkv = [(t, (1, length, 8, 64)) for t in (BufferType.QUERY, BufferType.KEY, BufferType.VALUE)]
+            scores = [(t, (8, 128, length)) for t in (BufferType.SCORES, BufferType.WEIGHTS)]
             first = name
-            taken = [*rows, *block, (BufferType.OUTPUT, rows[0][1])]
-            for type, shape in taken:
+            buffers = [*qkv, *scores, (BufferType.OUTPUT, qkv[0][1])]
+            for type, shape in buffers:
                 yield Step(name, type, shape)
                 name += 1
-            for offset in dice.sample(range(len(taken)), len(taken)):
-                yield Step(first + offset, taken[offset][0], None)
+            for offset in rng.sample(range(len(buffers)), len(buffers)):
+                yield Step(first + offset, buffers[offset][0], None)
     for cache, _ in in_flight:
         yield Step(cache, BufferType.CACHE, None)
 
 
 def replay(manager: AttentionBufferManager, steps: Iterator[Step]) -> tuple[int, int]:
-    """(peak of reserved bytes, peak of requested live bytes)"""
+    """Run a trace. Returns (peak of reserved bytes, peak of requested live bytes)."""
     held: dict[int, torch.Tensor] = {}
     live = peak_live = peak_reserved = 0
     for step in steps:
@@ -105,7 +110,7 @@ def _pairs(manager: AttentionBufferManager, *shapes: tuple[int, ...]) -> Callabl
 
 
 def pair_ratios(repeats: int) -> dict[str, list[float]]:
-    """Per case and round, the time of a batch of pairs over the mean of the torch.empty batches before and after it."""
+    """Case → for each round, the time of a batch of pairs ÷ the mean time of the torch.empty batches before and after it."""
     cases: dict[str, Callable[[], None]] = {}
     for name, lightweight in (("lightweight", True), ("tracked", False)):
         cases[f"{name}, same shape"] = _pairs(AttentionBufferManager(lightweight=lightweight), SHAPE)
@@ -133,9 +138,9 @@ def _timed(run: Callable[[], None]) -> int:
 
 
 def bench_memory(*, repeats: int = 200, json: bool = False) -> int:
-    """Prints the cost of the buffer manager on CPU, as a table or as one JSON object; the exit code is 0."""
+    """Print the cost of the buffer manager on CPU, as a table or as one JSON object. Returns the exit code 0."""
     if repeats < 4:
-        raise ValueError(f"repeats: got {repeats}; accepted: at least 4, which quartiles need")
+        raise ValueError(f"repeats: got {repeats}; accepted: at least 4, because the report has quartiles")
     ratios = pair_ratios(repeats)
     manager = AttentionBufferManager(lightweight=True)
     reserved, live = replay(manager, varying_lengths())

@@ -1,4 +1,4 @@
-"""`tilegrad check`, `gradcheck` and `doctor`: checks of results, and what can run here."""
+"""The commands `tilegrad check` and `gradcheck`, which compare results, and `doctor`, which reports what can run here."""
 
 from __future__ import annotations
 

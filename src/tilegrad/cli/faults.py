@@ -1,5 +1,5 @@
-"""How a command reports an error: one sentence on stderr, printed once even with several ranks, in any encoding, and also
-when stdout is closed."""
+"""A command reports an error as one sentence on stderr. Ranks with the same error print it once. Reporting does not fail if
+the terminal's encoding lacks a character, or if nobody reads stdout or stderr any more."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ from typing import TextIO
 
 
 def escape_what_cannot_be_shown() -> None:
-    """Write a character that is not in the terminal's encoding as \\u2026 instead of raising."""
+    """Print a character that the terminal's encoding lacks as an escape, such as \\u2026, instead of raising."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper) and stream.errors in (
-            "strict",
-            "surrogateescape",
-        ):  # locale C has the latter
+        # surrogateescape is the default in locale C
+        if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
             stream.reconfigure(errors="backslashreplace")
 
 
 def complain(sentence: object) -> None:
-    """Print a sentence on stderr; if several ranks have the same one, the first prints it."""
+    """Print a sentence on stderr. If several ranks have the same sentence, only the first of them prints it."""
     try:
         if not said_already(str(sentence)):
             print(f"tilegrad: {sentence}", file=sys.stderr, flush=True)
@@ -41,5 +39,5 @@ def said_already(sentence: str) -> bool:
 
 
 def silence(stream: TextIO) -> None:
-    """Redirect a closed stream to the null device, so that later writes and the flush at exit do not fail."""
+    """Redirect a stream that nobody reads to the null device, so that later writes and the flush at exit do not fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

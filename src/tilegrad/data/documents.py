@@ -1,15 +1,15 @@
-"""Files → documents. A file's suffix gives its kind. Other kinds are refused, so that no model learns raw bytes by mistake.
+"""Reads documents from files and folders. Other suffixes than these are refused, so that no model trains on binary data.
 
-.txt .md …    one document, unchanged
-.jsonl        one document or one conversation per line; a document's text is in one field
-.gz           one of these, compressed
-a folder      all such files in it and below it, in sorted order; other files there are counted as left out
+.txt .md …    the file is one document, unchanged; so is a file without a suffix that is given by its own path
+.jsonl        each line is a document or a conversation; the text of a document is in one field
+.gz           a compressed file of these kinds
+a folder      all files with these suffixes in it and below it, in sorted order; its other files are counted as left out
 
 EOS ends each document. If the tokenizer has no EOS, a blank line ends each document of a .jsonl, and nothing is added to
 the text of a file.
 
-All of the text is in memory while it is encoded, so text larger than half of the machine's memory is refused before it is
-read. A .gz is decompressed in chunks, and refused if the text exceeds both 16 MiB and 100 times the compressed size.
+All of the text is in memory while it is encoded, so a file is refused if the text would exceed half of the machine's memory. A
+.gz is decompressed in chunks, and refused if the text exceeds both 16 MiB and 100 times the compressed size.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ Numbers = dict[str, Any]  # the numbers of an event: {"step": 10, "loss": 2.5}
 Show = Callable[[str, Numbers], None]  # called with each event ("prepare", "start", "train", …) and its numbers
 TEXT = (".txt", ".text", ".md", ".rst", ".tex")
 LINES = (".jsonl",)
-_GZIP_GROWTH, _GZIP_SMALL = 100, 1 << 24  # text of a .gz: at most 100 times its size, or 16 MiB if that is more
-_LOOKED_AT, _HEAD = 20, 1 << 22  # lines and bytes of a .jsonl that are read to find its format
+_GZIP_GROWTH, _GZIP_SMALL = 100, 1 << 24  # the text of a .gz has at most 100 times its bytes, or 16 MiB if that is more
+_FORMAT_LINES, _FORMAT_BYTES = 20, 1 << 22  # the most lines and bytes of a .jsonl that are read to find its format
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -51,14 +51,14 @@ Record: TypeAlias = dict[str, object]  # a line of .jsonl
 @dataclass(frozen=True, slots=True)
 class Documents:
     texts: list[str]
-    blank_lines: list[str]  # the end of each text if the tokenizer has no EOS: a blank line, or nothing
-    places: list[tuple[Path, int]]  # the file and the line of each text; line 0: the whole file
+    blank_lines: list[str]  # what ends each text if the tokenizer has no EOS: a blank line, or nothing
+    places: list[tuple[Path, int]]  # the file and the line of each text; line 0 is the whole file
     files: int
     left_out: int  # files of other kinds in the folders
 
     @property
     def text(self) -> str:
-        """All documents, with the blank lines."""
+        """All documents in one string, each with its blank line."""
         return "".join(f"{text}{blank}" for text, blank in zip(self.texts, self.blank_lines, strict=True))
 
     @property
@@ -68,18 +68,18 @@ class Documents:
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """Lines of .jsonl, a conversation in each."""
+    """Lines of .jsonl files. Each line is a conversation."""
 
     records: list[Record]
     places: list[tuple[Path, int]]
-    sha256: str  # of all lines
+    sha256: str  # of the text of all files
     bytes: int
     files: int
     left_out: int
 
 
 def default_text() -> Path:
-    """The text that ships with the package: Moby-Dick, 1.2 MB, in the public domain."""
+    """The path of the text in this package: Moby-Dick, 1.2 MB, in the public domain."""
     return Path(str(resources.files("tilegrad.data").joinpath("text/moby-dick.txt")))
 
 
@@ -88,7 +88,8 @@ def quiet(_event: str, _numbers: Numbers) -> None:
 
 
 def read_documents(paths: Sequence[Path], text_field: str = "text", show: Show = quiet) -> Documents:
-    """The documents in files and folders, decoded as UTF-8, line endings unchanged. `show` gets the progress every second."""
+    """The documents in files and folders, decoded as UTF-8 with unchanged line endings. `show` gets the progress at most once a
+    second."""
     files, left_out = find_files(paths)
     texts: list[str] = []
     blank_lines: list[str] = []
@@ -113,7 +114,7 @@ def read_documents(paths: Sequence[Path], text_field: str = "text", show: Show =
 
 
 def read_records(paths: Sequence[Path], show: Show = quiet) -> Records:
-    """The lines of .jsonl in files and folders. `show` gets the progress every second."""
+    """The lines of .jsonl in files and folders. `show` gets the progress at most once a second."""
     files, left_out = find_files(paths)
     records: list[Record] = []
     places: list[tuple[Path, int]] = []
@@ -137,14 +138,15 @@ def read_records(paths: Sequence[Path], show: Show = quiet) -> Records:
 
 
 def find_format(paths: Sequence[Path], text_field: str) -> str:
-    """The format of these files, found in the first lines of each .jsonl; "text" if they have no conversations."""
+    """The format of these files, from the first lines of each .jsonl; "text" if the files have no conversations."""
     kinds: dict[str, Path] = {}
     for file in find_files(paths)[0]:
         kinds.setdefault(_format_of(file, text_field), file)
     if len(kinds) > 1:
         (one, first), (other, second), *_ = kinds.items()
         raise ValueError(
-            f"files: got {first} ({one}) and {second} ({other}); accepted: files of one format; train on them one after another"
+            f"files: got {first} ({one}) and {second} ({other}); accepted: files of one format; "
+            "train on each format in its own run"
         )
     return next(iter(kinds), "text")
 
@@ -154,7 +156,7 @@ def _format_of(file: Path, text_field: str) -> str:
         return "text"
     head = _head(file)
     found = "text"
-    for number, line in zip(range(1, _LOOKED_AT + 1), head, strict=False):
+    for number, line in zip(range(1, _FORMAT_LINES + 1), head, strict=False):
         if not line.strip():
             continue
         try:
@@ -178,19 +180,19 @@ def _format_of(file: Path, text_field: str) -> str:
 
 
 def _head(file: Path) -> list[str]:
-    """The first lines of a .jsonl; the last one may be incomplete."""
+    """The first lines of a .jsonl. The last of these lines may be incomplete."""
     with _opened(file) as opened:
-        return opened.read(_HEAD).decode("utf-8", errors="replace").split("\n")
+        return opened.read(_FORMAT_BYTES).decode("utf-8", errors="replace").split("\n")
 
 
 @contextmanager
 def _opened(file: Path) -> Iterator[gzip.GzipFile | BufferedReader]:
-    """The file's bytes, decompressed. Errors get its name."""
+    """The open file, whose bytes are decompressed if it is a .gz. Errors name the file."""
     try:
         with gzip.open(file) if file.suffix.lower() == ".gz" else file.open("rb") as opened:
             yield opened
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{file}: is not gzip, or damaged: {error}") from error
+        raise ValueError(f"{file}: is not gzip, or is damaged: {error}") from error
     except OSError as error:
         raise ValueError(f"{file}: can't be read: {error.strerror or error}") from error
 
@@ -209,16 +211,16 @@ def _contents(files: Sequence[Path], show: Show) -> Iterator[tuple[Path, str]]:
 
 
 def find_files(paths: Sequence[Path]) -> tuple[list[Path], int]:
-    """(files to read, number of other files in the folders)."""
+    """Returns (files to read, number of other files in the folders)."""
     files, left_out = [], 0
     for path in paths:
         if path.is_dir():
             below = sorted(file for file in path.rglob("*") if file.is_file())
-            understood = [file for file in below if _kind(file) in TEXT + LINES]
-            if not understood:
+            readable = [file for file in below if _kind(file) in TEXT + LINES]
+            if not readable:
                 raise ValueError(f"{path}: got a folder without text files; accepted: a folder with {_accepted()}")
-            files += understood
-            left_out += len(below) - len(understood)
+            files += readable
+            left_out += len(below) - len(readable)
         elif not path.is_file():
             raise FileNotFoundError(f"{path}: no such text file or folder")
         elif _kind(path) not in ("", *TEXT, *LINES):
@@ -236,13 +238,13 @@ def _accepted() -> str:
 
 
 def _kind(file: Path) -> str:
-    """The suffix that gives the file's kind, without .gz."""
+    """The suffix in lower case, before .gz if the file has it."""
     plain = file.with_suffix("") if file.suffix.lower() == ".gz" else file
     return plain.suffix.lower()
 
 
 def _content(file: Path, room: float) -> bytes:
-    """The file's bytes, decompressed; more than `room` bytes are refused."""
+    """The file's bytes, decompressed if it is a .gz. More than `room` bytes are refused."""
     size = file.stat().st_size
     if size > room:
         raise _too_large(file, size)
@@ -275,8 +277,8 @@ def _decoded(file: Path, content: bytes) -> str:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{file}: not UTF-8 at byte {error.start}, 0x{error.object[error.start]:02x} ({error.reason}); "
-            "convert it, for instance with iconv -t utf-8"
+            f"{file}: is not UTF-8 at byte {error.start}, 0x{error.object[error.start]:02x} ({error.reason}); "
+            "convert the file, for instance with iconv -t utf-8"
         ) from error
     if "\0" in text:
         raise ValueError(
@@ -286,7 +288,7 @@ def _decoded(file: Path, content: bytes) -> str:
 
 
 def _lines(file: Path, text: str) -> Iterator[tuple[int, Record]]:
-    """The number and the object of each line that is not empty."""
+    """The line number and the JSON object of each line that is not blank."""
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
@@ -294,7 +296,7 @@ def _lines(file: Path, text: str) -> Iterator[tuple[int, Record]]:
         try:
             record = json.loads(line)
         except RecursionError as error:
-            raise ValueError(f"{where}: got values nested too deep; accepted: fewer levels") from error
+            raise ValueError(f"{where}: got values nested too deeply; accepted: fewer levels") from error
         except ValueError as error:
             raise ValueError(f"{where}: is not JSON: {error}") from error
         if not isinstance(record, dict):

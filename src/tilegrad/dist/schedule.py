@@ -1,20 +1,23 @@
-"""When each parameter is read and each gradient is complete, from a run of the step on handles.
+"""The schedule of a program: which op reads which parameters, and which op completes which gradients. It is found by a run of the
+program on handles, and says when collectives may start.
 
-    touches    for each op, which parameters it reads and which gradients it writes
-    cut        splits the arena into buckets: adjacent parameters that one collective sums, or gathers
-    needed     the first op that reads a bucket's parameters: it waits for their gather
-    final      the last op that writes a bucket's gradients: their sum may start after it
-    follow     runs the same program on tensors, with work before and after its ops
+    touches    the schedule: for each op, the parameters that it reads and those whose gradients it writes
+    cut        splits the arena into buckets: adjacent parameters that one collective sums or gathers
+    needed     the first op that reads a bucket's parameters, which must be gathered before it
+    final      the last op that writes a bucket's gradients, which may be summed after it
+    follow     runs the program on tensors, with collectives before and after its ops
 
-An arena has the parameters in the order of declaration, matrices before vectors. The backward completes the gradients from the
-end to the front, so buckets are cut from the end. Each rank owns one of `world` equal slices of a bucket.
+An arena has parameters of two or more dimensions before vectors, each in the order of declaration. With Muon, the matrices of
+the blocks come before both. The backward completes gradients from the end to the front, so buckets are cut from the end. Each
+rank owns one of `world` equal slices of a bucket.
 
     params    │ wte ░░░ │ blocks 0, 1 ░░ │ blocks 2, 3 ░░ │ biases, norms ░ │     ░: padding to world · align elements
     grads       the same layout                                                 each padding is a COMM handle, always zero
 
-Muon needs whole matrices. A bucket of them is ordered by rank, and each rank's slice is padded to the length of the longest:
+Muon updates whole matrices, so a slice must not cut a matrix. A bucket that Muon updates has the matrices of rank 0, then those
+of rank 1, and so on. Each slice is padded to the length of the longest:
 
-    params    │ up ░░ │ down ░ │ qkv, proj │     a bucket of three ranks
+    params    │ up ░░ │ down ░ │ qkv, proj │     one bucket, with slices of three ranks
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ ObserveNames = Callable[[Callable[[str, Work], None]], AbstractContextManager[No
 
 
 class Touch(NamedTuple):
-    """An op, the parameters that it reads, and those whose gradients it writes."""
+    """An op, the parameters that it reads, and the parameters whose gradients it writes."""
 
     op: str
     reads: frozenset[str]
@@ -39,8 +42,8 @@ class Touch(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """Elements [start, stop) of the flat params and grads. A member is the name of a parameter, or a number of elements that
-    belong to none. In a `whole` bucket every parameter is inside one rank's slice."""
+    """Elements [start, stop) of the flat params and grads. A member is the name of a parameter, or the number of elements of a
+    padding. In a `whole` bucket, no parameter crosses from one rank's slice to another's."""
 
     members: tuple[str | int, ...]
     start: int
@@ -61,7 +64,8 @@ class Bucket(NamedTuple):
 def touches(
     program: Callable[[], object], observe: Observe, values: Mapping[str, str], grads: Mapping[str, str]
 ) -> tuple[Touch, ...]:
-    """The ops of a program on handles; nothing is computed. `values` and `grads` map handle names to parameters."""
+    """The schedule of a program, which runs on handles and computes nothing. `values` and `grads` map names of handles to
+    parameters."""
     seen: list[Touch] = []
 
     def see(call: Call) -> None:
@@ -74,39 +78,43 @@ def touches(
     return tuple(seen)
 
 
-def needed(bucket: Bucket, steps: Sequence[Touch]) -> int:
-    """Index of the first op that reads one of the bucket's parameters."""
-    return next(i for i, step in enumerate(steps) if step.reads & set(bucket.names))
+def needed(bucket: Bucket, schedule: Sequence[Touch]) -> int:
+    """The index of the first op that reads one of the bucket's parameters."""
+    return next(i for i, touch in enumerate(schedule) if touch.reads & set(bucket.names))
 
 
-def final(bucket: Bucket, steps: Sequence[Touch]) -> int:
-    """Index of the op after which all gradients of the bucket are complete."""
-    return max(i for i, step in enumerate(steps) if step.writes & set(bucket.names))
+def final(bucket: Bucket, schedule: Sequence[Touch]) -> int:
+    """The index of the op after which all gradients of the bucket are complete."""
+    return max(i for i, touch in enumerate(schedule) if touch.writes & set(bucket.names))
 
 
-def order(buckets: Sequence[Bucket], steps: Sequence[Touch]) -> tuple[int, ...]:
-    """Indices of buckets in the order in which every rank must sum them; different orders on two ranks would hang."""
-    return tuple(sorted(range(len(buckets)), key=lambda i: (final(buckets[i], steps), -i)))
+def order(buckets: Sequence[Bucket], schedule: Sequence[Touch]) -> tuple[int, ...]:
+    """Indices of buckets in the order in which every rank must sum them. If two ranks had different orders, both would hang."""
+    return tuple(sorted(range(len(buckets)), key=lambda i: (final(buckets[i], schedule), -i)))
 
 
 def cut(
     params: Sequence[Handle],
-    steps: Sequence[Touch],
+    schedule: Sequence[Touch],
     world: int,
     bucket_bytes: int,
     whole: Container[str] = (),
 ) -> tuple[Bucket, ...]:
     """Buckets of about `bucket_bytes`, front to back, with sizes divisible by `world`. `params` are handles in the order of the
-    arena. Vectors have their own buckets, because they have no weight decay. Parameters whose gradients the backward's last op
-    completes (embeddings) have their own too, because no other gradient should wait for them. So have the parameters named in
-    `whole`, each of which one rank owns; such a bucket grows until at most an eighth of it is padding."""
+    arena. Three kinds of parameters have buckets of their own:
+
+    vectors       they have no weight decay
+    embeddings    the last ops of the backward complete their gradients, and no other gradient should wait for them
+    `whole`       one rank owns each of these parameters. Such a bucket grows until at most an eighth of it is padding. It has
+                  more padding only if no such parameters are left
+    """
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes: got {bucket_bytes}; accepted: at least 1")
     last: set[str] = set()
-    for step in reversed(steps):
-        if step.op != steps[-1].op:
+    for touch in reversed(schedule):
+        if touch.op != schedule[-1].op:
             break
-        last |= step.writes
+        last |= touch.writes
     members: list[list[Handle]] = []
     kind: tuple[bool, bool, bool] | None = None
     nbytes = 0
@@ -132,7 +140,7 @@ def cut(
             continue
         size = flat("bucket", own).shape[0]
         aligned = -(-size // align) * align
-        ragged = align if aligned > size else 0  # padding must fill the bucket: an arena ends where its last buffer ends
+        ragged = align if aligned > size else 0  # an arena ends where its last buffer ends, so padding must end the bucket
         padded = -(-(aligned + ragged) // (world * align)) * world * align if world > 1 else size
         decayed = padded if len(own[0].shape) >= 2 else 0
         pad = (padded - aligned,) if padded > aligned else ()
@@ -143,15 +151,16 @@ def cut(
 
 
 def _elements(p: Handle) -> int:
-    """The elements of a parameter in the arena, with the gap that follows it."""
+    """The number of elements of a parameter in the arena, with the alignment gap after it."""
     align = align_of(p)
     return -(-p.nbytes // p.dtype.itemsize // align) * align
 
 
 def _assign(params: Sequence[Handle], world: int, loads: list[int]) -> tuple[list[list[Handle]], int]:
-    """Each rank's parameters, and the length of a slice: the largest parameter first, to the slice with the least. The fullest
-    slice goes to the rank with the least in the buckets before, which `loads` counts. Where a parameter ends between two
-    aligned elements, every slice ends with padding: an arena ends where its last buffer ends."""
+    """Each rank's parameters, and the length of every slice of the bucket. The largest parameter is assigned first, and each
+    parameter is added to the slice with the fewest elements. The fullest slice goes to the rank that owns the fewest elements of
+    earlier buckets (`loads`, updated in place). If a parameter needs an alignment gap, every slice ends with padding, because an
+    arena ends where its last buffer ends."""
     slices: list[list[Handle]] = [[] for _ in range(world)]
     used = [0] * world
     for p in sorted(params, key=_elements, reverse=True):
@@ -173,32 +182,32 @@ def _uneven(params: Sequence[Handle], world: int) -> bool:
 
 
 def align_of(p: Handle) -> int:
-    """Every offset is a multiple of this many elements; on CUDA it is the same for a parameter and its bfloat16 copy."""
+    """The alignment of offsets in elements. On CUDA it is the same for a parameter and its bfloat16 copy."""
     return 128 if p.device.type == "cuda" else alignment(p.device) // p.dtype.itemsize
 
 
 @contextmanager
 def follow(
-    steps: Sequence[Touch],
+    schedule: Sequence[Touch],
     before: Mapping[int, Sequence[Work]],
     after: Mapping[int, Sequence[Work]],
     observe_names: ObserveNames,
 ) -> Iterator[None]:
-    """Run the program of `steps` inside this context, with `before[i]` and `after[i]` around op number i."""
-    clock, nothing = 0, ()
+    """Run the program of `schedule` inside this context. `before[i]` and `after[i]` run before and after op number i."""
+    i, nothing = 0, ()
 
     def run(name: str, op: Work) -> None:
-        nonlocal clock
-        if clock >= len(steps) or name != steps[clock].op:
-            raise RuntimeError(f"op number {clock} is {name!r}, which the schedule does not expect there")
-        for work in before.get(clock, nothing):
+        nonlocal i
+        if i >= len(schedule) or name != schedule[i].op:
+            raise RuntimeError(f"op number {i} is {name!r}, which the schedule does not expect there")
+        for work in before.get(i, nothing):
             work()
         op()
-        for work in after.get(clock, nothing):
+        for work in after.get(i, nothing):
             work()
-        clock += 1
+        i += 1
 
     with observe_names(run):
         yield
-    if clock != len(steps):
-        raise RuntimeError(f"the program ended after {clock} of {len(steps)} scheduled ops; run all of it")
+    if i != len(schedule):
+        raise RuntimeError(f"the program ended after {i} of {len(schedule)} scheduled ops; run the whole program")

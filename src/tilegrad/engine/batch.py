@@ -1,4 +1,4 @@
-"""Which batches and sizes an engine accepts, and the errors for others."""
+"""Checks of batches and step specs. An error says what was given and what is accepted."""
 
 from __future__ import annotations
 
@@ -25,8 +25,11 @@ from .spec import StepSpec
 
 
 class Batch(NamedTuple):
-    """tokens, targets (b, t). cu_seqlens (n + 1,) int32, on the CPU, is for packed rows: 0, then the end of each of the n
-    documents in the b·t tokens. None: each row is one document."""
+    """tokens, targets (b, t)       cu_seqlens (n + 1,) int32, on the CPU
+
+    cu_seqlens is given for packed rows. It has 0, then the end of each of the n documents in the b·t tokens. If it is None,
+    each row is one document.
+    """
 
     tokens: Tensor
     targets: Tensor
@@ -39,10 +42,10 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 _INTS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
-def check_sizes(config: ModelConfig, dtype: torch.dtype, *, batch_size: int, **tokens: int) -> None:
-    """Refuse sizes or a dtype that no program supports. `tokens` is one argument,
-    the length of a sequence; errors use its name (seq_len or capacity)."""
-    ((name, length),) = tokens.items()
+def check_sizes(config: ModelConfig, dtype: torch.dtype, *, batch_size: int, **length_by_name: int) -> None:
+    """Refuse sizes or a dtype that no program supports. `length_by_name` is one keyword argument, seq_len or capacity: the
+    length of a sequence. Errors use its name."""
+    ((name, length),) = length_by_name.items()
     for size, value, limit in (("batch_size", batch_size, LIMITS["batch_size"]), (name, length, LIMITS["seq_len"])):
         if not is_count(value, limit):
             raise ValueError(f"{size}: got {shown(value)}; accepted: an int ≥ 1, at most {limit:,}")
@@ -53,7 +56,7 @@ def check_sizes(config: ModelConfig, dtype: torch.dtype, *, batch_size: int, **t
 
 
 def check_spec(spec: StepSpec) -> None:
-    """Refuse sizes, a dtype or a `linear` that no engine supports; parallel/check.py checks ranks."""
+    """Refuse a spec that no engine supports. parallel/check.py checks what several ranks support."""
     check_sizes(spec.config, spec.dtype, batch_size=spec.batch_size, seq_len=spec.seq_len)
     _check_documents(spec)
     if spec.linear not in get_args(Linear):
@@ -72,7 +75,7 @@ def check_spec(spec: StepSpec) -> None:
         raise ValueError(f"muon: got {shown(spec.muon)}; accepted: None or a MuonConfig")
     if spec.muon is not None and spec.lora is not None:
         raise ValueError(
-            "muon: got a MuonConfig with lora, whose adapters are no matrices of the blocks; accepted: None"
+            "muon: got a MuonConfig with lora, but Muon does not update adapters; accepted: None with lora"
         )
     if spec.linear == "fp8":
         form = Form((16, 16), spec.dtype, spec.device)
@@ -91,8 +94,8 @@ def check_invariant(
     lora: LoraConfig | None = None,
     context: int = 1,
 ) -> None:
-    """Refuse invariant=True (a row has the same bits in any batch, in training and in generation) where a kernel of the
-    forward does not guarantee it."""
+    """Refuse invariant=True if a kernel of the forward cannot guarantee it: a row has the same bits in any batch, in
+    training and in generation."""
     if not isinstance(invariant, bool):
         raise ValueError(f"invariant: got {shown(invariant)}; accepted: True or False")
     if not invariant:
@@ -117,7 +120,7 @@ def check_invariant(
 
 
 def _check_documents(spec: StepSpec) -> None:
-    """Refuse more documents than a row can have, and packed rows on a device without a kernel that reads their ends there."""
+    """Refuse more documents in a row than it has tokens, and packed rows that the attention kernels do not support."""
     if not is_count(spec.documents, spec.seq_len, least=0):
         raise ValueError(
             f"documents: got {shown(spec.documents)}; accepted: 0 (a row is one sequence), or an int from 1 to seq_len, "
@@ -135,7 +138,7 @@ def _check_documents(spec: StepSpec) -> None:
     reason = None if spec.device.type == "cpu" else gpu.refusal(Form((1,), spec.dtype, spec.device))
     if reason is not None:
         raise ValueError(
-            f"documents: got {spec.documents} on {spec.device}, where packed rows need the Triton kernel of attention, which "
+            f"documents: got {spec.documents} on {spec.device}, where packed rows need the Triton attention kernel, which "
             f"{reason}; accepted: 0 here"
         )
 
@@ -145,7 +148,7 @@ def micro_batches(
     targets: Tensor | Sequence[Tensor],
     cu_seqlens: Tensor | Sequence[Tensor | None] | None = None,
 ) -> list[Batch]:
-    """The micro-batches of a step: one if the arguments are tensors, else one for each element of the lists."""
+    """The micro-batches of a step. Tensors are one micro-batch; lists have one element for each micro-batch."""
     x, y = ([given] if isinstance(given, Tensor) else list(given) for given in (tokens, targets))
     if len(x) != len(y):
         raise ValueError(f"targets: got {len(y)} micro-batches; accepted: {len(x)}, as tokens has")
@@ -164,7 +167,7 @@ def micro_batches(
 
 
 def check_some(micro_batches: int) -> None:
-    """Refuse a step in which no rank has a micro-batch: decay and moments would still change the weights."""
+    """Refuse a step in which no rank has a micro-batch, because weight decay and moments would still change the weights."""
     if not micro_batches:
         raise ValueError(
             "tokens: got no micro-batch; accepted: one or more (with several ranks, on at least one of them)"
@@ -176,8 +179,8 @@ def count_targets(targets: Tensor) -> int:
 
 
 def check_batch(batch: Batch, spec: StepSpec) -> None:
-    """Refuse a wrong shape or dtype. Values are checked if the tokens are on a CPU. If they are on CUDA, the host would
-    have to wait for the device, so their values are checked only with TILEGRAD_CHECK=1."""
+    """Refuse a wrong shape, dtype or value. On CUDA, the host would have to wait for the values of tokens and targets, so these
+    values are checked only with TILEGRAD_CHECK=1."""
     tokens, targets, cu_seqlens = batch
     for name, x in (("tokens", tokens), ("targets", targets)):
         if not isinstance(x, Tensor) or x.ndim != 2 or x.dtype not in _INTS:
@@ -186,7 +189,7 @@ def check_batch(batch: Batch, spec: StepSpec) -> None:
     b, t = tokens.shape
     if not (1 <= b <= spec.batch_size and 1 <= t <= spec.seq_len):
         limit = f"(1 … {spec.batch_size}, 1 … {spec.seq_len})"
-        raise ValueError(f"tokens: got shape {(b, t)}; accepted: (b, t) in {limit}, for which it was planned")
+        raise ValueError(f"tokens: got shape {(b, t)}; accepted: (b, t) in {limit}, for which memory was planned")
     if targets.shape != tokens.shape:
         raise ValueError(f"targets: got shape {tuple(targets.shape)}; accepted: that of tokens, {(b, t)}")
     if cu_seqlens is not None:
@@ -206,7 +209,7 @@ def _check_ends(cu_seqlens: Tensor, b: int, t: int, documents: int) -> None:
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32 or cu_seqlens.ndim != 1:
         is_tensor = isinstance(cu_seqlens, Tensor)
         got = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}" if is_tensor else type(cu_seqlens).__name__
-        raise ValueError(f"{name}: got {got}; accepted: a torch.int32 tensor (documents + 1,)")
+        raise ValueError(f"{name}: got {got}; accepted: a torch.int32 tensor (n + 1,) for n documents")
     if cu_seqlens.device.type != "cpu":
         raise ValueError(
             f"{name}: got a tensor on {cu_seqlens.device}; accepted: one on the CPU, also for a CUDA engine"
@@ -233,7 +236,8 @@ def _check_ends(cu_seqlens: Tensor, b: int, t: int, documents: int) -> None:
 
 
 def write_documents(cu_seqlens: Tensor | None, *, ends: Tensor, positions: Tensor) -> None:
-    """Write the documents' ends, padded with b·t, and each token's position in its document. None: each row is one document."""
+    """Write cu_seqlens to `ends`, padded with b·t, and each token's position in its document to `positions`. If cu_seqlens is
+    None, each row is one document."""
     b, t = positions.shape
     if cu_seqlens is None:
         cu_seqlens = torch.arange(0, b * t + 1, t, dtype=torch.int32)

@@ -1,14 +1,14 @@
-"""A training step as one CUDA graph, fed and read through pinned memory.
+"""Runs a training step as one CUDA graph. Inputs and results pass through pinned memory.
 
-    stream   copy in │ inputs · forward · backward · (next micro-batch …) · norm · guard · clip · AdamW │ copy out │ copy in │ …
+    stream   copy in │ inputs · forward · backward · (next micro-batch …) · norm · guard · update │ copy out │ copy in │ …
     host       stage step k + 1 … │ read step k − 2 │                              never waits for the newest step
 
-Tokens, targets, documents, dropout's seeds and the learning rate change from step to step. They are copied to the device in one
-buffer, `staged`, before the graph starts. The device counts the targets and decides whether to skip the step, and (loss,
-norm) is copied back. So the graph has no arguments, and nothing is allocated once it is captured.
+Tokens, targets, documents, dropout's seeds and the learning rate change from step to step. They are copied to one buffer on the
+device, `staged`, before the graph starts. The device counts the targets and decides whether to skip the step. Loss and norm are
+copied back. So the graph has no arguments, and nothing is allocated after the capture.
 
-The first step of a new shape runs op by op, and the second is captured (`CapturedProgram`). Both run `DeviceStep.program`, so
-they have the same bits.
+The first step with new shapes runs op by op, and the second is captured (`CapturedProgram`). Both run `DeviceStep.program`, so
+they compute the same bits.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ DEPTH = 3  # the most submitted steps in flight
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """The inputs of a step, as views of one int64 buffer: tokens and targets (b, t), seeds (L,) and, in packed rows, the ends
-    and positions of documents of each micro-batch."""
+    """The inputs of a step, as views of one int64 buffer. Each tuple has one element for each micro-batch: tokens and targets
+    (b, t), one seed for each block with dropout, and for packed rows the documents' cu_seqlens and positions."""
 
     buffer: Tensor
     tokens: tuple[Tensor, ...]
     targets: tuple[Tensor, ...]
     seeds: tuple[Tensor, ...]
-    packed: tuple[Packed, ...]  # none without packed rows
+    packed: tuple[Packed, ...]  # empty without packed rows
     learning_rate: Tensor  # 0-d float32
 
     @classmethod
     def of(cls, models: Sequence[Transformer], device: torch.device | None = None) -> Staged:
-        """On `device`, by default in pinned memory."""
+        """The buffer is on `device`, or in pinned memory if `device` is None."""
         sizes = []
         for model in models:
             n = model.tokens.numel()
@@ -80,7 +80,7 @@ class Staged:
 
 @contextmanager
 def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Run on this stream: after the caller's earlier work on the current stream, and before its later work. None: a CPU."""
+    """Run on `stream`, after earlier work on the current stream and before later work there. None is for a CPU."""
     if stream is None:
         yield
         return
@@ -92,7 +92,8 @@ def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
 
 
 class CapturedProgram:
-    """A program of device ops. The first run goes op by op, which compiles and loads every kernel; the second is captured."""
+    """A program of device ops. The first run is op by op and compiles every kernel. The next run with capture=True is captured,
+    and later runs replay the graph."""
 
     def __init__(self, program: Callable[[], None], stream: torch.cuda.Stream) -> None:
         self.program, self.stream = program, stream
@@ -100,7 +101,7 @@ class CapturedProgram:
         self.ran = False
 
     def run(self, *, capture: bool) -> None:
-        """Called with `stream` as the current stream."""
+        """The caller makes `stream` the current stream."""
         if self.graph is None and self.ran and capture:
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph, stream=self.stream):
@@ -113,26 +114,26 @@ class CapturedProgram:
 
 
 class RecordedProgram:
-    """A program of ops on a CPU, on fixed buffers. The first run lists the calls of its kernels, and later runs repeat them."""
+    """A program of ops on fixed buffers on a CPU. The first run lists the kernel calls, and later runs repeat them."""
 
     def __init__(self, program: Callable[[], None]) -> None:
         self.program = program
         self.calls: Calls | None = None
 
     def run(self) -> None:
-        if emitter() is not None:  # a trace, or a check of one, takes the ops themselves
+        if emitter() is not None:  # an observer, such as the memory trace, needs the ops
             self.program()
         elif self.calls is None:
             with record() as calls:
                 self.program()
-            self.calls = calls  # not before the first run is whole
+            self.calls = calls  # only after a complete run
         else:
             for call in self.calls:
                 call()
 
 
 class DeviceStep:
-    """The step on micro-batches of fixed shapes, one model for each, all in the same memory."""
+    """A step on micro-batches of fixed shapes. Each micro-batch has its own model, and all models share one memory."""
 
     def __init__(self, models: Sequence[Transformer], optimizer: Optimizer, stream: torch.cuda.Stream) -> None:
         device, dtype = optimizer.params.device, optimizer.loss.dtype
@@ -152,7 +153,7 @@ class DeviceStep:
         self.result[1].copy_(self.optimizer.norm)
 
     def _loaded(self) -> Iterator[Transformer]:
-        """Each micro-batch's model, with its staged inputs."""
+        """Yields the model of each micro-batch after its staged inputs are copied in."""
         staged = self.staged
         for i, model in enumerate(self.models):
             model.tokens.copy_(staged.tokens[i])
@@ -166,7 +167,7 @@ class DeviceStep:
             yield model
 
     def _count_targets(self) -> None:
-        """inv_total = 1 / (targets of the whole step), or 0 if there are none."""
+        """inv_total = 1 / (number of targets in the whole step), or 0 if the step has no target."""
         one, all_ = self.counts
         all_.zero_()
         for targets in self.staged.targets:
@@ -183,7 +184,7 @@ class _Slot:
 
 
 class StepQueue:
-    """At most DEPTH submitted steps on a stream, and their results in order."""
+    """Holds at most DEPTH submitted steps of a stream, and returns their results in order."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.stream = stream

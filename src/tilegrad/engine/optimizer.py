@@ -1,22 +1,25 @@
-"""AdamW, or Muon and AdamW, over a model's parameters: buffers, step, and the guard against non-finite losses and gradients.
+"""The optimizer of a model: AdamW for all parameters, or Muon for the matrices of the blocks and AdamW for the rest.
 
-    params    w₀ ░ w₁ ░ … ░ b₀ ░ b₁ …        ░: an alignment gap, always zero
-    grads     the same layout, and so have m and v; each of the four is one flat range (P,)
-    rounded   the bfloat16 copies that layers compute with on CUDA: the same layout in elements
-    decay     parameters of two and more dimensions come first, so weight decay applies to a prefix of the range
-    muon      with Muon, the matrices of the blocks come before all others; v has only the others
+    params    w₀ ░ w₁ ░ … ░ b₀ ░ b₁ …        one flat range (P,); ░ is an alignment gap, always zero
+    grads     the same layout
+    m, v      the same layout; with Muon, v has only AdamW's parameters
+    rounded   the bfloat16 copies that layers compute with on CUDA, in the same layout
 
-    norm = ‖grads‖₂        clip to max_norm        Muon, AdamW              (equations: kernels/muon, kernels/adamw)
+Parameters that Muon updates come first, then others of two or more dimensions, then the rest. So weight decay applies to a
+prefix of the range.
 
-Declared on handles, the update is traced and planned together with the model's step; bound to tensors, it runs. Its scratch
-is not live between steps, so it shares addresses with the activations.
+    norm = ‖grads‖₂        guard        clip to max_norm        Muon, AdamW       (equations: kernels/muon, kernels/adamw)
 
-When sharded over ranks (dist/schedule.py), params and grads are cut into padded buckets, and a rank updates a slice of
-each. m and v have only those slices, in order. With bfloat16 compute copies, the float32 masters are stored the same way:
+The guard skips a step with a non-finite loss or gradient. If its buffers are handles, the update is traced and planned together
+with the model's step. If they are tensors, the update runs. Its scratch is live only during the update, so it shares addresses
+with the activations.
+
+With a sharded optimizer (dist/schedule.py), params and grads are cut into padded buckets, and a rank updates its slice of each
+bucket. m and v have only these slices, in order. If there are bfloat16 copies, the float32 masters have only these slices too:
 
     params    │ bucket 0: 0 1 2 3 │ bucket 1: 0 1 2 3 │ …       m, v of rank 2:  │ 2 │ 2 │ …
 
-A slice of a bucket for Muon has whole matrices (dist/schedule.py).
+In a bucket that Muon updates, each slice has whole matrices (dist/schedule.py).
 """
 
 from __future__ import annotations
@@ -51,7 +54,8 @@ class NonFiniteError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class AdamW:
-    """The hyperparameters, and the global norm to which gradients are clipped."""
+    """AdamW's hyperparameters, and `max_norm`, the global norm to which gradients are clipped. Muon uses weight_decay and
+    max_norm too."""
 
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
@@ -61,7 +65,7 @@ class AdamW:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """A step's mean loss over its targets, and the norm of its gradients before clipping. If the norm is not finite, the
+    """The mean loss over the targets of a step, and the norm of its gradients before clipping. If the norm is not finite, the
     step was skipped."""
 
     loss: float
@@ -69,7 +73,7 @@ class StepResult:
 
 
 def in_arena_order(params: Iterable[Param], muon: MuonConfig | None = None) -> list[Param]:
-    """Parameters in the order of their arenas: those that Muon updates, others of two and more dimensions, the rest."""
+    """Parameters in the order of the arena: those that Muon updates, then others of two or more dimensions, then the rest."""
     return sorted(params, key=lambda p: (not _by_muon(p, muon), len(p.master.shape) < 2))
 
 
@@ -78,7 +82,8 @@ def _by_muon(p: Param, muon: MuonConfig | None) -> bool:
 
 
 class Owned(NamedTuple):
-    """Ranges of equal length that one rank updates; the first `decayed` elements decay. Muon updates a range without v."""
+    """Flat buffers of equal length that one rank updates. The first `decayed` elements have weight decay. Muon updates these
+    buffers if v is None, otherwise AdamW does."""
 
     params: Buffer
     grads: Buffer
@@ -92,7 +97,7 @@ class Owned(NamedTuple):
 def _padded(
     name: str, ordered: Sequence[Param], buckets: Sequence[Bucket], of_param: Callable[[Param], Buffer]
 ) -> FlatHandle:
-    """One buffer of each parameter as a flat range, with the buckets' padding."""
+    """A flat handle over one buffer of each parameter, with the padding of the buckets."""
     every = list(handles([of_param(p) for p in ordered]))
     if not buckets:
         return flat(name, every)
@@ -110,11 +115,12 @@ def _padded(
 def _grads_and_values(
     ordered: Sequence[Param], buckets: Sequence[Bucket], units: Units | None
 ) -> tuple[FlatHandle, FlatHandle]:
-    """Gradients and parameter values: whole, with the buckets' padding; with `units`, only this rank's parts."""
+    """Flat handles over gradients and parameter values, with the padding of the buckets. With `units` they have only this
+    rank's parts."""
     name = "params" if ordered[0].value is ordered[0].master else "rounded"
     if units is not None:
         return flat("grads", list(handles(units.grad_parts))), flat(name, list(handles(units.value_parts)))
-    grads = _padded("grads", ordered, buckets, lambda p: cast(Buffer, p.grad))  # a frozen one has no optimizer
+    grads = _padded("grads", ordered, buckets, lambda p: cast(Buffer, p.grad))  # `ordered` has no frozen parameter
     return grads, _padded(name, ordered, buckets, lambda p: p.value)
 
 
@@ -122,25 +128,27 @@ def _slices(
     masters: FlatHandle, grads: FlatHandle, m: FlatHandle, v: FlatHandle | None, rounded: FlatHandle | None,
     buckets: Sequence[Bucket], matrices: Matrices, rank: int, world: int, units: Units | None,
 ) -> Iterator[Owned]:  # fmt: skip
-    """A rank's slice of each bucket. With `units` the rank stores only these slices. `matrices` are all that Muon updates."""
+    """A rank's slice of each bucket. m, v and masters with rounded copies have only these slices. With `units` all buffers do.
+    `matrices` are all that Muon updates."""
     at = at_v = 0
     for bucket in buckets:
         start, stop = bucket.part(rank, world)
-        own = at, at + stop - start
-        whole = own if units is not None else (start, stop)
-        params = masters.part(*(whole if rounded is None else own))
-        copies = None if rounded is None else _buffer(rounded.part(*whole))
+        in_slices = at, at + stop - start
+        in_values = in_slices if units is not None else (start, stop)
+        params = masters.part(*(in_values if rounded is None else in_slices))
+        copies = None if rounded is None else _buffer(rounded.part(*in_values))
         decayed = min(max(bucket.start + bucket.decayed - start, 0), stop - start)
-        dparams, momentum, variance = _buffer(grads.part(*whole)), _buffer(m.part(*own)), None
+        dparams, momentum, variance = _buffer(grads.part(*in_values)), _buffer(m.part(*in_slices)), None
         if not bucket.whole:
             assert v is not None
             variance, at_v = _buffer(v.part(at_v, at_v + stop - start)), at_v + stop - start
         yield Owned(_buffer(params), dparams, momentum, variance, copies, decayed, _inside(matrices, start, stop))
-        at = own[1]
+        at = in_slices[1]
 
 
 def _ranges(masters: FlatHandle, ordered: Sequence[Param], by_muon: int) -> list[Bucket]:
-    """The whole range as one bucket, or as two if Muon updates the first `by_muon` parameters."""
+    """Buckets of an optimizer that is not sharded: the first `by_muon` parameters, which Muon updates, and the rest. Empty
+    buckets are left out."""
     ends = (*masters.starts, masters.shape[0])
     first, size, decayed = ends[by_muon], masters.shape[0], ends[sum(len(p.master.shape) >= 2 for p in ordered)]
     buckets = [Bucket((), 0, first, first, whole=True)] if by_muon else []
@@ -148,7 +156,7 @@ def _ranges(masters: FlatHandle, ordered: Sequence[Param], by_muon: int) -> list
 
 
 def _matrices(ordered: Sequence[Param], starts: dict[str, int]) -> Iterator[Matrix]:
-    """The matrices that Muon updates, at their places in `grads`."""
+    """The matrices that Muon updates, with their offsets in `grads`."""
     by_name = {p.name: p.matrices for p in ordered}
     for name, at in starts.items():
         for rows, columns in by_name.get(name, ()):  # a pad has none
@@ -157,7 +165,7 @@ def _matrices(ordered: Sequence[Param], starts: dict[str, int]) -> Iterator[Matr
 
 
 def _inside(matrices: Matrices, start: int, stop: int) -> Matrices:
-    """The matrices inside [start, stop), at their places in this range."""
+    """The matrices inside [start, stop), with their offsets from `start`."""
     return tuple(x._replace(start=x.start - start) for x in matrices if start <= x.start < stop)
 
 
@@ -171,20 +179,19 @@ def _buffer(handle: Handle) -> Buffer:
 
 @dataclass(slots=True)
 class Optimizer:
-    """Buffers are handles or tensors, in the order of their arenas; the flat ranges are (P,). `steps` counts every `update`,
-    also the skipped ones."""
+    """Its buffers are handles or tensors. params, grads, m, v and rounded are flat. `steps` also counts skipped updates."""
 
     params: Buffer
     grads: Buffer
     m: Buffer
     v: Buffer | None
-    adam_step: Buffer  # 0-d float32: the number of updates done
+    adam_step: Buffer  # 0-d float32: the number of AdamW updates, without skipped ones
     norm: Buffer  # 0-d: the gradient norm before clipping; NaN if the guard skips the step
     loss: Buffer  # 0-d: the loss of the step
     in_a_row: Buffer  # 0-d float32: the number of steps skipped in a row
     rounded: Buffer | None
-    moments: dict[str, Buffer]  # m.<parameter> and v.<parameter>, in the shape of the parameter; empty if sharded
-    owned: tuple[Owned, ...]  # what this rank updates: a slice of each bucket, or everything at once
+    moments: dict[str, Buffer]  # m.<parameter> and AdamW's v.<parameter>, in the parameter's shape; empty if sharded
+    owned: tuple[Owned, ...]  # what this rank updates: a slice of each bucket, or all parameters
     agreed: Buffer | None  # (3,) float64, with several ranks: squared norm, loss, stop
     starts: dict[str, int]  # parameter → its first element in `grads`, or in the flat range of all units
     scratch: Scratch
@@ -233,7 +240,7 @@ class Optimizer:
             | below("guard", guard_workspace())
             | below("adamw", adamw_workspace(masters))
         )
-        if muon is not None and matrices:  # enough for any rank, because one plan serves all of them
+        if muon is not None and matrices:  # the most of any rank, because all ranks have the same plan
             for r in range(owner[1]):
                 own = [_inside(matrices, *bucket.part(r, owner[1])) for bucket in buckets]
                 scratch = larger(scratch, below("muon", muon_workspace(masters, muon, own)))
@@ -262,8 +269,8 @@ class Optimizer:
         )
 
     def update(self, learning_rate: float | Tensor) -> None:
-        """The program that is traced: clip to a global norm of `max_norm`, then Muon and AdamW. A step with a non-finite loss
-        or gradient leaves weights and moments unchanged. After ten such steps in a row, later steps change nothing either."""
+        """Clip gradients to a global norm of `max_norm`, then update by Muon and AdamW. A step with a non-finite loss or
+        gradient leaves weights and moments unchanged. After ten such steps in a row, later steps change nothing either."""
         self.measure()
         self.apply(learning_rate)
 
@@ -272,7 +279,7 @@ class Optimizer:
         global_norm([x.grads for x in self.owned], norm=self.norm, scratch=of("global_norm", self.scratch))
 
     def apply(self, learning_rate: float | Tensor) -> None:
-        """Guard, clip, Muon and AdamW. `norm` is that of all ranks' gradients."""
+        """Run the guard, clip, and update by Muon and AdamW. Before, `norm` must be the norm of the gradients of all ranks."""
         adamw = self.adamw
         guard(self.loss, MAX_SKIPPED, norm=self.norm, in_a_row=self.in_a_row, scratch=of("guard", self.scratch))
         by_muon = [own for own in self.owned if own.matrices]
@@ -293,7 +300,7 @@ class Optimizer:
             )  # fmt: skip
 
     def count(self, result: StepResult) -> None:
-        """Count a finished update. Ten skipped in a row raise NonFiniteError."""
+        """Count a finished update. Ten skipped updates in a row raise NonFiniteError."""
         self.steps += 1
         if math.isfinite(result.norm):
             self.skipped_in_a_row = 0
@@ -303,7 +310,8 @@ class Optimizer:
         if self.skipped_in_a_row >= MAX_SKIPPED:
             raise NonFiniteError(
                 f"the loss or the gradient was not finite in {MAX_SKIPPED} steps in a row (loss {result.loss}, "
-                f"norm {result.norm}): weights are as before the first of them; lower the learning rate or look at the data"
+                f"norm {result.norm}): weights are as before the first of these steps; lower the learning rate or "
+                "look at the data"
             )
 
     # ── state, for checkpoints ──

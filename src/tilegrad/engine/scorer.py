@@ -1,9 +1,9 @@
-"""`Scorer`: the forward of training on given tokens, in planned memory without gradients.
+"""`Scorer` runs the forward of training in planned memory, without gradients.
 
-    loss       the mean loss of a batch, with the bits of Engine.evaluate
-    logprobs   log p(target | the tokens before it) at each position
+    loss       the mean loss of a batch, with the same bits as Engine.evaluate
+    logprobs   log p(target | the tokens up to this position), for each position
 
-For example, it scores the tokens that a decoder drew by the forward that training runs.
+For example, a decoder samples tokens, and a scorer gives the log-probabilities of these tokens in the forward of training.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .spec import StepSpec
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """The model, and the log-probabilities of its targets.       logprobs (N,)"""
+    """The model, and the log-probabilities of the targets.       logprobs (N,)"""
 
     model: Transformer
     logprobs: Buffer
@@ -46,7 +46,7 @@ class Scoring:
         shapes = token_logprobs_workspace(at.form(config.n_embd), model.head.w.value, invariant=at.invariant)
         return cls(
             model=model,
-            logprobs=at.buffer("logprobs", (at.n,), at.accumulation_dtype, role="inputs"),
+            logprobs=at.buffer("logprobs", (at.n,), at.accumulation_dtype, role="inputs"),  # read after the program
             scratch=at.scratch("logprobs", shapes),
         )
 
@@ -60,7 +60,7 @@ class Scoring:
 
 
 def plan_scorer(spec: StepSpec) -> MemoryPlan:
-    """Every byte of a scorer: weights, inputs and the activations of one forward."""
+    """The memory plan of a scorer: weights, inputs, and the activations of one forward."""
     scoring = Scoring.declare(spec, spec.batch_size, spec.seq_len)
 
     def program() -> None:
@@ -72,7 +72,7 @@ def plan_scorer(spec: StepSpec) -> MemoryPlan:
 
 
 class Scorer:
-    """Scores batches of up to spec.batch_size × spec.seq_len tokens.
+    """Computes losses and log-probabilities of batches of up to spec.batch_size × spec.seq_len tokens.
 
     >>> import torch
     >>> from tilegrad import Engine, ModelConfig
@@ -88,7 +88,8 @@ class Scorer:
     """
 
     def __init__(self, spec: StepSpec, params: Mapping[str, Tensor]) -> None:
-        """params: by name; used in place if they have the dtype and device of the spec, otherwise copied."""
+        """`params` by name are used in place if all of them are contiguous and have the planned dtype and device. Otherwise
+        they are copied."""
         check_spec(spec)
         self.spec = spec
         declared = Scoring.declare(spec, spec.batch_size, spec.seq_len).model
@@ -100,7 +101,7 @@ class Scorer:
         bind(declared, self._memory.view).fill_tables(spec.config)
 
     def loss(self, tokens: Tensor, targets: Tensor, *, cu_seqlens: Tensor | None = None) -> float:
-        """The mean loss over the targets; 0 if there are none."""
+        """The mean loss over the targets; 0 if the batch has no target."""
         scoring, count = self._load(Batch(tokens, targets, cu_seqlens))
         scoring.loss()
         return float(scoring.model.head.loss) if count else 0.0
@@ -114,7 +115,7 @@ class Scorer:
         return scoring.logprobs.view(tokens.shape).clone()
 
     def _load(self, batch: Batch) -> tuple[Scoring, int]:
-        """The program of this shape with its inputs loaded, and the number of targets."""
+        """The program for the shape of this batch, with its inputs loaded, and the number of targets."""
         check_batch(batch, self.spec)
         check_threads(self._threads, self.spec.device)
         b, t = batch.tokens.shape

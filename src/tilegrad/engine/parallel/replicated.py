@@ -1,4 +1,7 @@
-"""shard="none": every rank has all parameters, gradients and moments, and the gradients are summed bucket by bucket."""
+"""With shard="none", every rank has all parameters, gradients and moments, and gradients are summed over the ranks by bucket.
+
+shard="optimizer" (sharded.py) overrides the sum and adds gathers of parameters after each update.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +29,12 @@ class Replicated(Alone):
         self.buckets, self.order = self._cut()
 
     def _cut(self) -> tuple[tuple[Bucket, ...], tuple[int, ...]]:
-        """The buckets, and the order in which every rank sums them."""
-        steps = self._schedule("step", accumulate=False)
+        """The buckets of gradients, and the order in which every rank sums the buckets."""
+        schedule = self._schedule("step", accumulate=False)
         model = self.spec.declare(self.context, accumulate=False)
         world = self.mesh.world if self.sharded else 1
-        buckets = buckets_of(model, steps, world, self.spec.bucket_bytes, self.spec.muon)
-        return buckets, order(buckets, steps)
+        buckets = buckets_of(model, schedule, world, self.spec.bucket_bytes, self.spec.muon)
+        return buckets, order(buckets, schedule)
 
     def _schedule(self, program: Program, *, training: bool = True, accumulate: bool) -> tuple[Touch, ...]:
         key = program, training, accumulate
@@ -46,23 +49,23 @@ class Replicated(Alone):
     def around(
         self, program: Program, *, training: bool = True, accumulate: bool = True, last: bool = False
     ) -> Iterator[None]:
-        """Inside, an op of a step waits until the parameters that it reads are gathered. In the last micro-batch, the sum of
-        a bucket starts as soon as its gradients are complete."""
+        """Run a program of the model in this context. An op of a step waits until the parameters that it reads are gathered. In
+        the last micro-batch, the sum of a bucket starts when its gradients are complete and the previous sum has started."""
         if program == "step":
             self.mesh.at(f"step {self.step}: forward and backward")
         if program != "step" or not (self._gathers or last):
             yield
             return
-        steps = self._schedule(program, training=training, accumulate=accumulate)
+        schedule = self._schedule(program, training=training, accumulate=accumulate)
         before: dict[int, list[Work]] = {}
         after: dict[int, list[Work]] = {}
         for i in self._gathers:
-            before.setdefault(needed(self.buckets[i], steps), []).append(partial(self._wait_for, i))
+            before.setdefault(needed(self.buckets[i], schedule), []).append(partial(self._wait_for, i))
         at = 0
         for i in self.order if last else ():
-            at = max(at, final(self.buckets[i], steps))  # not before the previous bucket in the order
+            at = max(at, final(self.buckets[i], schedule))  # all ranks start the sums in the same order
             after.setdefault(at, []).append(partial(self._sum, i))
-        with follow(steps, before, after, observe_names):
+        with follow(schedule, before, after, observe_names):
             yield
 
     def sum_gradients(self) -> None:
@@ -92,7 +95,7 @@ class Replicated(Alone):
         if not self.summed:
             self.sum_gradients()
         self.forget_sums()
-        self.settle()  # a rank without a micro-batch has not waited for the gathers yet
+        self.settle()  # a rank without a micro-batch has not waited for the gathers of parameters yet
         optimizer, agreed = self.optimizer, self.optimizer.agreed
         assert agreed is not None
         optimizer.measure()

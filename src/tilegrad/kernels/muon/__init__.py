@@ -3,23 +3,25 @@
     g = grads / max(1, (norm + 1e-6) / max_norm)                          norm: from the op `global_norm`
     m = μ m + (1 − μ) g              u = μ m + (1 − μ) g                  (without nesterov: u = m)
     for each matrix of the range:    o = scale · orthogonal(u)            scale: see `MuonConfig`
-    params −= rate · weight_decay · params                                rate = learning_rate_factor · learning_rate
-    params −= rate · o                                                    (cautious: only where params and o have one sign)
+    params −= rate · weight_decay · params                                (cautious: only where params and o have the same sign)
+    params −= rate · o                                                    rate = learning_rate_factor · learning_rate
     rounded = params, in rounded's dtype                                  (if there is a bfloat16 copy)
 
-orthogonal(u) approximates the polar factor of u: U V' of the singular value decomposition u = U S V'. With x (rows, columns)
-and rows ≤ columns, it takes five steps; a taller x is transposed:
+orthogonal(u) approximates the polar factor U Vᵀ of u, where u = U S Vᵀ is the singular value decomposition. The last two
+equations here run five times. If x has more rows than columns, A is xᵀ x, and multiplies x from the right:
 
-    x = u / (margin ‖u‖ + 1e-7)      A = x x'      x = a x + (b A + c A²) x
+    x = u / (margin ‖u‖ + 1e-7)      A = x xᵀ      x = a x + (b A + c A²) x
 
-Each step maps every singular value s to a s + b s³ + c s⁵ and keeps U and V. `COEFFICIENTS` has (a, b, c) of each step.
+Each iteration maps every singular value s to a s + b s³ + c s⁵ and keeps U and V. `COEFFICIENTS` has each (a, b, c).
 
-    newton_schulz   Keller Jordan's: one (a, b, c). A value s ≥ 0.01 ‖u‖ ends between 0.68 and 1.14.
-    polar_express   Amsel et al., arXiv:2505.16932: one for each step. A value s ≥ 0.003 ‖u‖ ends between 0.85 and 1.15.
+    newton_schulz   by Keller Jordan, with one (a, b, c). A singular value s ≥ 0.01 ‖u‖ of u ends between 0.68 and 1.14.
+    polar_express   by Amsel et al., arXiv:2505.16932, with one (a, b, c) for each iteration. A singular value s ≥ 0.003 ‖u‖ of
+                    u ends between 0.85 and 1.15.
 
-The products are in bfloat16 on CUDA, in the dtype of params on a CPU. If norm is not finite, nothing changes; the device
-decides this. grads is overwritten. For several ranges, params, grads, m, rounded and `matrices` are lists. `MUON` is the table
-of kernels: each module offers `workspace` and `step`.
+On CUDA, the matrix products of float32 params are in bfloat16. Otherwise they are in the dtype of params. If norm is not
+finite, params, m and rounded do not change. The device decides this, so the host does not wait. grads is overwritten in any
+case. params, grads, m, rounded and `matrices` are lists with one element for each range. `MUON` is the table of kernels: each
+module offers `workspace` and `step`.
 """
 
 from __future__ import annotations
@@ -53,14 +55,15 @@ MARGINS = {"newton_schulz": 1.0, "polar_express": 1.02}
 
 @dataclass(frozen=True, slots=True)
 class MuonConfig:
-    """Muon for the matrices of the blocks; AdamW keeps the embeddings, the head, norms and biases.
+    """Muon updates the matrices of the blocks. AdamW updates the embeddings, the head, norms and biases.
 
     momentum, nesterov     as in the equations of this module
     orthogonalization      "newton_schulz" or "polar_express"
-    scale                  "spectral": √max(1, rows / columns), so that an update has a spectral norm near 1 for wide matrices;
-                           "rms": 0.2 √max(rows, columns), so that an update has the root mean square of AdamW's
+    scale                  "spectral" is √max(1, rows / columns): the spectral norm of an update is about 1, or √(rows /
+                           columns) if that is more. "rms" is 0.2 √max(rows, columns): the root mean square of an update is
+                           about 0.2, as with AdamW
     learning_rate_factor   Muon's learning rate as a multiple of AdamW's
-    cautious               weight decay only where a parameter and its update have the same sign
+    cautious               weight decay changes only parameters that have the same sign as o
 
     >>> import tilegrad
     >>> config = tilegrad.ModelConfig(vocab_size=5, block_size=8, n_layer=1, n_head=2, n_embd=16)
@@ -99,7 +102,7 @@ class MuonConfig:
 
 
 class Matrix(NamedTuple):
-    """A matrix at elements [start, start + rows · columns) of a range."""
+    """The elements [start, start + rows · columns) of a range are this matrix."""
 
     start: int
     rows: int
@@ -114,7 +117,7 @@ Matrices = tuple[Matrix, ...]
 
 
 class Problem(NamedTuple):
-    """A step as the table sees it: the dtype and device of params, and the matrices of all ranges."""
+    """What the selection of a kernel depends on: the dtype and device of params, the matrices of all ranges, and `cautious`."""
 
     params: TensorLike
     matrices: Matrices
@@ -132,7 +135,7 @@ def muon_workspace(
 
 
 class Range(NamedTuple):
-    """One range of the arenas: (P,) each."""
+    """One range of the arenas. Each tensor is (P,)."""
 
     params: Tensor
     grads: Tensor
@@ -147,7 +150,7 @@ def muon_step(
     max_norm: float = 1.0, *,
     params: list[Tensor], grads: list[Tensor], m: list[Tensor], rounded: list[Tensor] | None = None, **where: Unpack[Where],
 ) -> None:  # fmt: skip
-    """One step: updates params, m and rounded. max_norm = inf: no clipping."""
+    """Update params, m and rounded, and overwrite grads. max_norm = inf disables clipping."""
     copies = [None] * len(params) if rounded is None else rounded
     ranges = [Range(*each) for each in zip(params, grads, m, copies, matrices, strict=True)]
     first = params[0]

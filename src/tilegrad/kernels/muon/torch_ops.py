@@ -1,4 +1,5 @@
-"""Muon by torch's ops: any device. Matrices of one shape are multiplied together, as many as fit in BLOCK elements."""
+"""Muon in torch ops, on any device. Matrices of one shape are multiplied in batches of at most BLOCK elements, or one by one if
+a matrix is larger."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ from torch import Tensor
 from ..scratch import Scratch, Shapes, TensorLike, blocks
 from . import COEFFICIENTS, MARGINS, Matrices, MuonConfig, Range
 
-BLOCK = 1 << 24  # elements of the matrices that are multiplied together
-CAUTIOUS_BLOCK = 1 << 20  # parameters whose signs are compared at once
+BLOCK = 1 << 24  # the most elements of a batch of several matrices
+CAUTIOUS_BLOCK = 1 << 20  # the most parameters whose signs are compared at once
 
 
 class Batch(NamedTuple):
-    """Matrices of one shape, by number."""
+    """Matrices of one shape. `members` are their indices."""
 
     rows: int
     columns: int
@@ -34,18 +35,18 @@ def batches(matrices: Matrices) -> Iterator[Batch]:
 
 
 def _product_dtype(params: TensorLike) -> torch.dtype:
-    on_gpu = params.device.type != "cpu" and params.dtype == torch.float32
-    return torch.bfloat16 if on_gpu else params.dtype
+    rounded = params.device.type != "cpu" and params.dtype == torch.float32
+    return torch.bfloat16 if rounded else params.dtype
 
 
 def workspace(params: TensorLike, matrices: Matrices, cautious: bool) -> Shapes:
     dtype, own = _product_dtype(params), params.dtype
-    x = short = most = 1
+    x = a = norms = 1
     for rows, columns, members in batches(matrices):
         n, side = len(members), min(rows, columns)
-        x, short, most = max(x, n * rows * columns), max(short, n * side * side), max(most, n)
-    shapes: Shapes = {"x": ((x,), dtype), "next_x": ((x,), dtype), "a": ((short,), dtype), "b": ((short,), dtype)}
-    shapes |= {"norms": ((most,), own)}
+        x, a, norms = max(x, n * rows * columns), max(a, n * side * side), max(norms, n)
+    shapes: Shapes = {"x": ((x,), dtype), "next_x": ((x,), dtype), "a": ((a,), dtype), "b": ((a,), dtype)}
+    shapes |= {"norms": ((norms,), own)}
     if cautious:
         shapes |= {"signs": ((max(1, min(CAUTIOUS_BLOCK, sum(x.stop - x.start for x in matrices))),), own)}
     return shapes | dict.fromkeys(("clip", "blend", "rate", "keep"), ((), own))
@@ -57,7 +58,7 @@ def step(
 ) -> None:  # fmt: skip
     clip, blend, rate = scratch["clip"], scratch["blend"], scratch["rate"]
     clip.copy_(norm).add_(1e-6).div_(max_norm).clamp_(min=1.0).reciprocal_().nan_to_num_(nan=0.0)
-    rate.copy_(norm).mul_(0.0).add_(1.0).nan_to_num_(nan=0.0)  # 1 if norm is finite, else 0 · norm = NaN → 0
+    rate.copy_(norm).mul_(0.0).add_(1.0).nan_to_num_(nan=0.0)  # 1 if norm is finite, otherwise NaN, which becomes 0
     torch.mul(rate, 1.0 - muon.momentum, out=blend)
     rate.mul_(learning_rate).mul_(muon.learning_rate_factor)
     for each in ranges:
@@ -72,7 +73,7 @@ def step(
 
 
 def _orthogonalize(updates: list[Tensor], muon: MuonConfig, scratch: Scratch) -> None:
-    """Overwrites matrices of one shape by scale · orthogonal(matrix)."""
+    """Overwrite each of these matrices, which have one shape, with scale · orthogonal(matrix)."""
     n, (rows, columns) = len(updates), updates[0].shape
     wide, side = rows <= columns, min(rows, columns)
     x, following = (_part(scratch[name], n, rows, columns) for name in ("x", "next_x"))
@@ -83,7 +84,7 @@ def _orthogonalize(updates: list[Tensor], muon: MuonConfig, scratch: Scratch) ->
         torch.linalg.vector_norm(update, out=size.view(()))
     x.div_(norms.mul_(MARGINS[muon.orthogonalization]).add_(1e-7))
     for first, third, fifth in COEFFICIENTS[muon.orthogonalization]:
-        # A is symmetric. torch's x x' allocates on aarch64 unless its result is column-major.
+        # A is symmetric, so writing a.mT writes A. On aarch64, torch.bmm allocates unless `out` is column-major.
         torch.bmm(*((x, x.mT) if wide else (x.mT, x)), out=a.mT)
         torch.baddbmm(a, a, a, beta=third, alpha=fifth, out=b)
         torch.baddbmm(x, *((b, x) if wide else (x, b)), beta=first, out=following)
@@ -93,7 +94,8 @@ def _orthogonalize(updates: list[Tensor], muon: MuonConfig, scratch: Scratch) ->
 
 
 def _apply(given: Range, weight_decay: float, rate: Tensor, scratch: Scratch, *, cautious: bool) -> None:
-    """params −= rate · (weight_decay · params + update). The update is in grads."""
+    """params −= rate · (weight_decay · params + update). The update is in grads. If `cautious`, a parameter decays only if it
+    has the same sign as the update."""
     params, update = given.params, given.grads
     if cautious:
         for i in blocks(len(params), len(scratch["signs"])):
