@@ -211,6 +211,13 @@ def test_gradcheck_passes_and_its_canary_fails(
     assert "FAIL: q, k, bias, sinks" in capsys.readouterr().out
 
 
+def test_gradcheck_ignores_no_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["gradcheck", "--against", "autograd"]) == 2
+    assert "against: got 'autograd' without --preset; accepted: " in capsys.readouterr().err
+    assert main(["gradcheck", "--preset", "tiny", "--kernel", "tiled"]) == 2
+    assert "kernel: got 'tiled' with --preset" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("arguments", [["--preset", "gpt2"], ["--preset", "llama-135m", "--against", "autograd"]])
 def test_gradcheck_of_a_model(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

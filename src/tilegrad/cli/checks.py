@@ -24,6 +24,10 @@ def _gradcheck(args: argparse.Namespace) -> int:
     from ..engine.gradcheck import LIMIT, check_attention, check_model, gradient_table
     from ..model.config import PRESETS as MODELS
 
+    if args.preset is None and args.against == "autograd":
+        raise ValueError("against: got 'autograd' without --preset; accepted: 'differences', or a preset with it")
+    if args.preset is not None and args.kernel is not None:
+        raise ValueError(f"kernel: got {args.kernel!r} with --preset, whose kernels the tables choose; accepted: none")
     if args.preset is None:
         title, results = "Gradients of attention against float64 central differences", check_attention(args.kernel)
     else:
@@ -43,7 +47,7 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def add_checks(commands: Commands) -> None:
-    check = add_command(commands, "check", "the specification's own examples, computed and compared")
+    check = add_command(commands, "check", "compute the specification's examples and compare them with its numbers")
     what = check.add_subparsers(metavar="WHAT", required=True)
     flash = add_command(what, "flash", "the specification's two cases of the FlashAttention-2 backward", _check_flash)
     flash.add_argument("--kernel", metavar="NAME", help="run this kernel instead of the one the table chooses")
@@ -51,13 +55,18 @@ def add_checks(commands: Commands) -> None:
     flash.add_argument("--brief", action="store_true", help="print only the comparison, not the matrices")
 
     add_command(
-        what, "document", "the specification's memory table of its example model, with true numbers", _check_document
+        what,
+        "document",
+        "print the memory table of the specification's example model, with corrected numbers",
+        _check_document,
     )
 
     gradcheck = add_command(
         commands, "gradcheck", "check hand-derived gradients of attention, or of a whole model", _gradcheck
     )
-    gradcheck.add_argument("--preset", choices=PRESETS, help="a model, made small (default: attention alone)")
+    gradcheck.add_argument(
+        "--preset", choices=PRESETS, help="check a small model of this preset (default: attention alone)"
+    )
     gradcheck.add_argument(
         "--against", choices=("differences", "autograd"), default="differences", help="default: %(default)s"
     )
@@ -65,8 +74,12 @@ def add_checks(commands: Commands) -> None:
         "--kernel", metavar="NAME", help="for attention: this kernel instead of the one the table chooses"
     )
 
-    doctor = add_command(commands, "doctor", "what this installation can run, and what to do where it can't", _doctor)
+    doctor = add_command(
+        commands, "doctor", "report what this installation can run, and how to enable the rest", _doctor
+    )
     doctor.add_argument(
         "--build", action="store_true", help="compile the native CPU kernel and eager calls (needs a C++ compiler)"
     )
-    doctor.add_argument("--kernels", action="store_true", help="every op's kernels: which runs, and why others do not")
+    doctor.add_argument(
+        "--kernels", action="store_true", help="list the kernels of every op: which one runs, and why others do not"
+    )

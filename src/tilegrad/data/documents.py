@@ -234,7 +234,7 @@ def find_files(paths: Sequence[Path]) -> tuple[list[Path], int]:
 
 
 def _accepted() -> str:
-    return f"{', '.join(TEXT + LINES)}, or one of these with .gz"
+    return f"{', '.join(TEXT + LINES)}, one of these with .gz, or a file without a suffix"
 
 
 def _kind(file: Path) -> str:

@@ -103,9 +103,10 @@ class CapturedProgram:
     def run(self, *, capture: bool) -> None:
         """The caller makes `stream` the current stream."""
         if self.graph is None and self.ran and capture:
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, stream=self.stream):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=self.stream):
                 self.program()
+            self.graph = graph  # only after a complete capture
         if self.graph is not None:
             self.graph.replay()
         else:
