@@ -3,8 +3,8 @@
     norm     ← NaN           if loss is not finite, or in_a_row ≥ most
     in_a_row ← in_a_row + 1  if norm is not finite, else 0
 
-AdamW and Muon change nothing if norm is not finite, so a non-finite step is skipped. After `most` such steps in a row all later steps
-are skipped too: a host that reads results late finds the weights unchanged.
+AdamW and Muon change nothing if norm is not finite, so a non-finite step is skipped. After `most` such steps in a row all
+later steps are skipped too: a host that reads results late finds the weights unchanged.
 """
 
 from __future__ import annotations
