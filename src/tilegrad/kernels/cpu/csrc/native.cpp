@@ -135,7 +135,7 @@ void parallel_for(const T& call, int64_t n, int64_t unit, void (*fn)(const T&, i
     } context{call, fn, n, ((n + unit - 1) / unit + call.threads - 1) / call.threads * unit, 0};
     if (!n) return;
     run_on_threads(
-        int(call.threads),
+        int((n + context.run - 1) / context.run),
         [](void* p, int) {
             auto& c = *static_cast<Context*>(p);
             for (int64_t i; (i = __atomic_fetch_add(&c.next, c.run, __ATOMIC_RELAXED)) < c.n;)
