@@ -201,6 +201,13 @@ EXPORT void tilegrad_native_run(const Call* call, int64_t backward) {
     if (backward && call->dsinks.data) kernels.add_dsinks(*call);
 }
 
+EXPORT void tilegrad_native_attention_fwd(const Call* call) { tilegrad_native_run(call, 0); }
+
+// Calls the functions one after the other, each with its structure.
+EXPORT void tilegrad_native_run_all(int64_t n, void (*const* functions)(const void*), const void* const* calls) {
+    for (int64_t i = 0; i < n; ++i) functions[i](calls[i]);
+}
+
 EXPORT void tilegrad_native_cache_write(const tilegrad::CacheWrite* call) {
     tilegrad::parallel_for(*call, call->n, 1, tilegrad::cache_write);
 }
