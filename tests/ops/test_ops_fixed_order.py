@@ -41,7 +41,7 @@ KERNELS = [
         for x, w in ((torch.float64,) * 2, (F32, F32), (BF16, BF16), (BF16, F32))
     ),
 ]
-SHAPES = ((101, 37, 50), (67, 129, 5), (61, 1101, 33), (3, 1, 1), (50, 64, 133))  # (N, Cin, Cout)
+SHAPES = ((101, 37, 50), (67, 129, 5), (61, 1101, 33), (3, 1, 1), (50, 64, 133), (17, 2064, 21))  # (N, Cin, Cout)
 SMALL = ((19, 37, 5),)  # for the slow kernel
 
 
@@ -170,7 +170,7 @@ def test_the_table_selects_a_fixed_order_for_invariant_problems_and_for_few_rows
     for n, w_, invariant, backward, want in (
         (64, w, True, False, "fixed_order"), (1, w, True, False, "fixed_order"), (FEW_ROWS, w, False, False, "fixed_order"),
         (FEW_ROWS, w[:9], False, False, None), (FEW_ROWS + 1, w, False, False, None), (FEW_ROWS, w, False, True, None),
-        (1, w, False, False, None),
+        (1, w, False, False, "fixed_order"),
         (64, torch.empty(256, 512).t(), True, False, "torch_fixed_order"),
     ):  # fmt: skip
         found = LINEAR.select(Problem(torch.empty(n, w_.shape[1]), w_, invariant, backward)).name

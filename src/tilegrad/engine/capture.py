@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..kernels.cpu.library import merge_native
 from ..kernels.op import Calls, emitter, record
 from ..model.layer import Packed
 from ..model.transformer import Transformer
@@ -127,7 +128,7 @@ class RecordedProgram:
         elif self.calls is None:
             with record() as calls:
                 self.program()
-            self.calls = calls  # only after a complete run
+            self.calls = merge_native(calls)  # only after a complete run
         else:
             for call in self.calls:
                 call()

@@ -7,7 +7,8 @@ wrong live ranges. A name observer gets only the op's name and a function that r
 `follow` (dist/schedule.py) uses it to start collectives between ops. Without an observer the op runs directly.
 
 `record` lists the calls of kernels that a program makes on fixed buffers, so that they can be repeated without checks and
-selection. It is to a CPU what a CUDA graph is to a device.
+selection. It is to a CPU what a CUDA graph is to a device. A kernel in C++ returns its call of the native library,
+which is then repeated without the kernel's Python.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class _ByName(NamedTuple):
     observer: NameObserver
 
 
-Calls = list[Callable[[], None]]
+Calls = list[Callable[[], object]]
 
 
 class _Recorder(NamedTuple):
@@ -83,12 +84,12 @@ def record() -> Iterator[Calls]:
         _observer.reset(token)
 
 
-def run_and_list(call: Callable[[], None]) -> None:
-    """Runs the call of a kernel, and lists it inside `record`."""
+def run_and_list(call: Callable[[], Callable[[], None] | None]) -> None:
+    """Runs the call of a kernel, and lists it inside `record`. If it returns a function, which repeats it, that is listed."""
+    again = call()
     observer = _observer.get()
     if isinstance(observer, _Recorder):
-        observer.calls.append(call)
-    call()
+        observer.calls.append(again or call)
 
 
 def emitter() -> Observer | None:
@@ -102,7 +103,7 @@ def op(
 ) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """Marks a function as an op. Written arguments are overwritten, except those named in `accumulates` (parameter gradients:
     accumulated unless the call passes accumulate=False) and in `adds` (the residual stream: always accumulated).
-    one_kernel: the op checks its arguments, and all else that it does is one call of `Table.run`."""
+    one_kernel: the op checks its arguments, and all else that it does is one call of `Table.run` or `run_and_list`."""
 
     def mark(fn: Callable[P, None]) -> Callable[P, None]:
         @functools.wraps(fn)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..column_sum import cpu as column_sum
 from ..cpu.abi import pack_activation
-from ..cpu.library import isa, native
+from ..cpu.library import NativeCall, isa, native, run_native
 from ..cpu.rows import DTYPES
 from ..scratch import Scratch, Shapes, TensorLike
 from . import torch_ops
@@ -27,8 +27,8 @@ def workspace(
     return {} if kind == "gelu" else torch_ops.workspace(x, kind, others, sums=sums)
 
 
-def fwd(h: Tensor, kind: str, *, a: Tensor, scratch: Scratch) -> None:
-    _run(h, kind, a=a.data_ptr())
+def fwd(h: Tensor, kind: str, *, a: Tensor, scratch: Scratch) -> NativeCall:
+    return _run(h, kind, a=a.data_ptr())
 
 
 def bwd(
@@ -45,8 +45,8 @@ def bwd(
         fwd(h, kind, a=a, scratch=scratch)
 
 
-def swiglu_fwd(gate: Tensor, up: Tensor, *, a: Tensor, scratch: Scratch) -> None:
-    _run(gate, "swiglu", up=up.data_ptr(), a=a.data_ptr())
+def swiglu_fwd(gate: Tensor, up: Tensor, *, a: Tensor, scratch: Scratch) -> NativeCall:
+    return _run(gate, "swiglu", up=up.data_ptr(), a=a.data_ptr())
 
 
 def swiglu_bwd(
@@ -60,7 +60,7 @@ def swiglu_bwd(
         swiglu_fwd(gate, up, a=a, scratch=scratch)
 
 
-def _run(h: Tensor, kind: str, **addresses: int) -> None:
+def _run(h: Tensor, kind: str, **addresses: int) -> NativeCall:
     n, threads, dtype = h.numel(), torch.get_num_threads(), DTYPES[h.dtype]
     call = pack_activation(n=n, threads=threads, isa=isa(), dtype=dtype, kind=KINDS[kind], h=h.data_ptr(), **addresses)
-    native().tilegrad_native_activation(call)
+    return run_native(native().tilegrad_native_activation, call)

@@ -36,7 +36,7 @@ from ..attention.qkv import split
 from ..cache import remember
 from ..checks import check_columns, check_tensor
 from ..cpu import library
-from ..op import op
+from ..op import op, run_and_list
 from ..overlap import check_apart
 from ..scratch import Form, Shapes, TensorLike, views
 from ..table import Kernel, Table, Where, takes_all
@@ -114,10 +114,10 @@ def cache_write_fwd(
 
 
 # Signature and addresses of a call that passed all checks → the prepared call of `native`, or None for another kernel.
-_known: dict[tuple[object, ...], Callable[[], None] | None] = {}
+_known: dict[tuple[object, ...], Callable[[], library.NativeCall] | None] = {}
 
 
-@op(adds=("k_cache", "v_cache"))
+@op(adds=("k_cache", "v_cache"), one_kernel=True)
 def cache_attention_fwd(
     q: Tensor, k: Tensor | None, v: Tensor | None, positions: Tensor, mask: Mask, n_head: int, n_kv_head: int, *,
     o: Tensor, k_cache: Tensor, v_cache: Tensor, **where: Unpack[Where],
@@ -129,7 +129,7 @@ def cache_attention_fwd(
     known = (key, *[0 if x is None else x.data_ptr() for x in (*tensors, mask.sinks, mask.alibi_slopes)])
     run = _known.get(known)
     if run is not None:
-        run()
+        run_and_list(run)
         return
     if key is None or known not in _known:
         _check(q, k, v, positions, mask, n_head, n_kv_head, o, k_cache, v_cache)
@@ -145,7 +145,7 @@ def cache_attention_fwd(
     run = row.load().prepare(q, k, v, positions, mask, **writes, scratch=buffers)
     if key is not None:
         remember(_known, known, run if row.name == "native" else None)
-    run()
+    run_and_list(run)
 
 
 def check_mask(mask: Mask) -> None:

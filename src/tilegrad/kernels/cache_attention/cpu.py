@@ -16,7 +16,7 @@ from torch import Tensor
 from ..attention.cpu import by_head, from_cache_line, size_fields
 from ..attention.mask import Mask
 from ..cpu.abi import Call, pack_cache_write, pack_call
-from ..cpu.library import isa, native
+from ..cpu.library import NativeCall, isa, native, run_native
 from ..scratch import Form, Scratch, Shapes, TensorLike, accumulation_dtype
 
 _CAUSAL = Mask(causal=True)
@@ -42,7 +42,7 @@ def _workspace(shape: tuple[int, ...], n_head: int, dtype: torch.dtype, _threads
 def prepare(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, mask: Mask, *,
     o: Tensor, k_cache: Tensor, v_cache: Tensor, scratch: Scratch,
-) -> Callable[[], None]:  # fmt: skip
+) -> Callable[[], NativeCall]:  # fmt: skip
     """The returned function holds addresses, not tensors."""
     memory = scratch["native"]
     place, nbytes = from_cache_line(memory, memory.nbytes)
@@ -51,11 +51,11 @@ def prepare(
         q=_row(q), k=(k_cache.data_ptr(), *k_cache.stride()), v=(v_cache.data_ptr(), *v_cache.stride()), o=_row(o),
         k_new=_row(k), v_new=_row(v), sinks=by_head(mask.sinks), slopes=by_head(mask.alibi_slopes),
     )  # fmt: skip
-    words, native_run = array("Q", call), native().tilegrad_native_run
+    words, function = array("Q", call), native().tilegrad_native_attention_fwd
 
-    def run() -> None:
+    def run() -> NativeCall:
         words[_ISA] = isa()
-        native_run(words.tobytes(), _FORWARD)
+        return run_native(function, words.tobytes())
 
     return run
 

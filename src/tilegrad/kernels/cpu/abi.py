@@ -62,6 +62,7 @@ class Norm(ctypes.Structure):
         *_fields("x y dy dx", Rows),
         *_fields("w b mean rstd dw db", _POINTER),
         *_fields("eps", _DOUBLE),
+        *_fields("f x1", Rows),
     ]
 
 

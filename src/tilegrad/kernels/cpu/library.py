@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import os
 import re
 import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from ...native import build
+from ..op import Calls
 from .abi import mismatch
 
 ISAS = ("portable", "avx2", "avx512", "amx")
@@ -50,8 +54,9 @@ def library() -> ctypes.CDLL | str:
     found.tilegrad_native_scratch.argtypes = (ctypes.c_char_p, ctypes.c_int64)
     found.tilegrad_native_run.argtypes = (ctypes.c_char_p, ctypes.c_int64)
     found.tilegrad_native_run.restype = None
+    found.tilegrad_native_run_all.restype = None
     found.tilegrad_native_panel_bytes.restype = ctypes.c_int64
-    for name in ("norm_fwd", "norm_bwd", "activation", "sample", "gemm", "fixed_order", "cache_write"):
+    for name in ("norm_fwd", "norm_bwd", "activation", "sample", "gemm", "fixed_order", "cache_write", "attention_fwd"):
         function = getattr(found, f"tilegrad_native_{name}")
         function.argtypes, function.restype = (ctypes.c_char_p,), None
     return found
@@ -106,6 +111,42 @@ def openmp() -> ctypes.CDLL | None:
         return None
     runtime = ctypes.CDLL(torchs[0])
     return runtime if hasattr(runtime, "GOMP_parallel") else None
+
+
+@dataclass(frozen=True, slots=True)
+class NativeCall:
+    """A function of the library and the structure that it takes."""
+
+    function: Callable[[bytes], None]
+    structure: bytes
+
+    def __call__(self) -> None:
+        self.function(self.structure)
+
+
+def run_native(function: Callable[[bytes], None], structure: bytes) -> NativeCall:
+    """Runs a call and returns it, so that `record` (kernels/op.py) can list it."""
+    call = NativeCall(function, structure)
+    call()
+    return call
+
+
+def merge_native(calls: Calls) -> Calls:
+    """The same calls, with each run of successive native calls as one call. Between products that read large weights the
+    interpreter's code is out of the caches, so that a call from Python takes several times its usual 5 µs."""
+    merged: Calls = []
+    for _, group in itertools.groupby(calls, lambda call: isinstance(call, NativeCall)):
+        listed = list(group)
+        natives = [call for call in listed if isinstance(call, NativeCall)]
+        merged += [_run_all(natives)] if natives else listed
+    return merged
+
+
+def _run_all(calls: Sequence[NativeCall]) -> Callable[[], object]:
+    n = len(calls)
+    functions = (ctypes.c_void_p * n)(*(ctypes.cast(call.function, ctypes.c_void_p).value for call in calls))  # type: ignore[arg-type]
+    structures = (ctypes.c_char_p * n)(*(call.structure for call in calls))  # keeps a reference to each
+    return functools.partial(native().tilegrad_native_run_all, ctypes.c_int64(n), functions, structures)
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..checks import check_columns
 from ..cpu.abi import pack_fixed_order
-from ..cpu.library import isa, native
+from ..cpu.library import NativeCall, isa, native, run_native
 from ..cpu.rows import DTYPES, address, rows
 from ..scratch import Scratch, Shapes, TensorLike
 
@@ -28,7 +28,9 @@ def workspace(x: TensorLike, w: TensorLike, invariant: bool = False, backward: b
     return {"panels": ((torch.get_num_threads(), floats), torch.float32)}
 
 
-def fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scale: float, scratch: Scratch) -> None:
+def fwd(
+    x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scale: float, scratch: Scratch
+) -> NativeCall:  # fmt: skip
     for name, given in (("y", y), ("b", b)):
         if given is not None:
             check_columns(name, given)
@@ -37,4 +39,4 @@ def fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scale: float, scra
     dtypes = (DTYPES[x.dtype], DTYPES[w.dtype], DTYPES[w.dtype if b is None else b.dtype])
     panels = address(scratch.get("panels"))
     call = pack_fixed_order(n, m, k, threads, isa(), *dtypes, rows(x), rows(w), rows(y), address(b), panels, scale)
-    native().tilegrad_native_fixed_order(call)
+    return run_native(native().tilegrad_native_fixed_order, call)

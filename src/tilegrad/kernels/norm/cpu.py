@@ -1,16 +1,15 @@
-"""Norms in C++: one pass over memory, where torch ops need five to ten. The loops are in cpu/csrc/rows/norm_gelu.cpp. The
-residual sum, dx_sum and the recomputed y are separate passes over cached data."""
+"""Norms in C++: one pass over memory, where torch ops need five to ten. The loops are in cpu/csrc/rows/norm_gelu.cpp. dx_sum
+and the recomputed y are separate passes over cached data."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from ..column_sum import cpu as column_sum
 from ..cpu.abi import pack_norm
-from ..cpu.library import native
+from ..cpu.library import NativeCall, native, run_native
 from ..cpu.rows import address, rows, shared
 from ..scratch import Scratch, Shapes, TensorLike
 
@@ -25,10 +24,8 @@ def workspace(x: TensorLike, *, backward: bool) -> Shapes:
 def fwd(
     x: Tensor, f: Tensor | None, w: Tensor, b: Tensor | None, eps: float, *,
     x1: Tensor | None, y: Tensor, mean: Tensor | None, rstd: Tensor, scratch: Scratch,
-) -> None:  # fmt: skip
-    if f is not None and x1 is not None:
-        x = torch.add(x, f, out=x1)
-    _normalise(x, w, b, eps, y=y, mean=mean, rstd=rstd)
+) -> NativeCall:  # fmt: skip
+    return _normalise(x, w, b, eps, y=y, mean=mean, rstd=rstd, f=f, x1=x1)
 
 
 def bwd(
@@ -46,9 +43,11 @@ def bwd(
 
 
 def _normalise(
-    x: Tensor, w: Tensor, b: Tensor | None, eps: float, *, y: Tensor, mean: Tensor | None, rstd: Tensor
-) -> None:
+    x: Tensor, w: Tensor, b: Tensor | None, eps: float, *,
+    y: Tensor, mean: Tensor | None, rstd: Tensor, f: Tensor | None = None, x1: Tensor | None = None,
+) -> NativeCall:  # fmt: skip
     """eps = 0: mean and rstd are inputs."""
     vectors = map(address, (w, b, mean, rstd))
-    call = pack_norm(*shared(x, w.dtype), rows(x), rows(y), rows(None), rows(None), *vectors, eps=eps)
-    native().tilegrad_native_norm_fwd(call)
+    matrices = rows(x), rows(y), rows(None), rows(None)
+    call = pack_norm(*shared(x, w.dtype), *matrices, *vectors, eps=eps, f=rows(f), x1=rows(x1))
+    return run_native(native().tilegrad_native_norm_fwd, call)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..cpu.abi import pack_sample
-from ..cpu.library import isa, native
+from ..cpu.library import NativeCall, isa, native, run_native
 from ..cpu.rows import address, rows
 from ..scratch import Scratch, Shapes, TensorLike
 from .elementary import mass_bits
@@ -21,10 +21,10 @@ def workspace(logits: TensorLike, *, draw: bool) -> Shapes:
 def fwd(
     logits: Tensor, settings: Tensor, seeds: Tensor, sequences: Tensor, drawn: Tensor, *,
     tokens: Tensor, logprobs: Tensor, seen: Tensor | None, scratch: Scratch,
-) -> None:  # fmt: skip
+) -> NativeCall:  # fmt: skip
     matrices = rows(logits), rows(seen), rows(scratch["numbers"]), rows(scratch["places"])
     vectors = map(address, (settings, seeds, sequences, drawn, tokens, logprobs))
-    native().tilegrad_native_sample(pack_sample(*_shared(logits), *matrices, *vectors))
+    return run_native(native().tilegrad_native_sample, pack_sample(*_shared(logits), *matrices, *vectors))
 
 
 def logprobs(logits: Tensor, targets: Tensor, *, logprobs: Tensor, scratch: Scratch) -> None:

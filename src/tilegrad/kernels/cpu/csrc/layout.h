@@ -37,7 +37,7 @@ constexpr Place LAYOUT[] = {
     AT(CacheWrite, slots), AT(CacheWrite, k_cache), AT(CacheWrite, v_cache), END(CacheWrite),
     AT(Norm, n), AT(Norm, c), AT(Norm, threads), AT(Norm, isa), AT(Norm, accumulate), AT(Norm, dtype), AT(Norm, param_dtype),
     AT(Norm, x), AT(Norm, y), AT(Norm, dy), AT(Norm, dx), AT(Norm, w), AT(Norm, b), AT(Norm, mean), AT(Norm, rstd),
-    AT(Norm, dw), AT(Norm, db), AT(Norm, eps), END(Norm),
+    AT(Norm, dw), AT(Norm, db), AT(Norm, eps), AT(Norm, f), AT(Norm, x1), END(Norm),
     AT(Activation, n), AT(Activation, threads), AT(Activation, isa), AT(Activation, dtype), AT(Activation, kind),
     AT(Activation, h), AT(Activation, up), AT(Activation, a), AT(Activation, da), AT(Activation, dh), END(Activation),
     AT(Sample, n), AT(Sample, v), AT(Sample, threads), AT(Sample, isa), AT(Sample, mass_bits),

@@ -135,7 +135,7 @@ void parallel_for(const T& call, int64_t n, int64_t unit, void (*fn)(const T&, i
     } context{call, fn, n, ((n + unit - 1) / unit + call.threads - 1) / call.threads * unit, 0};
     if (!n) return;
     run_on_threads(
-        int(call.threads),
+        int((n + context.run - 1) / context.run),
         [](void* p, int) {
             auto& c = *static_cast<Context*>(p);
             for (int64_t i; (i = __atomic_fetch_add(&c.next, c.run, __ATOMIC_RELAXED)) < c.n;)
@@ -199,6 +199,13 @@ EXPORT void tilegrad_native_run(const Call* call, int64_t backward) {
         },
         &context);
     if (backward && call->dsinks.data) kernels.add_dsinks(*call);
+}
+
+EXPORT void tilegrad_native_attention_fwd(const Call* call) { tilegrad_native_run(call, 0); }
+
+// Calls the functions one after the other, each with its structure.
+EXPORT void tilegrad_native_run_all(int64_t n, void (*const* functions)(const void*), const void* const* calls) {
+    for (int64_t i = 0; i < n; ++i) functions[i](calls[i]);
 }
 
 EXPORT void tilegrad_native_cache_write(const tilegrad::CacheWrite* call) {

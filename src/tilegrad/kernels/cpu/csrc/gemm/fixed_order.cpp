@@ -4,7 +4,7 @@
 // order, and a fixed tree adds its elements. The last register is padded with zeros. So the bits of a row of y depend only on that
 // row of x, on w and on b, not on the other rows, the threads or the schedule. There are two schedules:
 //
-//   stream   few rows: x and w are loaded in place, and w is read from memory once, COLUMNS rows at a time
+//   stream   few rows: x and w are loaded in place, and w is read from memory once; each thread converts a small x to float32
 //   panels   many rows: blocks of x and w are converted to float32 panels in scratch, which all tiles of the block read
 //
 // If x is bfloat16, a float32 w or b is rounded to bfloat16, as if it had been rounded before the call.
@@ -26,10 +26,46 @@ constexpr int ROWS = 6;
 constexpr int ROWS = 3;
 #endif
 constexpr int COLUMNS = 4;
+#if defined(__aarch64__)
+constexpr int SPAN = 2;   // registers of a row of w that the stream schedule converts at once
+#else
+constexpr int SPAN = 1;
+#endif
 constexpr int64_t X_ROWS = 96, W_ROWS = 128;   // rows and columns of a block of y: multiples of ROWS and COLUMNS
 constexpr int64_t DEPTH = 1024;                // columns of a panel
-constexpr int64_t STREAMED = 64;               // most rows of w that a thread takes at a time in the stream schedule
-constexpr int64_t AHEAD = 16 << 10;            // bytes of w between the rows that are read and the rows that are prefetched
+constexpr int64_t PIECE = 16;                  // fewest rows of w that a thread takes at a time in the stream schedule
+constexpr int64_t AHEAD_IN_ROW = 1 << 10;      // bytes between what is read and what is prefetched, for one row of w at a time
+constexpr int64_t AHEAD = 16 << 10;            // the same for several rows at a time
+constexpr int64_t WIDE = 16 << 10;             // most elements of x that a thread converts to float32, on its stack
+
+#define UNROLL _Pragma("GCC unroll 16")
+
+// How many rows of w the stream schedule reads at the same time, for R rows of x. A Neoverse N1 reads one row of w at the speed of
+// a plain read, two at 0.9 of it, and four at 0.8. But one row has only R chains of dependent additions, too few to hide their
+// latency for bfloat16, which has twice as many additions for each byte, or for several rows of x.
+template <class W>
+constexpr int together([[maybe_unused]] int R) {
+#if defined(__aarch64__)
+    return R == 1 && sizeof(W) == 4 ? 1 : 2;
+#else
+    return COLUMNS;
+#endif
+}
+
+// Rows of w. Threads take pieces that shrink, so that each reads long runs of memory, and all end at the same time.
+struct Piece {
+    int64_t taken = 0, end = 0, first = 0;
+
+    // The next piece; false if none is left. *next counts the pieces taken by all threads.
+    bool take(const FixedOrder& call, int64_t* next) {
+        for (const int64_t ticket = __atomic_fetch_add(next, 1, __ATOMIC_RELAXED); taken <= ticket && end < call.m; ++taken) {
+            first = end;
+            end = at_most(first + round_up(at_least((call.m - first) / (2 * call.threads), PIECE), COLUMNS), call.m);
+            if (taken == ticket) return ++taken, true;
+        }
+        return false;
+    }
+};
 
 // A float32 that is read as its nearest bfloat16.
 struct Rounded {
@@ -43,6 +79,20 @@ inline V32 widen(const Rounded* p) {
     return (V32)((u & 0x7fffffff) > 0x7f800000 ? u | 0x400000 : nearest);
 }
 using tilegrad::ISA::widen;
+
+// SPAN registers of contiguous elements.
+template <class E>
+inline void widen_span(const E* p, V32 (&v)[SPAN]) {
+    for (int i = 0; i < SPAN; ++i) v[i] = widen(p + i * N);
+}
+
+#if defined(__aarch64__)  // zip runs on both vector pipes of a Neoverse N1, the shift of `widen` on one
+inline void widen_span(const BFloat16* p, V32 (&v)[SPAN]) {
+    const uint16x8_t bits = vld1q_u16(reinterpret_cast<const uint16_t*>(p)), zero = vdupq_n_u16(0);
+    v[0] = (V32)vzip1q_u16(zero, bits);
+    v[1] = (V32)vzip2q_u16(zero, bits);
+}
+#endif
 
 // The first n elements, then zeros.
 template <class E>
@@ -100,69 +150,86 @@ struct Product {
         return sizeof(X) == 2 ? float(BFloat16::of(b)) : b;
     }
 
-    // A tile of y: R rows from n on, C columns (rows of w) from m on. Columns after `last` read row `last` of w and are not
-    // written. Each step prefetches C cache lines of a later tile's rows of w, in the order of memory.
-    template <int R, int C>
-    static inline __attribute__((always_inline)) void stream_tile(const FixedOrder& call, int64_t n, int64_t m, int64_t last) {
-        constexpr int LINE = 64 / int(sizeof(W)), STEP = N > LINE ? N : LINE;
-        const int64_t whole = call.k - call.k % STEP, row_bytes = call.k * int64_t(sizeof(W));
-        const int64_t ahead = round_up(at_least(AHEAD / row_bytes, 1), C);
-        const X* x[R];
-        const W *w[C], *fetched = w_row(call, m + ahead < call.m ? m + ahead : m);
-        for (int r = 0; r < R; ++r) x[r] = x_row(call, n + r);
-        for (int c = 0; c < C; ++c) w[c] = w_row(call, at_most(m + c, last));
-        V32 acc[R][C] = {};
+    // acc[r][at + c] = the partial sums of row r of x and row m + c of w, c < C. A row of w after `last` is replaced by `last`.
+    // Each step prefetches as many cache lines as it reads, in the order of memory.
+    template <int R, int C, class E>
+    static inline __attribute__((always_inline)) void stream_tile(
+        const FixedOrder& call, const E* x0, int64_t stride, int64_t m, int64_t last, V32 (&acc)[R][COLUMNS], int at) {
+        constexpr int LINE = 64 / int(sizeof(W)), STEP = SPAN * N > LINE ? SPAN * N : LINE;
+        const int64_t whole = call.k - call.k % STEP;
+        const E* x[R];
+        const W *w[C], *fetched = w_row(call, m) + (C == 1 ? AHEAD_IN_ROW : AHEAD) / int64_t(sizeof(W));
+        V32 sum[R][C];
+        UNROLL for (int r = 0; r < R; ++r) x[r] = x0 + r * stride;
+        UNROLL for (int c = 0; c < C; ++c) w[c] = w_row(call, at_most(m + c, last));
+        UNROLL for (int r = 0; r < R; ++r)
+            UNROLL for (int c = 0; c < C; ++c) sum[r][c] = V32{};
         int64_t i = 0;
         for (; i < whole; i += STEP, fetched += C * STEP) {
-#pragma GCC unroll 8
-            for (int c = 0; c < C; ++c) __builtin_prefetch(fetched + c * STEP);
-#pragma GCC unroll 8
-            for (int u = 0; u < STEP; u += N) {
-                V32 xi[R];
-                for (int r = 0; r < R; ++r) xi[r] = widen(x[r] + i + u);
-                for (int c = 0; c < C; ++c) {
-                    const V32 wi = widen(w[c] + i + u);
-                    for (int r = 0; r < R; ++r) acc[r][c] += xi[r] * wi;
+            UNROLL for (int line = 0; line < C * STEP; line += LINE) __builtin_prefetch(fetched + line);
+            UNROLL for (int u = 0; u < STEP; u += SPAN * N) {
+                V32 wi[C][SPAN], xi[R];
+                UNROLL for (int v = 0; v < SPAN; ++v) {
+                    UNROLL for (int r = 0; r < R; ++r) xi[r] = widen(x[r] + i + u + v * N);
+                    UNROLL for (int c = 0; c < C; ++c) {
+                        if (v == 0) widen_span(w[c] + i + u, wi[c]);
+                        UNROLL for (int r = 0; r < R; ++r) sum[r][c] += xi[r] * wi[c][v];
+                    }
                 }
             }
         }
         for (; i < call.k; i += N) {
             const int64_t left = call.k - i;
-            V32 xi[R];
-            for (int r = 0; r < R; ++r) xi[r] = left < N ? widen_part(x[r] + i, left) : widen(x[r] + i);
-            for (int c = 0; c < C; ++c) {
+            UNROLL for (int c = 0; c < C; ++c) {
                 const V32 wi = left < N ? widen_part(w[c] + i, left) : widen(w[c] + i);
-                for (int r = 0; r < R; ++r) acc[r][c] += xi[r] * wi;
+                UNROLL for (int r = 0; r < R; ++r) sum[r][c] += (left < N ? widen_part(x[r] + i, left) : widen(x[r] + i)) * wi;
             }
         }
-        for (int r = 0; r < R; ++r)
-            for (int c = 0; c < C; c += 4)
-                put(call, n + r, m + c, at_most(4, last + 1 - m - c),
-                    sums(acc[r][c], acc[r][c + 1], acc[r][c + 2], acc[r][c + 3]));
+        UNROLL for (int r = 0; r < R; ++r)
+            UNROLL for (int c = 0; c < C; ++c) acc[r][at + c] = sum[r][c];
     }
 
-    template <int R, int C>
-    static __attribute__((noinline)) void stream_rows(const FixedOrder& call, int64_t n, int64_t m, int64_t last) {
-        stream_tile<R, C>(call, n, m, last);
+    // R rows of y from n on, COLUMNS columns from m on, as far as `last`. x: row n of x.
+    template <int R, class E>
+    static __attribute__((noinline)) void stream_rows(
+        const FixedOrder& call, const E* x, int64_t stride, int64_t n, int64_t m, int64_t last) {
+        constexpr int C = together<W>(R);
+        V32 acc[R][COLUMNS];
+        for (int c = 0; c < COLUMNS; c += C) stream_tile<R, C>(call, x, stride, at_most(m + c, last), last, acc, c);
+        for (int r = 0; r < R; ++r)
+            put(call, n + r, m, at_most(COLUMNS, last + 1 - m), sums(acc[r][0], acc[r][1], acc[r][2], acc[r][3]));
+    }
+
+    // x: the rows of x, as they are or in float32.
+    template <class E>
+    static void stream_pieces(const FixedOrder& call, const E* x, int64_t stride, int64_t* next) {
+        for (Piece piece; piece.take(call, next);)
+            for (int64_t m = piece.first, last = piece.end - 1; m <= last; m += COLUMNS)
+                for (int64_t n = 0; n < call.n; n += ROWS) {
+                    const E* from = x + n * stride;
+                    switch (at_most(ROWS, call.n - n)) {
+                        case 1: stream_rows<1>(call, from, stride, n, m, last); break;
+                        case 2: stream_rows<2>(call, from, stride, n, m, last); break;
+                        case 3: stream_rows<3>(call, from, stride, n, m, last); break;
+#if defined(__AVX512F__) || defined(__aarch64__)
+                        case 4: stream_rows<4>(call, from, stride, n, m, last); break;
+                        case 5: stream_rows<5>(call, from, stride, n, m, last); break;
+                        case 6: stream_rows<6>(call, from, stride, n, m, last); break;
+#endif
+                    }
+                }
+    }
+
+    static __attribute__((noinline)) void stream_wide(const FixedOrder& call, int64_t* next) {
+        float x[WIDE];
+        for (int64_t n = 0; n < call.n; ++n) pack<1>(x + n * call.k, x_row(call, n), call.x.stride, 1, call.k);
+        stream_pieces(call, x, call.k, next);
     }
 
     static void stream(const FixedOrder& call, int64_t* next) {
-        const int64_t pieces = call.threads * 4;
-        const int64_t size = at_most(STREAMED, round_up((call.m + pieces - 1) / pieces, COLUMNS));
-        for (int64_t first; (first = __atomic_fetch_add(next, size, __ATOMIC_RELAXED)) < call.m;) {
-            const int64_t last = at_most(first + size, call.m) - 1;
-            for (int64_t m = first; m <= last; m += COLUMNS)
-                for (int64_t n = 0; n < call.n; n += ROWS) switch (at_most(ROWS, call.n - n)) {
-                        case 1: stream_rows<1, COLUMNS>(call, n, m, last); break;
-                        case 2: stream_rows<2, COLUMNS>(call, n, m, last); break;
-                        case 3: stream_rows<3, COLUMNS>(call, n, m, last); break;
-#if defined(__AVX512F__) || defined(__aarch64__)
-                        case 4: stream_rows<4, COLUMNS>(call, n, m, last); break;
-                        case 5: stream_rows<5, COLUMNS>(call, n, m, last); break;
-                        case 6: stream_rows<6, COLUMNS>(call, n, m, last); break;
-#endif
-                    }
-        }
+        if constexpr (sizeof(X) == 2)
+            if (call.n * call.k <= WIDE && call.k % N == 0) return stream_wide(call, next);
+        stream_pieces(call, x_row(call, 0), call.x.stride, next);
     }
 
     // to[i][r] = register i of row r if r < rows, else zeros

@@ -31,11 +31,19 @@ struct NormOf {
     static E* row(const Rows& x, int64_t r) { return reinterpret_cast<E*>(x.data) + r * x.stride; }
     static const P* params(const char* p) { return reinterpret_cast<const P*>(p); }
 
+    // to = x + f
+    static const E* sum(const E* x, const E* f, E* to, int64_t c) {
+        int64_t i = 0;
+        for (; i + N <= c; i += N) narrow(to + i, widen(x + i) + widen(f + i));
+        for (; i < c; ++i) convert(to[i], float(x[i]) + float(f[i]));
+        return to;
+    }
+
     static void fwd(const Norm& call, int64_t begin, int64_t end) {
         const int64_t c = call.c;
         const P *w = params(call.w), *b = params(call.b);
         for (int64_t r = begin; r < end; ++r) {
-            const E* x = row(call.x, r);
+            const E* x = call.f.data ? sum(row(call.x, r), row(call.f, r), row(call.x1, r), c) : row(call.x, r);
             E* y = row(call.y, r);
             float mean = call.mean && !call.eps ? call.mean[r] : 0.0f;
             if (call.mean && call.eps) {

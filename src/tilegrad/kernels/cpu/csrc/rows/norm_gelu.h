@@ -19,6 +19,7 @@ struct Norm {
     char *w, *b;
     float *mean, *rstd, *dw, *db;
     double eps;                         // forward; 0: mean and rstd are inputs
+    Rows f, x1;                         // forward: x1 = x + f replaces x; x1 may be x
 };
 
 // kernels/activation: h, up, a, da, dh (n)
