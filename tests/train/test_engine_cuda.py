@@ -93,8 +93,8 @@ def test_the_captured_step_has_the_bits_of_the_uncaptured_one(config: ModelConfi
         losses = [e.step([x for x, _ in batches], [y for _, y in batches], rate) for e in (captured, plain_)]
         assert losses[0] == losses[1], i
     assert equal(captured.tensors(), plain_.tensors())
-    assert captured._device_steps[((4, 64),) * parts].captured.graph is not None
-    assert plain_._device_steps[((4, 64),) * parts].captured.graph is None
+    assert captured._device_steps[((4, 64),) * parts, None].captured.graph is not None
+    assert plain_._device_steps[((4, 64),) * parts, None].captured.graph is None
 
 
 def test_a_nan_after_any_op_inside_the_graph_changes_nothing() -> None:
@@ -224,7 +224,7 @@ def test_one_graph_serves_every_packing_with_the_bits_of_the_uncaptured_step(nam
         assert losses[0] == losses[1], i
     assert equal(captured.tensors(), plain_.tensors())
     assert len(captured._device_steps) == 1
-    assert captured._device_steps[((4, 200),) * 2].captured.graph is not None
+    assert captured._device_steps[((4, 200),) * 2, None].captured.graph is not None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -269,7 +269,7 @@ def test_nothing_is_allocated_for_other_packings_and_the_bytes_are_planned() -> 
     for x, y, ends in batches:
         engine.submit(x, y, 1e-3, cu_seqlens=ends)
     assert len(engine.finished(wait=True)) == 8 and torch.cuda.memory_stats()["allocation.all.allocated"] == count
-    staged = engine._device_steps[((4, 200),)].staged.buffer.nbytes + 4 * 200  # and a bool for each target
+    staged = engine._device_steps[((4, 200),), None].staged.buffer.nbytes + 4 * 200  # and a bool for each target
     assert unplanned_bytes(engine.spec)["the batch as it is staged"] == staged - 8  # the learning rate
 
 
