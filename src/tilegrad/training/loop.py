@@ -322,13 +322,13 @@ class Run:
             self.engine.window = cast(int | None, stage.window)
 
     def _log_stage(self) -> None:
-        """Log the stage of the next step if it begins there."""
+        """Log the stage of the next step if it begins with that step, which counts from 1 in the log."""
         stages, step = self.config.train.stages, self.engine.steps
         if stages and step in begins(stages):
             number = stage_of(stages, step)
             values = {name: value for name, value in asdict(stages[number]).items() if name != "steps"}
-            self.metrics.log(step, "stage", {"stage": number + 1, **values})
-            self.metrics.emit("stage", {"step": step, "stage": number + 1, "stages": len(stages), **values})
+            self.metrics.log(step + 1, "stage", {"stage": number + 1, **values})
+            self.metrics.emit("stage", {"step": step + 1, "stage": number + 1, "stages": len(stages), **values})
 
     def _step(self) -> None:
         """Submit a step, and record those that are done."""

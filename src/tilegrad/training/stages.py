@@ -78,9 +78,10 @@ def resolved_stages(
         if stage.seq_len and seq_len % stage.seq_len:
             raise refuse("seq_len", f"a divisor of the run's own, {seq_len}, because windows are cut into equal pieces")
         own: object = stage.window
-        if own is not None and own != "model" and not is_count(own, model.block_size):
+        model_has = own == model.window and not isinstance(own, bool)
+        if own is not None and own != "model" and not model_has and not is_count(own, model.block_size):
             raise refuse("window", f"'none', 'model', or an int ≥ 1, at most block_size, {model.block_size}")
-        if own not in ("model", model.window) and model.window_layers == ():
+        if own != "model" and not model_has and model.window_layers == ():
             raise refuse("window", "none of its own, because window_layers is [] and no block has a window")
         out.append(
             replace(
@@ -135,4 +136,4 @@ def steps_of_epochs(
                 "the last stage, or more epochs"
             )
     last = stages[-1] if stages else Stage(None, batch_size, seq_len)
-    return -(-rows * (seq_len // last.seq_len) // (last.batch_size * gradient_accumulation))
+    return begins(stages)[-1] + -(-rows * (seq_len // last.seq_len) // (last.batch_size * gradient_accumulation))
