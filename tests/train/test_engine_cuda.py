@@ -197,6 +197,27 @@ def test_the_compute_copies_are_the_params_rounded() -> None:
         assert p.value.dtype == torch.bfloat16 and torch.equal(p.value, p.master.bfloat16()), name
 
 
+STAGES = [(2, 64, 9), (4, 32, None), (1, 64, 40), (4, 64, 40)]  # batch_size, seq_len and window of each
+
+
+@pytest.mark.parametrize("head", [16, 64])  # heads of 64: hopper on Hopper GPUs
+def test_each_stage_has_a_graph_of_its_own_in_one_plan(head: int) -> None:
+    config = replace(LLAMA, n_embd=4 * head, block_size=64, window=40)
+    captured, plain_ = (
+        Engine(config, 4, 64, device="cuda", capture=capture, windows=(9, None)) for capture in (True, False)
+    )
+    for i in range(16):
+        b, t, window = STAGES[i // 4]
+        captured.window = plain_.window = window
+        given = batch(config, b, t, seed=i)
+        assert captured.step(*given, 1e-3) == plain_.step(*given, 1e-3), i
+        assert captured.evaluate(*given) == plain_.evaluate(*given), i
+    assert equal(captured.tensors(), plain_.tensors())
+    assert [*captured._device_steps] == [(((b, t),), window) for b, t, window in STAGES]
+    assert all(step.captured.graph is not None for step in captured._device_steps.values())
+    assert captured.arenas.nbytes == captured.plan.peak_bytes
+
+
 # ── packed rows ──
 
 PACKED = {
