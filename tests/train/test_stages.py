@@ -20,6 +20,9 @@ from tilegrad.cli import main
 from tilegrad.cli.progress import _message
 from tilegrad.data.batches import Batches, Windows
 from tilegrad.dist.mesh import Mesh
+from tilegrad.engine.spec import StepSpec
+from tilegrad.kernels.attention.qkv import qkv_attention_workspace
+from tilegrad.model import attention
 from tilegrad.training.checkpoint import latest_checkpoint, load_checkpoint
 from tilegrad.training.config import DataConfig, RunConfig, TrainConfig
 from tilegrad.training.log import read_log
@@ -41,15 +44,15 @@ def read(batches: Batches, sizes: list[tuple[int, int]]) -> list[list[Any]]:
 
 
 @pytest.mark.parametrize("count", [83, 90, 96, 97])
-@pytest.mark.parametrize("seq_len", [16, 8, 4, 1])
-def test_pieces_of_windows_have_each_token_once_in_an_epoch(count: int, seq_len: int) -> None:
+@pytest.mark.parametrize(("batch_size", "seq_len"), [(2, 16), (2, 8), (1, 4), (2, 4), (1, 1), (3, 1)])
+def test_pieces_of_windows_have_each_token_once_in_an_epoch(count: int, batch_size: int, seq_len: int) -> None:
     """The last window is whole or short; in a short one some pieces are empty, and no batch is."""
     batches = Batches(Windows(np.arange(count), 16), 2, seed=3)
-    batches.resize(2, seq_len)
+    batches.resize(batch_size, seq_len)
     seen: list[int] = []
     while batches.position[0] == 0 and batches.position[1] < 6:
         targets = batches.next()[1]
-        assert targets.shape == (2, seq_len) and (targets >= 0).any()
+        assert targets.shape == (batch_size, seq_len) and (targets >= 0).any()
         seen += targets[targets >= 0].tolist()
     assert sorted(seen) == list(range(1, count)) and batches.tokens_read == count - 1
 
@@ -145,6 +148,23 @@ def again(other: Engine, engine: Engine, x: torch.Tensor, y: torch.Tensor) -> fl
 def test_windows_that_no_engine_has_are_refused(windows: Any) -> None:
     with pytest.raises(ValueError, match=r"windows: got .*; accepted: a sequence of ints ≥ 1, or None for no window"):
         Engine(CONFIG, 2, 8, windows=windows)
+
+
+def test_scratch_is_that_of_the_window_that_needs_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel may need other buffers with one window than with another, as hopper does."""
+    genuine = qkv_attention_workspace
+
+    def workspace(*given: Any, **options: Any) -> Any:
+        left = 99 if given[7].window is None else given[7].window[0] + 1
+        return genuine(*given, **options) | {"wide": ((left,), torch.int32), f"only{left}": ((1,), torch.int32)}
+
+    monkeypatch.setattr(attention, "qkv_attention_workspace", workspace)
+    spec = StepSpec(QWEN3, 2, 8, torch.float32, torch.device("cpu"), windows=(2, 7))
+    for window in ("model", 2, 7):
+        plain, windowed = (block.attention.backward_scratch for block in spec.declare(window=window).blocks)
+        assert plain["wide"].shape == (99,) and {"only99"} == {name for name in plain if name.startswith("only")}
+        assert windowed["wide"].shape == (7,) and {"only2", "only7"} <= windowed.keys()
+        assert ("only5" in windowed) == (window == "model"), "the plan has all of them"
 
 
 def test_a_plan_without_other_windows_is_as_it_was() -> None:
