@@ -207,7 +207,7 @@ def test_a_run_resumes_to_the_bit_within_each_stage_and_at_its_end(run: RunConfi
     run = replace(run, train=replace(run.train, checkpoint_interval=1))
     whole = train(run, tmp_path / "whole", show=lambda event, numbers: events.append((event, dict(numbers))))
     end = last(tmp_path / "whole")
-    for step in (1, 2, 4, 6):
+    for step in (1, 2, 4):
         checkpoint = next((tmp_path / "whole" / "checkpoints").glob(f"*-step-{step}"))
         again = train({"train": {"checkpoint_interval": 0}}, None, resume=checkpoint)
         found = last(tmp_path / "whole")
@@ -240,7 +240,7 @@ def test_the_window_of_a_stage_counts(run: RunConfig, tmp_path: Path) -> None:
 def test_stages_that_change_nothing_change_no_bit(run: RunConfig, tmp_path: Path) -> None:
     same: Any = ({"steps": 3}, {"steps": 2, "window": "model"}, {})
     for name, stages in (("none", ()), ("same", same)):
-        train(replace(run, train=replace(run.train, stages=stages)), tmp_path / name)
+        train(replace(run, train=replace(run.train, stages=stages, eval_interval=0)), tmp_path / name)
     a, b = last(tmp_path / "none"), last(tmp_path / "same")
     assert equal(a.tensors, b.tensors) and a.state["data"] == b.state["data"]
 
