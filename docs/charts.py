@@ -1,7 +1,8 @@
-"""The README's two charts, drawn from the dated results: python docs/charts.py
+"""The README's two charts, drawn from the dated results, and the schedules of docs/training.md: python docs/charts.py
 
 docs/figures/training.svg    tokens/s and memory of a training step, against compiled PyTorch
 docs/figures/attention.svg   speed of attention by head dimension, against FlashAttention-4 and cuDNN
+docs/figures/schedules.svg   the learning rate over the steps, by schedule
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import geometric_mean, median
-from typing import Any
+from typing import Any, get_args
+
+from tilegrad.training.schedule import DECAYS_LAST, Schedule, learning_rate
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "benchmarks"
@@ -28,6 +31,9 @@ text { font: 13px system-ui, sans-serif; fill: #1f2328; } .small { font-size: 11
   text { fill: #e6edf3; } .small { fill: #9198a1; } .ours { fill: #4aa8c7; }
   .axis { stroke: #9198a1; } .range { stroke: #e6edf3; }
 }"""
+LINES = """
+.line { stroke: #1f6f8b; stroke-width: 2; fill: none; } .guide { stroke: #59636e; stroke-dasharray: 3 3; }
+@media (prefers-color-scheme: dark) { .line { stroke: #4aa8c7; } .guide { stroke: #9198a1; } }"""
 LABEL, ROW, BAR = 190, 24, 12
 
 
@@ -87,6 +93,40 @@ def attention() -> str:
     return drawn(title, names, columns, ATTENTION)
 
 
+def schedules() -> str:
+    """A panel for each schedule: 100 steps, of which 10 are the warm-up, and 20 the decay of wsd and trapezoid."""
+    wide, left, top, tall = 226, 62, 56, 120
+    scale = wide - 24
+    title = "The learning rate over 100 steps: 10 of warm-up, min_learning_rate a tenth of the peak, decay_steps 20"
+    floor = top + tall * 0.9
+    parts = [f'<text class="head" x="8" y="20">{html.escape(title)}</text>']
+    for name, y in (("peak", top), ("minimum", floor)):
+        parts.append(f'<text class="small" x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{name}</text>')
+    for column, name in enumerate(get_args(Schedule)):
+        x0 = left + column * wide
+        decay = 20 if name in DECAYS_LAST else 0
+        shape: dict[str, Any] = {"peak": 1.0, "floor": 0.1, "warmup_steps": 10, "total_steps": 100}
+        rates = [learning_rate(step, schedule=name, decay_steps=decay, **shape) for step in range(100)]
+        points = [f"{x0 + scale * i / 99:.1f},{top + tall * (1 - rate):.1f}" for i, rate in enumerate(rates)]
+        parts.append(f'<text x="{x0}" y="44">{name}</text>')
+        for y in (top, floor):
+            parts.append(f'<line class="guide" x1="{x0}" x2="{x0 + scale}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<line class="axis" x1="{x0}" x2="{x0 + scale}" y1="{top + tall}" y2="{top + tall}"/>')
+        parts.append(f'<polyline class="line" points="{" ".join(points)}"/>')
+        for step in (0, 50, 100):
+            x = x0 + scale * step / 100
+            parts.append(f'<text class="small" x="{x:.1f}" y="{top + tall + 16}" text-anchor="middle">{step}</text>')
+    described = "Four curves rise to the peak in the warm-up. Cosine and linear fall from there to the last step. "
+    described += "wsd and trapezoid stay at the peak and fall in the last 20 steps, wsd fastest at first."
+    return svg(title, described, parts, top + tall + 28, STYLE + LINES)
+
+
+def svg(title: str, described: str, parts: list[str], tall: int, style: str = STYLE) -> str:
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 960 {tall}" width="960" height="{tall}">'
+    about = f"<title>{html.escape(title)}</title><desc>{html.escape(described)}</desc><style>{style}</style>"
+    return "\n".join([head + about, *parts, "</svg>", ""])
+
+
 def drawn(title: str, names: list[str], panels: list[Panel], source: str) -> str:
     """Rows of bars; the vertical line is the peer, 1."""
     wide = (960 - LABEL) // len(panels)
@@ -114,11 +154,10 @@ def drawn(title: str, names: list[str], panels: list[Panel], source: str) -> str
         f"{name}: " + ", ".join(f"{panel.title} {panel.bars[i].value:.2f}" for panel in panels)
         for i, name in enumerate(names)
     )
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 960 {tall}" width="960" height="{tall}">'
-    about = f"<title>{html.escape(title)}</title><desc>{html.escape(described)}</desc><style>{STYLE}</style>"
-    return "\n".join([head + about, *parts, "</svg>", ""])
+    return svg(title, described, parts, tall)
 
 
 if __name__ == "__main__":
     (HERE / "figures" / "training.svg").write_text(training(), encoding="utf-8")
     (HERE / "figures" / "attention.svg").write_text(attention(), encoding="utf-8")
+    (HERE / "figures" / "schedules.svg").write_text(schedules(), encoding="utf-8")

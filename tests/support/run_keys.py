@@ -67,6 +67,9 @@ KEYS: dict[str, tuple[str, ...]] = {
     "train.patience": ("0", "7"),  # more evaluations than a run has, so that none ends early
     "train.init": ("none", '"weights"'),  # a folder of weights of the same model
     "train.freeze": ("[]", '"wte.*"', '["blocks.*.ln?.*", "ln_f.*"]'),
+    "train.schedule": ('"cosine"', '"linear"', '"wsd"', '"trapezoid"'),
+    "train.decay_steps": (ABSENT, "-1", "0", "2"),
+    "train.stages": ("[]", "[{steps = 1, batch_size = 1, window = 3}, {}]", '[{steps = 2, seq_len = 8}, {window = "none"}]'),
     "optimizer.name": ('"adamw"', '"muon"'),
     "optimizer.momentum": (ABSENT, "0.5"),
     "optimizer.nesterov": (ABSENT, "false"),
@@ -154,6 +157,15 @@ REFUSED: Mapping[tuple[str, ...], Rule] = {  # which values of these keys are re
     ("model.vocab_size", "data.tokenizer"): lambda size, tokenizer: tokenizer == '"tokenizer.json"' and size == "256",
     ("model.vocab_size", "data.tokenizer", "data.bpe_vocab_size"): lambda size, tokenizer, bpe: (
         tokenizer == '"bpe"' and int(size) < int(bpe)
+    ),
+    ("train.decay_steps", "train.schedule"): lambda decay, schedule: (
+        decay in ("0", "2") and schedule in ('"cosine"', '"linear"')
+    ),
+    ("train.stages", "train.seq_len"): lambda stages, seq_len: "seq_len" in stages and seq_len == "9",
+    ("train.stages", "data.packing"): lambda stages, packing: "seq_len" in stages and packing == "true",
+    ("train.stages", "model.window_layers"): lambda stages, layers: "= 3" in stages and layers == "[]",
+    ("train.stages", "model.window_layers", "model.window"): lambda stages, layers, window: (
+        "none" in stages and layers == "[]" and window != "none"
     ),
     ("train.invariant", "train.dtype"): lambda invariant, dtype: invariant == "true" and dtype == '"float64"',
     **{

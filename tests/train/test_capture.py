@@ -41,6 +41,23 @@ def test_the_program_of_a_device_step_trains_as_the_engine_does(config: ModelCon
     assert equal(a.tensors(), b.tensors())
 
 
+def test_each_window_and_each_shape_has_a_device_step_of_its_own() -> None:
+    a, b = (Engine(DROPOUT, 2, 8, windows=(2, 5)) for _ in range(2))
+    found = []
+    for i, (window, t) in enumerate([(2, 4), (5, 8), (None, 8), (2, 4), (5, 8)]):
+        given = Batch(*batch(DROPOUT, 2, t, seed=i))
+        a.window = b.window = window
+        loss = a.step(given.tokens, given.targets, 1 / 128)
+        step = b._device_step(((2, t),), STREAM)
+        step.staged.write([given], [step.models[0].draw_seeds(b.seed, b.draws)], 1 / 128)
+        step.program()
+        b.draws += 1
+        assert step.result[0].item() == pytest.approx(loss, rel=1e-6)
+        found.append(step)
+    assert equal(a.tensors(), b.tensors())
+    assert found[:2] == found[3:] and len({id(step) for step in found}) == 3
+
+
 def test_no_target_at_all_gives_no_gradient() -> None:
     engine, (tokens, targets) = Engine(CONFIG, 2, 8), batch(CONFIG, 2, 8)
     step = device_step(engine, [Batch(tokens, torch.full_like(targets, -1))], 1e-2)

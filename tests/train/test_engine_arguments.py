@@ -65,6 +65,7 @@ NUMBERS: dict[str, tuple[object, ...]] = {  # what decides about the numbers
     "freeze": ((), ("wte.*", "*.ln1.*")),
     "invariant": (False, True),
     "muon": (None, MuonConfig(), MuonConfig(0.6, nesterov=False, scale="rms", learning_rate_factor=0.5)),
+    "windows": ((), (2, 6), (None,)),  # steps have the first
 }
 NO_BIT: dict[str, tuple[object, ...]] = {  # what changes none of them; the first is the default
     "batch_size": (3, 4),
@@ -81,8 +82,8 @@ NO_BIT: dict[str, tuple[object, ...]] = {  # what changes none of them; the firs
     "way": ("gradients", "step", "submit", "forward"),
 }
 AXES = NUMBERS | NO_BIT
-PAIRS, ROWS = 2_008, 33
-ROWS_IN_CI, PAIRS_IN_CI = 13, 1_790
+PAIRS, ROWS = 2_203, 33
+ROWS_IN_CI, PAIRS_IN_CI = 13, 1_990
 
 
 def allowed(spec: Spec) -> bool:
@@ -98,9 +99,10 @@ def allowed(spec: Spec) -> bool:
 @functools.cache
 def least(
     name: str, dtype: torch.dtype | None, batch_size: int, seq_len: int, documents: int, lora: LoraConfig | None,
-    freeze: tuple[str, ...], invariant: bool, muon: MuonConfig | None,
+    freeze: tuple[str, ...], invariant: bool, muon: MuonConfig | None, windows: tuple[int | None, ...],
 ) -> int:  # fmt: skip
     how: Any = {"documents": documents, "lora": lora, "freeze": freeze, "invariant": invariant, "muon": muon}
+    how["windows"] = windows
     with pytest.raises(ValueError, match="memory_budget: got 1 bytes") as error:
         Engine(MODELS[name], batch_size, seq_len, dtype=dtype, memory_budget=1, **how)
     found = re.search(r"at least ([\d,]+)", str(error.value))
@@ -112,9 +114,11 @@ def engine_of(spec: Spec) -> Engine:
     given = {name: spec[name] for name in inspect.signature(Engine).parameters}
     if given["memory_budget"] == "least":
         names = ("model_config", "dtype", "batch_size", "seq_len", "documents", "lora", "freeze", "invariant", "muon")
-        given["memory_budget"] = least(*(spec[name] for name in names))
+        given["memory_budget"] = least(*(spec[name] for name in (*names, "windows")))
     given["mesh"] = Mesh("cpu", alone=True) if given["mesh"] else None
-    return Engine(**given | {"model_config": MODELS[spec["model_config"]]})
+    engine = Engine(**given | {"model_config": MODELS[spec["model_config"]]})
+    engine.window = (*spec["windows"], engine.config.window)[0]
+    return engine
 
 
 def step_of(spec: Spec, number: int) -> list[Batch]:
@@ -133,7 +137,7 @@ def gradients_of(engine: Engine, batches: list[Batch]) -> float:
 
 def check_gradients(engine: Engine, loss: float, spec: Spec, params: dict[str, Tensor], number: int) -> None:
     documents = [x for each in step_of(spec, number) for x in one_by_one(*each)]
-    want, exact = exact_gradients(engine.config, params, documents, spec["lora"])
+    want, exact = exact_gradients(replace(engine.config, window=engine.window), params, documents, spec["lora"])
     exact = {name: exact[name] for name in engine.grads}
     if engine.dtype == torch.bfloat16:
         assert loss == pytest.approx(want, rel=2e-2)

@@ -93,8 +93,8 @@ def test_the_captured_step_has_the_bits_of_the_uncaptured_one(config: ModelConfi
         losses = [e.step([x for x, _ in batches], [y for _, y in batches], rate) for e in (captured, plain_)]
         assert losses[0] == losses[1], i
     assert equal(captured.tensors(), plain_.tensors())
-    assert captured._device_steps[((4, 64),) * parts].captured.graph is not None
-    assert plain_._device_steps[((4, 64),) * parts].captured.graph is None
+    assert captured._device_steps[((4, 64),) * parts, None].captured.graph is not None
+    assert plain_._device_steps[((4, 64),) * parts, None].captured.graph is None
 
 
 def test_a_nan_after_any_op_inside_the_graph_changes_nothing() -> None:
@@ -197,6 +197,27 @@ def test_the_compute_copies_are_the_params_rounded() -> None:
         assert p.value.dtype == torch.bfloat16 and torch.equal(p.value, p.master.bfloat16()), name
 
 
+STAGES = [(2, 64, 9), (4, 32, None), (1, 64, 40), (4, 64, 40)]  # batch_size, seq_len and window of each
+
+
+@pytest.mark.parametrize("head", [16, 64])  # heads of 64: hopper on Hopper GPUs
+def test_each_stage_has_a_graph_of_its_own_in_one_plan(head: int) -> None:
+    config = replace(LLAMA, n_embd=4 * head, block_size=64, window=40)
+    captured, plain_ = (
+        Engine(config, 4, 64, device="cuda", capture=capture, windows=(9, None)) for capture in (True, False)
+    )
+    for i in range(16):
+        b, t, window = STAGES[i // 4]
+        captured.window = plain_.window = window
+        given = batch(config, b, t, seed=i)
+        assert captured.step(*given, 1e-3) == plain_.step(*given, 1e-3), i
+        assert captured.evaluate(*given) == plain_.evaluate(*given), i
+    assert equal(captured.tensors(), plain_.tensors())
+    assert [*captured._device_steps] == [(((b, t),), window) for b, t, window in STAGES]
+    assert all(step.captured.graph is not None for step in captured._device_steps.values())
+    assert captured.arenas.nbytes == captured.plan.peak_bytes
+
+
 # ── packed rows ──
 
 PACKED = {
@@ -224,7 +245,7 @@ def test_one_graph_serves_every_packing_with_the_bits_of_the_uncaptured_step(nam
         assert losses[0] == losses[1], i
     assert equal(captured.tensors(), plain_.tensors())
     assert len(captured._device_steps) == 1
-    assert captured._device_steps[((4, 200),) * 2].captured.graph is not None
+    assert captured._device_steps[((4, 200),) * 2, None].captured.graph is not None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -269,7 +290,7 @@ def test_nothing_is_allocated_for_other_packings_and_the_bytes_are_planned() -> 
     for x, y, ends in batches:
         engine.submit(x, y, 1e-3, cu_seqlens=ends)
     assert len(engine.finished(wait=True)) == 8 and torch.cuda.memory_stats()["allocation.all.allocated"] == count
-    staged = engine._device_steps[((4, 200),)].staged.buffer.nbytes + 4 * 200  # and a bool for each target
+    staged = engine._device_steps[((4, 200),), None].staged.buffer.nbytes + 4 * 200  # and a bool for each target
     assert unplanned_bytes(engine.spec)["the batch as it is staged"] == staged - 8  # the learning rate
 
 
@@ -299,7 +320,7 @@ def test_captured_steps_of_every_kind_have_the_bits_of_uncaptured_ones(name: str
         losses = [engine.step(tokens, targets, 1e-3) for engine in (captured, plain_)]
         assert losses[0] == losses[1], i
     assert equal(captured.tensors(), plain_.tensors()) and not equal(captured.tensors(), began)
-    assert captured._device_steps[((4, 96),) * 2].captured.graph is not None
+    assert captured._device_steps[((4, 96),) * 2, None].captured.graph is not None
 
 
 @pytest.mark.parametrize("name", TRAINED)

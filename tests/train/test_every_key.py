@@ -40,9 +40,9 @@ from tilegrad.training.keys import keys
 from tilegrad.training.schedule import learning_rate
 from tilegrad.training.sections import read_toml, run_from, settled
 
-PAIRS, ROWS = 21_276, 57  # of values that go together, and runs that have all of them, from seed 0
-PAIRS_IN_CI, ROWS_IN_CI, EXPORTED_IN_CI = 15_300, 8, 2
-REFUSALS = 115  # combinations that are refused
+PAIRS, ROWS = 23_608, 58  # of values that go together, and runs that have all of them, from seed 0
+PAIRS_IN_CI, ROWS_IN_CI, EXPORTED_IN_CI = 17_200, 8, 2
+REFUSALS = 125  # combinations that are refused
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +88,7 @@ def with_the_least_budget(row: Spec, file: Path) -> Spec:
     spec = StepSpec(
         run.model, t.batch_size, t.seq_len, DTYPES[t.dtype], device,
         documents=run.documents, invariant=t.invariant, lora=run.lora, freeze=t.freeze, muon=run.muon,
+        windows=run.windows,
     )  # fmt: skip
     with pytest.raises(ValueError, match="memory_budget: got 1 bytes; accepted: at least") as error:
         choose_recompute(spec, 1)

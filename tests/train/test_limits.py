@@ -26,7 +26,8 @@ from tilegrad.training.sections import run_from
 KEYS = {
     "model": ("n_layer", "vocab_size", "block_size", "n_head", "n_embd", "ffn_dim", "n_kv_head", "window", "head_size"),
     "train": ("steps", "batch_size", "gradient_accumulation", "seq_len", "eval_interval", "keep_checkpoints", "seed",
-              "warmup_steps", "eval_batches", "checkpoint_interval", "log_interval", "sample_tokens", "epochs", "patience"),
+              "warmup_steps", "decay_steps", "eval_batches", "checkpoint_interval", "log_interval", "sample_tokens",
+              "epochs", "patience"),
     "data": ("bpe_vocab_size", "documents"),
 }  # fmt: skip
 

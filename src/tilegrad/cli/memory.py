@@ -49,7 +49,8 @@ def _plan(args: argparse.Namespace) -> int:
     spec = StepSpec(
         run.model, t.batch_size, t.seq_len, DTYPES[t.dtype], device,
         linear=t.linear, deterministic=t.deterministic or t.device == "cpu", invariant=t.invariant, world=args.world_size,
-        documents=run.documents, lora=run.lora, freeze=t.freeze, muon=run.muon, **sharding_of(args),
+        documents=run.documents, lora=run.lora, freeze=t.freeze, muon=run.muon, windows=run.windows,
+        **sharding_of(args),
     )  # fmt: skip
     check_spec(spec)
     largest, largest_sentence = _largest_batch(spec, t.memory_budget) if args.fit else ({}, "")

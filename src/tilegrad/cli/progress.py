@@ -59,6 +59,10 @@ def _message(event: str, n: Numbers) -> str | None:
         return str(n["doing"])
     if event == "data":
         return described(n)
+    if event == "stage":
+        window = "no window" if n["window"] is None else f"a window of {n['window']:,}"
+        batch = f"batches of {n['batch_size']:,} × {n['seq_len']:,} tokens, {window}"
+        return f"step {n['step']:>6,}  stage {n['stage']} of {n['stages']} begins: {batch}"
     if event == "early":
         return f"step {n['step']:>6,}  ended early: {n['reason']}"
     if event == "validation":

@@ -3,13 +3,16 @@
 A row is a window of a text, or several documents (packing.py). Window w has inputs tokens[wT : wT + T] and targets
 tokens[wT + 1 : wT + T + 1]. Neighbouring windows share one token, so in an epoch every token except the first is a target
 once. The last window may be shorter: it is padded with token 0 and target −1, which the loss ignores.
+
+Shorter windows, of T/k tokens, are the k pieces of windows: piece j of window w is window w·k + j of that length. They are read
+piece by piece from batch_size windows at a time: k batches, of which batch j has piece j of each window.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol, TypedDict
+from typing import NotRequired, Protocol, TypedDict
 
 import numpy as np
 import torch
@@ -57,13 +60,14 @@ class Windows:
             piece = torch.from_numpy(
                 self.tokens[window * self.seq_len : (window + 1) * self.seq_len + 1].astype(np.int64)
             )
-            inputs[row, : len(piece) - 1] = piece[:-1]
-            targets[row, : len(piece) - 1] = piece[1:]
+            length = max(len(piece) - 1, 0)  # 0: a piece after the end of the text
+            inputs[row, :length] = piece[:-1]
+            targets[row, :length] = piece[1:]
         return inputs, targets, None
 
     def count(self, rows: Iterable[Row]) -> int:
         begin = np.concatenate([*rows, np.zeros(0, np.int64)]) * self.seq_len
-        return int(np.minimum(len(self.tokens) - 1 - begin, self.seq_len).sum())
+        return int(np.clip(len(self.tokens) - 1 - begin, 0, self.seq_len).sum())
 
     def sha256(self) -> str:
         return tokens_sha256(self.tokens)
@@ -74,6 +78,10 @@ class BatchesState(TypedDict):
 
     epoch: int
     index: int
+    piece: NotRequired[
+        int
+    ]  # the next piece of the rows from `index` on, if rows are read in pieces; older states lack it
+    tokens_read: NotRequired[int]  # likewise
     seed: int
     seq_len: int
     tokens_sha256: str  # of what the rows are made of
@@ -100,6 +108,7 @@ class Batches:
     """Endless batches for training: `next()` gives batch_size rows, in an order drawn for each epoch.
 
     A batch may span two epochs, so every batch has batch_size rows. `position` is (epoch, number of its rows already read).
+    `resize` changes the size of the batches that follow.
     """
 
     def __init__(self, rows: Rows, batch_size: int, *, seed: int = 0) -> None:
@@ -109,15 +118,17 @@ class Batches:
             raise ValueError(f"seed: got {seed}; accepted: at least 0")
         self.rows, self.batch_size, self.seed = rows, batch_size, seed
         self._sha256 = rows.sha256()
+        self._cut, self._pieces = rows, 1  # rows of the length that is read, and how many of them make one of `rows`
+        self._tokens_read = 0
         self._move(0, 0)
 
     @property
     def position(self) -> tuple[int, int]:
-        return self._epoch, self._index
+        return self._begin if self._piece else (self._epoch, self._index)
 
     @property
     def tokens_read(self) -> int:
-        """Tokens of all rows before the position, padding not counted."""
+        """Tokens that were read, padding not counted."""
         return self._tokens_read
 
     @property
@@ -131,17 +142,40 @@ class Batches:
             return epochs * len(self.rows.numbers)
         return sum(len(self.rows.order(self.seed, epoch)) for epoch in range(epochs))
 
+    def resize(self, batch_size: int, seq_len: int) -> None:
+        """Continue with batches (batch_size, seq_len). If the size changes, the unread pieces of windows are left out."""
+        if (batch_size, seq_len) == (self.batch_size, self._cut.seq_len):
+            return
+        cut = self.rows
+        if seq_len != cut.seq_len:
+            if not isinstance(cut, Windows) or cut.seq_len % seq_len:
+                raise ValueError(f"seq_len: got {seq_len}; accepted: {cut.seq_len}, or for windows a divisor of it")
+            cut = Windows(cut.tokens, seq_len, cut.numbers[:0])  # it only gathers
+        self.batch_size, self._cut, self._pieces, self._piece = batch_size, cut, self.rows.seq_len // seq_len, 0
+
     def next(self) -> Batch:
-        return self.rows.gather(self._pick())
+        return self._cut.gather(self._pick())
 
     def deal(self, count: int, rank: int, world: int) -> list[Batch]:
         """This rank's share of the next `count` batches: every world-th. The position is the same on all ranks, so a run
         may resume on any number of ranks."""
         picked = [self._pick() for _ in range(count)]
-        return [self.rows.gather(rows) for rows in picked[rank::world]]
+        return [self._cut.gather(rows) for rows in picked[rank::world]]
 
     def _pick(self) -> list[Row]:
-        """The next batch_size rows."""
+        """The next batch_size rows. Batches without a token, after the end of the text, are left out."""
+        while True:
+            if self._piece == 0:
+                self._begin, self._taken = self.position, self._take()
+            picked = [row * self._pieces + self._piece for row in self._taken] if self._pieces > 1 else self._taken
+            self._piece = (self._piece + 1) % self._pieces
+            tokens = self._cut.count(picked)
+            self._tokens_read += tokens
+            if tokens:
+                return picked
+
+    def _take(self) -> list[Row]:
+        """The next batch_size rows, not yet cut into pieces."""
         picked: list[Row] = []
         while len(picked) < self.batch_size:
             if self._index == len(self._order):
@@ -149,21 +183,24 @@ class Batches:
             more = self._order[self._index : self._index + self.batch_size - len(picked)]
             picked.extend(more)
             self._index += len(more)
-            self._tokens_read += self.rows.count(more)
         return picked
 
     def state(self) -> BatchesState:
         """The position as plain JSON; `restore` continues from it exactly."""
+        epoch, index = self.position
         return {
-            "epoch": self._epoch,
-            "index": self._index,
+            "epoch": epoch,
+            "index": index,
+            "piece": self._piece,
+            "tokens_read": self._tokens_read,
             "seed": self.seed,
             "seq_len": self.rows.seq_len,
             "tokens_sha256": self._sha256,
         }
 
     def restore(self, state: BatchesState) -> None:
-        """Continue where `state` was taken. batch_size may differ; tokens, seq_len and seed must be the same."""
+        """Continue where `state` was taken. Tokens, seq_len and seed must be the same. batch_size may differ between whole
+        rows; between pieces of rows, `resize` must have been called with the sizes at which the state was taken."""
         here = self.state()
         for name in ("seed", "seq_len", "tokens_sha256"):
             if state[name] != here[name]:
@@ -171,13 +208,19 @@ class Batches:
                     f"{name}: got {here[name]}; accepted: {state[name]}, as in the saved position: the order depends on it"
                 )
         self._move(state["epoch"], state["index"])
+        whole, part = self.rows.count(self._order), self.rows.count(self._order[: self._index])
+        self._tokens_read = state.get("tokens_read", self._epoch * whole + part)
+        piece = state.get("piece", 0)
+        if not 0 <= piece < self._pieces:
+            raise ValueError(f"piece: got {piece}; accepted: 0 … {self._pieces - 1}, because a row has {self._pieces}")
+        if piece:
+            self._begin, self._taken, self._piece = self.position, self._take(), piece
 
     def _move(self, epoch: int, index: int) -> None:
         order: Order = self.rows.order(self.seed, epoch) if epoch >= 0 else []
         if epoch < 0 or not 0 <= index <= len(order):
             raise ValueError(f"position: got ({epoch}, {index}); accepted: epoch ≥ 0, rows 0 … {len(order)}")
-        self._epoch, self._index, self._order = epoch, index, order
-        self._tokens_read = epoch * self.rows.count(order) + self.rows.count(order[:index])
+        self._epoch, self._index, self._piece, self._order = epoch, index, 0, order
 
 
 def batches_in_order(

@@ -69,6 +69,11 @@ def check_spec(spec: StepSpec) -> None:
         raise ValueError(
             f"freeze: got {shown(patterns)}; accepted: a sequence of patterns, such as ('wte.*', '*.bias')"
         )
+    windows: object = spec.windows
+    if not isinstance(windows, tuple) or not all(
+        window is None or is_count(window, MODEL_LIMITS["window"]) for window in windows
+    ):
+        raise ValueError(f"windows: got {shown(windows)}; accepted: a sequence of ints ≥ 1, or None for no window")
     if spec.lora is not None and not isinstance(spec.lora, LoraConfig):
         raise ValueError(f"lora: got {shown(spec.lora)}; accepted: None or a LoraConfig")
     if spec.muon is not None and not isinstance(spec.muon, MuonConfig):

@@ -64,6 +64,8 @@ class Engine:
 
     muon=MuonConfig(…) updates the matrices of the blocks by Muon (kernels/muon), and every other parameter by AdamW.
 
+    windows=(32, None, …) are attention windows that a training step may have instead of the model's: `window` chooses one.
+
     >>> import torch, tilegrad
     >>> config = tilegrad.ModelConfig(vocab_size=5, block_size=8, n_layer=1, n_head=2, n_embd=16)
     >>> engine = tilegrad.Engine(config, batch_size=2, seq_len=4)
@@ -97,6 +99,7 @@ class Engine:
         mesh: Mesh | None = None, shard: Shard = "optimizer", bucket_bytes: int = BUCKET_BYTES, context: int = 1,
         documents: int = 0, lora: LoraConfig | None = None, freeze: Sequence[str] = (), invariant: bool = False,
         muon: MuonConfig | None = None,
+        windows: Sequence[int | None] = (),
     ) -> None:  # fmt: skip
         check_device(str(device))
         mesh = Mesh(device, alone=True) if mesh is None else mesh
@@ -109,6 +112,7 @@ class Engine:
             world=mesh.world, shard=shard, bucket_bytes=bucket_bytes, context=context, documents=documents,
             lora=lora, freeze=tuple(freeze) if isinstance(freeze, list) else cast(tuple[str, ...], freeze),
             invariant=invariant, muon=muon,
+            windows=tuple(windows) if isinstance(windows, list) else cast(tuple[int | None, ...], windows),
         )  # fmt: skip
         check_spec(spec)
         self.spec = spec = replace(spec, recompute=choose_recompute(spec, memory_budget))
@@ -122,11 +126,12 @@ class Engine:
         self.arenas = Arenas(self.plan)
         self.ranks = make_strategy(spec, mesh, adamw, self.arenas.view)
         self.optimizer = self.ranks.optimizer
-        self._bound: dict[tuple[int, int, bool, bool], Transformer] = {}
+        self._bound: dict[tuple[int, int, bool, bool, int | None], Transformer] = {}
+        self._window = model_config.window
         self._threads = torch.get_num_threads()
         self._pending: Transformer | None = None  # the model of the last forward, until its backward
         self._total = self._count = 0
-        self._device_steps: dict[tuple[tuple[int, int], ...], DeviceStep] = {}
+        self._device_steps: dict[tuple[tuple[tuple[int, int], ...], int | None], DeviceStep] = {}
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._queue = StepQueue(self._stream) if self._stream is not None and mesh.world == 1 else None
         self._results: list[StepResult] = []
@@ -169,6 +174,23 @@ class Engine:
         """
         self._settle()
         return self.ranks.whole_params()
+
+    @property
+    def window(self) -> int | None:
+        """The attention window of training steps: the model's until another one of `windows` is assigned. Evaluation always
+        has the model's.
+
+        >>> engine.window is None
+        True
+        """
+        return self._window
+
+    @window.setter
+    def window(self, window: int | None) -> None:
+        accepted = list(dict.fromkeys((self.config.window, *self.spec.windows)))
+        if window not in accepted or isinstance(window, bool):
+            raise ValueError(f"window: got {window!r}; accepted: {', '.join(map(repr, accepted))}, as planned")
+        self._window = window
 
     # ── the step ──
 
@@ -374,9 +396,12 @@ class Engine:
     def _model(self, b: int, t: int, *, training: bool = True, accumulate: bool = True) -> Transformer:
         """The model bound to the beginning of every buffer, for b sequences, t tokens of each on this rank."""
         check_threads(self._threads, self.device)
-        key = b, t, training, accumulate
+        window = self._window if training else self.config.window
+        key = b, t, training, accumulate, window
         if key not in self._bound:
-            handles = self.spec.declare(self.ranks.context, b, t, training=training, accumulate=accumulate)
+            handles = self.spec.declare(
+                self.ranks.context, b, t, training=training, accumulate=accumulate, window=window
+            )
             self._bound[key] = bind(handles, self.ranks.view)
         return self._bound[key]
 
@@ -421,10 +446,11 @@ class Engine:
         return int(self.arenas.bytes["params"]._version)
 
     def _device_step(self, shapes: tuple[tuple[int, int], ...], stream: torch.cuda.Stream) -> DeviceStep:
-        if shapes not in self._device_steps:
+        key = shapes, self._window
+        if key not in self._device_steps:
             models = [self._model(b, t, accumulate=i > 0) for i, (b, t) in enumerate(shapes)]
-            self._device_steps[shapes] = DeviceStep(models, self.optimizer, stream)
-        return self._device_steps[shapes]
+            self._device_steps[key] = DeviceStep(models, self.optimizer, stream)
+        return self._device_steps[key]
 
     def _update(self, learning_rate: float) -> StepResult:
         """Update with the current gradients, and wait for the result."""

@@ -24,7 +24,8 @@ BUCKET_BYTES = 64 << 20
 class StepSpec:
     """The model, the largest batch, how it is computed, and the ranks: `world` of them, of which `context` share a sequence.
     `lora` adds adapters and freezes every other parameter. `freeze` has fnmatch patterns of the names of frozen parameters.
-    invariant: the bits of a row of the forward depend on the tokens of its sequence up to that row alone.
+    invariant: the bits of a row of the forward depend on the tokens of its sequence up to that row alone. `windows` are those
+    that a training step may have instead of the model's; None is no window.
 
     >>> import torch, tilegrad
     >>> from dataclasses import replace
@@ -51,15 +52,18 @@ class StepSpec:
     freeze: tuple[str, ...] = ()
     invariant: bool = False
     muon: MuonConfig | None = None  # None: AdamW for every parameter
+    windows: tuple[int | None, ...] = ()
 
     def declare(
         self, ranks: Ranks | None = None, batch_size: int | None = None, local_seq_len: int | None = None, *,
-        training: bool = True, accumulate: bool = True,
+        training: bool = True, accumulate: bool = True, window: int | Literal["model"] | None = "model",
     ) -> Transformer:  # fmt: skip
         """The model on handles, by default for the largest batch. `local_seq_len` is the number of tokens of each sequence
         on this rank. `ranks` share the sequences; without them the model can only be traced. Evaluation (training=False)
-        has no dropout and no float8."""
+        has no dropout and no float8. `window` is the model's or one of `windows`."""
         config, linear, lora = self.config, self.linear, self.lora
+        if window != "model" and window != config.window:
+            config = replace(config, window=window)
         if not training:
             config, linear = replace(config, dropout=0.0), "plain"
             lora = None if lora is None else replace(lora, dropout=0.0)
@@ -80,4 +84,5 @@ class StepSpec:
             lora=lora,
             freeze=self.freeze,
             invariant=self.invariant,
+            windows=self.windows,
         )

@@ -34,7 +34,7 @@ from ..kernels.cache_attention import (
 )
 from ..kernels.norm import norm_workspace, rmsnorm_bwd, rmsnorm_fwd
 from ..kernels.residual import zero_fwd
-from ..kernels.scratch import Form, Scratch, below
+from ..kernels.scratch import Form, Scratch, Shapes, below, larger
 from ..memory.types import BufferType
 from .config import ModelConfig
 from .layer import Buffer, Constant, Declare, Packed, Param
@@ -46,8 +46,12 @@ _TYPES = _SCORES | below("attention", _SCORES) | dict.fromkeys(BUFFERS, BufferTy
 
 
 def mask_of(config: ModelConfig, block: int, seed: Buffer | None = None) -> Mask:
-    window = config.window_of(block)
-    return Mask(causal=True, window=None if window is None else (window - 1, None), dropout_p=config.dropout, seed=seed)
+    return Mask(causal=True, window=_band(config.window_of(block)), dropout_p=config.dropout, seed=seed)
+
+
+def _band(window: int | None) -> tuple[int, None] | None:
+    """The keys before a token that it sees, as a mask has them."""
+    return None if window is None else (window - 1, None)
 
 
 def packed_mask(mask: Mask, packed: Packed, longest: int) -> Mask:
@@ -224,13 +228,19 @@ class AttentionLayer:
         mask = mask_of(c, block, seed if c.dropout else None)
         if at.packed:
             mask = packed_mask(mask, at.packed, t)
-        windowed = "_window" if c.window_layers is not None and mask.window else ""
+        windows = (c.window, *at.windows) if c.window_layers is None or block in c.window_layers else (None,)
+        bands = dict.fromkeys(map(_band, windows))
+        windowed = "_window" if c.window_layers is not None and any(bands) else ""
 
         def scratch(*, backward: bool) -> Scratch:
             form = (c.n_head, c.kv_heads, d, at.dtype, at.device)
-            shapes = qkv_attention_workspace(
-                b, t, *form, mask, backward=backward, deterministic=at.deterministic, group=at.context
-            )
+            shapes: Shapes = {}
+            for band in bands:
+                needed = qkv_attention_workspace(
+                    b, t, *form, replace(mask, window=band), backward=backward, deterministic=at.deterministic,
+                    group=at.context,
+                )  # fmt: skip
+                shapes = larger(shapes, needed)
             return at.scratch(f"attention{windowed}{'_bwd' if backward else ''}", shapes, _TYPES)
 
         projections = tuple(

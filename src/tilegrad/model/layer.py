@@ -111,6 +111,7 @@ class Declare:
     lora         adapters of the blocks' linear layers; every other parameter is frozen
     freeze       patterns of the names of frozen parameters, as fnmatch reads them
     invariant    the bits of a row of the forward depend on the tokens of its sequence up to that row alone
+    windows      windows that other programs on the same buffers have: attention's scratch is large enough for all
     cache        a program of a decoder: the prefill of packed prompts (documents > 0), or a step on one token of each sequence.
                  Every parameter is frozen
     scales       the scale states of tensors that are rounded to float8, by name
@@ -129,6 +130,7 @@ class Declare:
     lora: LoraConfig | None = None
     freeze: tuple[str, ...] = ()
     invariant: bool = False
+    windows: tuple[int | None, ...] = ()
     cache: CacheSize | None = None
     params: dict[str, Param] = field(default_factory=dict)
     scales: dict[str, Buffer] = field(default_factory=dict)

@@ -243,7 +243,7 @@ def declare(
     config: ModelConfig, b: int, t: int, dtype: torch.dtype, device: torch.device | str,
     recompute: Sequence[frozenset[Recomputed]] = (), *, accumulate: bool = True, linear: Linear = "plain",
     deterministic: bool = True, context: Ranks | None = None, documents: int = 0, lora: LoraConfig | None = None,
-    freeze: tuple[str, ...] = (), invariant: bool = False,
+    freeze: tuple[str, ...] = (), invariant: bool = False, windows: tuple[int | None, ...] = (),
 ) -> Transformer:  # fmt: skip
     """The model on handles, for b sequences of t tokens.
 
@@ -256,10 +256,11 @@ def declare(
     lora            adapters of the blocks' linear layers; every other parameter is frozen
     freeze          patterns of the names of frozen parameters; each must match at least one
     invariant       the bits of a row of the forward depend on the tokens of its sequence up to that row alone
+    windows         windows that other programs on the same buffers have; None: no window
     """
     at = Declare(
         config, b, t, dtype, torch.device(device), accumulate, linear, deterministic, context, documents, lora, freeze,
-        invariant,
+        invariant, windows,
     )  # fmt: skip
     model = declare_at(at, recompute)
     _check_frozen(model, freeze)

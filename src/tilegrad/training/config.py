@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 import torch
 
@@ -24,6 +24,8 @@ from ..model.transformer import declare
 from ..text.spelling import dtype_name
 from ..text.untrusted import shown
 from .loggers import LOGGERS
+from .schedule import DECAYS_LAST, Schedule
+from .stages import Stage, read_stages, resolved_stages
 
 Optimizer = Literal["adamw", "muon"]
 Values: TypeAlias = dict[str, Any]  # the keys of a section, with values as TOML and JSON have them
@@ -34,7 +36,7 @@ COUNTS = ("steps", "eval_batches", "keep_checkpoints", "sample_tokens", "patienc
 LIMITS = {  # the largest value of each key; docs/training.md gives the reasons
     **MODEL_LIMITS,
     **BATCH_LIMITS,
-    **dict.fromkeys((*COUNTS, *INTERVALS, "warmup_steps"), 10**9),
+    **dict.fromkeys((*COUNTS, *INTERVALS, "warmup_steps", "decay_steps"), 10**9),
     "gradient_accumulation": 1 << 16,
     "epochs": 10_000,
     "documents": 1 << 16,
@@ -53,8 +55,8 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
     """`gradient_accumulation` micro-batches of `batch_size`, counted over all ranks, make a step. Intervals are in steps, 0 =
-    never. A RunConfig replaces seq_len=0 by the model's block_size, warmup_steps=-1 by a twentieth of the steps, and
-    dtype="auto" by bfloat16 on CUDA, float32 elsewhere."""
+    never. A RunConfig replaces seq_len=0 by the model's block_size, warmup_steps=-1 by a twentieth of the steps,
+    decay_steps=-1 by a fifth of them where the schedule has it, and dtype="auto" by bfloat16 on CUDA, float32 elsewhere."""
 
     steps: int = 1000
     batch_size: int = 16
@@ -83,6 +85,9 @@ class TrainConfig:
     epochs: int | None = None  # instead of steps, which are computed once the data is read
     patience: int = 0  # the run ends after this many evaluations without a better validation loss; 0: never
     freeze: tuple[str, ...] = ()  # patterns of parameters' names
+    schedule: Schedule = "cosine"
+    decay_steps: int = -1
+    stages: tuple[Stage, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.freeze, list | tuple) or not all(isinstance(name, str) and name for name in self.freeze):
@@ -131,6 +136,34 @@ class TrainConfig:
             object.__setattr__(self, "log", tuple(given))
         if self.epochs is None and self.warmup_steps >= self.steps:
             raise ValueError(f"warmup_steps: got {self.warmup_steps}; accepted: less than steps, {self.steps}")
+        self._check_schedule()
+        object.__setattr__(self, "stages", read_stages(self.stages))
+
+    def _check_schedule(self) -> None:
+        if self.schedule not in get_args(Schedule):
+            raise ValueError(
+                f"schedule: got {shown(self.schedule)}; accepted: {', '.join(map(repr, get_args(Schedule)))}"
+            )
+        if not is_count(self.decay_steps, LIMITS["decay_steps"], -1):
+            raise ValueError(
+                f"decay_steps: got {shown(self.decay_steps)}; accepted: an int ≥ 0, or -1: a fifth of the steps"
+            )
+        if self.decay_steps >= 0 and self.schedule not in DECAYS_LAST:
+            names = " or ".join(map(repr, DECAYS_LAST))
+            raise ValueError(
+                f"decay_steps: got {self.decay_steps} with schedule {self.schedule!r}; accepted: none, or schedule {names}"
+            )
+        if self.epochs is None and self.decay_steps > self.steps - max(self.warmup_steps, 0):
+            raise ValueError(
+                f"decay_steps: got {self.decay_steps} with steps {self.steps} and warmup_steps {self.warmup_steps}; "
+                f"accepted: at most {self.steps - max(self.warmup_steps, 0)}"
+            )
+
+    def with_steps(self, steps: int) -> TrainConfig:
+        """These settings with `steps`, and with the warm-up and decay that follow from them where none are given."""
+        decay = -(-steps // 5) if self.decay_steps == -1 and self.schedule in DECAYS_LAST else self.decay_steps
+        warmup = steps // 20 if self.warmup_steps == -1 else self.warmup_steps
+        return replace(self, steps=steps, warmup_steps=warmup, decay_steps=decay)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,9 +305,8 @@ class RunConfig:
         t = self.train
         automatic = "bfloat16" if t.device.startswith("cuda") else "float32"
         resolved = replace(
-            t,
+            t.with_steps(t.steps) if t.epochs is None else t,
             seq_len=t.seq_len or self.model.block_size,
-            warmup_steps=t.steps // 20 if t.warmup_steps == -1 and t.epochs is None else t.warmup_steps,
             dtype=automatic if t.dtype == "auto" else dtype_name(t.dtype),
             freeze=tuple(t.freeze),
         )
@@ -295,6 +327,7 @@ class RunConfig:
             )
         if self.train.freeze:  # raises for patterns that match no parameter, or all of them
             declare(self.model, 1, 1, torch.float32, "cpu", lora=self.lora, freeze=self.train.freeze)
+        self._resolve_stages()
         t = self.train
         tokens = t.gradient_accumulation * t.batch_size * t.seq_len
         if t.patience and not self.data.validation_fraction:
@@ -306,6 +339,23 @@ class RunConfig:
             raise ValueError(
                 f"gradient_accumulation × batch_size × seq_len: got {got}; accepted: at most {MAX_STEP_TOKENS:,}"
             )
+
+    def _resolve_stages(self) -> None:
+        t = self.train
+        steps = t.steps if t.epochs is None else None
+        stages = resolved_stages(t.stages, self.model, batch_size=t.batch_size, seq_len=t.seq_len, steps=steps)
+        object.__setattr__(self, "train", replace(t, stages=stages))
+        shorter = next((stage.seq_len for stage in stages if stage.seq_len != t.seq_len), None)
+        if shorter is not None and (self.data.packing or self.data.format not in ("auto", "text")):
+            raise ValueError(
+                f"stages: got seq_len {shorter} with rows of documents; accepted: the run's own, {t.seq_len}, because "
+                "documents are cut and packed for it, or data.packing false with data.format 'text'"
+            )
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The attention windows of the stages."""
+        return tuple(dict.fromkeys(cast(int | None, stage.window) for stage in self.train.stages))
 
     @property
     def muon(self) -> MuonConfig | None:

@@ -14,9 +14,9 @@ import math
 import time
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -47,6 +47,7 @@ from .resident import Resident, process_memory, resident
 from .schedule import learning_rate
 from .sections import run_from
 from .signals import stop_on_signals
+from .stages import begins, stage_of
 from .start import Start
 from .state import RunState
 
@@ -163,6 +164,7 @@ class Run:
             freeze=t.freeze,
             mesh=mesh,
             documents=self.config.documents,
+            windows=self.config.windows,
             **ranks.sharding,
         )
         self.parameters = sum(math.prod(p.master.shape) for p in self.engine.spec.declare().params.values())
@@ -171,6 +173,7 @@ class Run:
         self.checkpointer = Checkpointer(self.folder, self.engine, mesh, t.keep_checkpoints)
         self.train_loss = math.nan
         self.evaluations_since_best = 0
+        self._enter_stage()
         self._reset()
         self._check_state()
         if start.saved is not None:
@@ -288,6 +291,7 @@ class Run:
 
     def _restore(self, path: Path, state: RunState) -> None:
         try:
+            self._enter_stage(state["engine"]["steps"])
             self.dataset.batches.restore(state["data"])
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
@@ -304,16 +308,42 @@ class Run:
         """Go back to before the first of the steps in a row that were not finite."""
         engine, data, self.train_loss = self.skipped.last_finite_state
         restore_counters(self.engine, engine)
+        self._enter_stage()
         self.dataset.batches.restore(data)
         self._reset()
+
+    def _enter_stage(self, step: int | None = None) -> None:
+        """Read batches of the sizes of the next step's stage, with its window. Called before a position is saved or restored,
+        because a position may be between the pieces of a row."""
+        stages = self.config.train.stages
+        if stages:
+            stage = stages[stage_of(stages, self.engine.steps if step is None else step)]
+            self.dataset.batches.resize(stage.batch_size, stage.seq_len)
+            self.engine.window = cast(int | None, stage.window)
+
+    def _log_stage(self) -> None:
+        """Log the stage of the next step if it begins with that step, which counts from 1 in the log."""
+        stages, step = self.config.train.stages, self.engine.steps
+        if stages and step in begins(stages):
+            number = stage_of(stages, step)
+            values = {name: value for name, value in asdict(stages[number]).items() if name != "steps"}
+            self.metrics.log(step + 1, "stage", {"stage": number + 1, **values})
+            self.metrics.emit("stage", {"step": step + 1, "stage": number + 1, "stages": len(stages), **values})
 
     def _step(self) -> None:
         """Submit a step, and record those that are done."""
         t, engine, batches = self.config.train, self.engine, self.dataset.batches
         floor = min(t.min_learning_rate, t.learning_rate)
         rate = learning_rate(
-            engine.steps, peak=t.learning_rate, floor=floor, warmup_steps=t.warmup_steps, total_steps=t.steps
+            engine.steps,
+            peak=t.learning_rate,
+            floor=floor,
+            warmup_steps=t.warmup_steps,
+            total_steps=t.steps,
+            schedule=t.schedule,
+            decay_steps=max(t.decay_steps, 0),
         )
+        self._log_stage()
         data, seen = batches.state(), batches.tokens_read
         self.mesh.at(f"step {engine.steps}: reading data")
         self.dataset.file.check_length()
@@ -328,6 +358,7 @@ class Run:
             tokens, targets, ends = [x for x, _, _ in dealt], [y for _, y, _ in dealt], [z for _, _, z in dealt]
             engine.submit(tokens, targets, rate, cu_seqlens=ends)
         finally:
+            self._enter_stage()
             self._record()
 
     def _record(self, *, wait: bool = False) -> None:

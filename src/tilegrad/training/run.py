@@ -61,10 +61,11 @@ def train(
         raise ValueError(
             "init: got None with adapters ([lora]); accepted: the folder of the weights to adapt (--init DIR)"
         )
-    check_ranks(
-        start.config.model, t.seq_len, t.linear, world=world, shard=shard, context=context, lora=start.config.lora,
-        freeze=t.freeze,
-    )  # fmt: skip
+    for seq_len in dict.fromkeys((t.seq_len, *(stage.seq_len for stage in t.stages))):
+        check_ranks(
+            start.config.model, seq_len, t.linear, world=world, shard=shard, context=context, lora=start.config.lora,
+            freeze=t.freeze,
+        )  # fmt: skip
     if start.saved is None:  # a run may resume with more ranks than micro-batches, and then says how many are idle
         check_accumulation(t.gradient_accumulation, world, context)
     check_device(t.device)

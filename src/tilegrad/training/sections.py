@@ -12,11 +12,12 @@ files = ["book.txt"]     # none: the text that ships with the package
 rank = 16
 
 `example.toml` has every key. If gradient_accumulation is given, the same file gives the same training on any number of
-ranks. A key that is not given has the preset's value, except six keys with these defaults:
+ranks. A key that is not given has the preset's value, except seven keys with these defaults:
 
     gradient_accumulation   at least the number of ranks
     seq_len        block_size
     warmup_steps   steps / 20, where steps or epochs is given
+    decay_steps    steps / 5, where the schedule is wsd or trapezoid
     dtype          bfloat16 on CUDA, float32 elsewhere
     vocab_size     the tokenizer's, where it is larger than the preset's
     learning_rate  2e-4 with adapters, and a tenth of it at the end
@@ -48,12 +49,23 @@ from .config import (
     TrainConfig,
     Values,
 )
+from .stages import steps_of_epochs
 
 MAY_CHANGE = frozenset(  # the keys of [train] that a resumed run may change
-    (*INTERVALS, *COUNTS, "epochs", "learning_rate", "min_learning_rate", "memory_budget", "device", "log")
+    (
+        *INTERVALS,
+        *COUNTS,
+        "epochs",
+        "learning_rate",
+        "min_learning_rate",
+        "decay_steps",
+        "memory_budget",
+        "device",
+        "log",
+    )
 )
 _FOLLOWS = (  # values that a resumed run replaces by its own
-    *(("warmup_steps", -1), ("dtype", "auto")),
+    *(("warmup_steps", -1), ("decay_steps", -1), ("dtype", "auto")),
     *(("format", "auto"), ("packing", None), ("too_long", "auto")),
 )
 
@@ -221,14 +233,21 @@ def with_steps(run: RunConfig, rows: Callable[[int], int]) -> RunConfig:
     t = run.train
     if t.epochs is None:
         return run
-    steps = -(-rows(t.epochs) // (t.batch_size * t.gradient_accumulation))
+    sizes = {name: getattr(t, name) for name in ("batch_size", "seq_len", "gradient_accumulation")}
+    steps = steps_of_epochs(t.stages, rows(t.epochs), **sizes)
     warmup = steps // 20 if t.warmup_steps == -1 else t.warmup_steps
     if steps > LIMITS["steps"] or warmup >= steps:
         raise ValueError(
             f"epochs: got {t.epochs}, which is {steps:,} steps, with warmup_steps {warmup}; accepted: more steps than "
             f"warmup_steps, and at most {LIMITS['steps']:,}"
         )
-    return replace(run, train=replace(t, steps=steps, warmup_steps=warmup))
+    with_all = t.with_steps(steps)
+    if with_all.decay_steps > steps - warmup:
+        raise ValueError(
+            f"epochs: got {t.epochs}, which is {steps:,} steps, with warmup_steps {warmup} and decay_steps "
+            f"{with_all.decay_steps}; accepted: at least as many steps as both"
+        )
+    return replace(run, train=with_all)
 
 
 def resumed(own: RunConfig, asked: Sections) -> RunConfig:

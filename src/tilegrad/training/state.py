@@ -145,6 +145,8 @@ def _check_engine(engine: Mapping[str, object], name: str) -> None:
 def _check_data(data: Mapping[str, object], name: str) -> None:
     for counter in ("epoch", "index"):
         _count(data.get(counter), f"{name}.{counter}", 0)
+    for counter in {"piece", "tokens_read"} & data.keys():
+        _count(data[counter], f"{name}.{counter}", 0)
     _count(data.get("seed"), f"{name}.seed", 0, _MAX_SEED)
     _count(data.get("seq_len"), f"{name}.seq_len", 1, LIMITS["block_size"])
     _check_digest(data.get("tokens_sha256"), f"{name}.tokens_sha256")

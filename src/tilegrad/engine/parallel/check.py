@@ -73,6 +73,7 @@ def check_same(mesh: Mesh, spec: StepSpec, adamw: AdamW, seed: int) -> None:
             "freeze": spec.freeze,
             "invariant": spec.invariant,
             "muon": None if spec.muon is None else asdict(spec.muon),
+            "windows": spec.windows,
             "recompute": [sorted(block) for block in spec.recompute],  # str() of a set differs between processes
             **asdict(adamw),
             "tilegrad": __version__,
