@@ -403,7 +403,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"training": {}},
-        r"got \[training\] \(did you mean \[train\]\?\); accepted: the sections \[model\], \[train\], \[data\]",
+        r"got \[training\] \(did you mean \[train\]\?\); accepted: the sections \[model\], \[train\], \[optimizer\], \[data\]",
     ),
     ({"model": {"preset": "huge"}}, "preset: got 'huge'; accepted: tiny"),
     ({"train": {"steps": 0}}, "steps: got 0; accepted: an int ≥ 1"),

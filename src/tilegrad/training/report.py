@@ -85,7 +85,7 @@ def run_tables(
     return {
         "Model": _rows(plain["model"]),
         "Training": _rows(plain["train"]),
-        **({"Optimizer": _rows(plain["optimizer"])} if run.muon is not None else {}),
+        "Optimizer": _rows(plain["optimizer"]),
         "Data": _rows(plain["data"]),
         **({"Adapters": _rows(plain["lora"])} if "lora" in plain else {}),
         "Text": _rows(counted),

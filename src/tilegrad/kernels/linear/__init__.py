@@ -36,7 +36,7 @@ from ..table import Kernel, Table, Where
 from ..table import Problem as SumProblem
 
 NO_BIAS, BIAS = {"bias": False}, {"bias": True}  # options of a `workspace`
-FEW_ROWS = 12  # up to this many rows fixed_order is faster than a BLAS, which copies w; for one row it reads w slower
+FEW_ROWS = 12  # up to this many rows fixed_order is faster than a BLAS, which copies w or reads one row of it slower
 FEW_ROWS_ELEMENTS = 1 << 16  # fewest elements of w for that: a smaller w is in the caches
 
 
