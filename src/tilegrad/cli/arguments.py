@@ -74,7 +74,7 @@ def add_dtype(
 
 
 def add_model(command: argparse.ArgumentParser) -> None:
-    """Add the model that a command reads: RUN, --best and --init."""
+    """Add the model that a command reads: RUN, --best, --init, --no-averaged and --average."""
     command.add_argument(
         "run_folder", metavar="RUN", help="the folder of a run, a checkpoint in it, or a folder of weights"
     )
@@ -82,6 +82,15 @@ def add_model(command: argparse.ArgumentParser) -> None:
         "--best", action="store_true", help="the weights of the lowest validation loss, not the newest"
     )
     add_init(command)
+    add_averages(command)
+
+
+def add_averages(command: argparse.ArgumentParser) -> None:
+    """Add --no-averaged and --average to a command that reads a run's weights."""
+    text = "the weights themselves, not their average (optimizer.ema)"
+    command.add_argument("--no-averaged", dest="averaged", action="store_false", help=text)
+    text = "the mean of the weights of the run's newest N checkpoints"
+    command.add_argument("--average", type=int, metavar="N", help=text)
 
 
 def add_init(command: argparse.ArgumentParser) -> None:

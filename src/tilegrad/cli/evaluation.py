@@ -22,6 +22,8 @@ def _evaluate(args: argparse.Namespace) -> int:
             args.data or (),
             best=args.best,
             init=args.init,
+            averaged=args.averaged,
+            average=args.average,
             batch_size=args.batch_size,
             seq_len=args.seq_len,
             device=args.device,
@@ -29,10 +31,12 @@ def _evaluate(args: argparse.Namespace) -> int:
             show=lambda event, numbers: None if args.json and event == "data" else show(event, numbers),
         )
     if args.json:
-        finite = {k: v if v is None or math.isfinite(v) else None for k, v in asdict(found).items()}
+        not_finite = {k for k, v in asdict(found).items() if isinstance(v, float) and not math.isfinite(v)}
+        finite = {k: None if k in not_finite else v for k, v in asdict(found).items()}
         print(json.dumps(finite, indent=1))
         return 0
-    rows = [("loss", f"{found.loss:.4f}")]
+    rows = [("weights", found.weights)] if found.weights != "raw" else []
+    rows.append(("loss", f"{found.loss:.4f}"))
     if found.perplexity is not None:
         rows.append(("perplexity", f"{found.perplexity:,.2f}"))
     if found.bits_per_byte is not None:

@@ -206,7 +206,10 @@ def _read_line(prompt: str) -> str | None:
 def _load(args: argparse.Namespace) -> TrainedModel:
     from ..training.api import load
 
-    return load(args.run_folder, best=args.best, init=args.init)
+    model = load(args.run_folder, best=args.best, init=args.init, averaged=args.averaged, average=args.average)
+    if model.weights != "raw":
+        complain(f"weights: {model.weights}")
+    return model
 
 
 def _device(args: argparse.Namespace) -> str:

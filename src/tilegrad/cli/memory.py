@@ -49,7 +49,7 @@ def _plan(args: argparse.Namespace) -> int:
     spec = StepSpec(
         run.model, t.batch_size, t.seq_len, DTYPES[t.dtype], device,
         linear=t.linear, deterministic=t.deterministic or t.device == "cpu", invariant=t.invariant, world=args.world_size,
-        documents=run.documents, lora=run.lora, freeze=t.freeze, muon=run.muon, windows=run.windows,
+        documents=run.documents, lora=run.lora, freeze=t.freeze, muon=run.muon, windows=run.windows, ema=run.optimizer.ema,
         **sharding_of(args),
     )  # fmt: skip
     check_spec(spec)

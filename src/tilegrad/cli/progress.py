@@ -68,7 +68,8 @@ def _message(event: str, n: Numbers) -> str | None:
     if event == "validation":
         below = n["unigram_entropy"] - n["loss"]
         where = f"{abs(below):.2f} {'below' if below > 0 else 'above'} the unigram entropy"
-        return f"step {n['step']:>6,}  validation loss {n['loss']:.4f}, {where}"
+        weights = f" of the {n['weights']} weights" if "weights" in n else ""
+        return f"step {n['step']:>6,}  validation loss {n['loss']:.4f}{weights}, {where}"
     if event == "evaluate":
         return f"{n['batch']:,} of {n['batches']:,} batches, loss so far {n['loss']:.4f}"
     if event == "generate":

@@ -6,8 +6,20 @@ import argparse
 import shlex
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING, TypedDict
 
-from .arguments import DTYPES, Commands, add_command, add_dtype, add_init
+from .arguments import DTYPES, Commands, add_averages, add_command, add_dtype, add_init
+
+if TYPE_CHECKING:
+    from ..training.export import Written
+
+
+class Choice(TypedDict):
+    """Which weights of a run are exported."""
+
+    best: bool
+    averaged: bool
+    average: int | None
 
 
 def _import(args: argparse.Namespace) -> int:
@@ -63,6 +75,7 @@ def _export(args: argparse.Namespace) -> int:
     from ..training.export import export_adapter, export_gguf, export_run
 
     source, out, init = Path(args.run_folder), Path(args.out), None if args.init is None else Path(args.init)
+    chosen: Choice = {"best": args.best, "averaged": args.averaged, "average": args.average}
     if args.gguf:
         if args.adapter:
             raise ValueError("adapter: got --adapter with --gguf; accepted: one of them")
@@ -70,8 +83,8 @@ def _export(args: argparse.Namespace) -> int:
             raise ValueError(
                 f"max_shard_size: got {args.max_shard_size}; accepted: none with --gguf, which is one file"
             )
-        found, step = export_gguf(source, out, best=args.best, dtype=args.dtype, init=init)
-        print(f"{out}: a {found.kind} model for llama.cpp and Ollama{_after(step)}")
+        found = export_gguf(source, out, dtype=args.dtype, init=init, **chosen)
+        print(f"{out}: a {found.kind} model for llama.cpp and Ollama{_after(found)}")
         _say_notes(out, found.notes)
         return 0
     if args.dtype == "q8_0":
@@ -83,17 +96,18 @@ def _export(args: argparse.Namespace) -> int:
             raise ValueError(
                 f"{got}: got a value with --adapter; accepted: none, because the base weights are not written"
             )
-        kind, step = export_adapter(source, out, best=args.best, dtype=dtype)
-        print(f"{out}: adapters of a {kind} model for PEFT, after {step:,} steps")
+        found = export_adapter(source, out, dtype=dtype, **chosen)
+        print(f"{out}: adapters of a {found.kind} model for PEFT{_after(found)}")
         return 0
     most = None if args.max_shard_size is None else byte_count(args.max_shard_size, "max_shard_size")
-    kind, step = export_run(source, out, best=args.best, dtype=dtype, max_shard_bytes=most, init=init)
-    print(f"{out}: a {kind} model for transformers{_after(step)}")
+    found = export_run(source, out, dtype=dtype, max_shard_bytes=most, init=init, **chosen)
+    print(f"{out}: a {found.kind} model for transformers{_after(found)}")
     return 0
 
 
-def _after(step: int | None) -> str:
-    return "" if step is None else f", after {step:,} steps"
+def _after(found: Written) -> str:
+    steps = "" if found.step is None else f", after {found.step:,} steps"
+    return steps if found.weights == "raw" else f"{steps}, weights: {found.weights}"
 
 
 def add_weights(commands: Commands) -> None:
@@ -122,6 +136,7 @@ def add_weights(commands: Commands) -> None:
         help="only the run's adapters, as PEFT saves them (default: merged into the weights)",
     )
     add_init(give)
+    add_averages(give)
     give.add_argument(
         "--max-shard-size", metavar="X", help="split into files of at most this size, such as 5GB (default: one file)"
     )

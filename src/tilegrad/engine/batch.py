@@ -82,12 +82,20 @@ def check_spec(spec: StepSpec) -> None:
         raise ValueError(
             "muon: got a MuonConfig with lora, but Muon does not update adapters; accepted: None with lora"
         )
+    check_decay("ema", spec.ema)
     if spec.linear == "fp8":
         form = Form((16, 16), spec.dtype, spec.device)
         bfloat16 = spec.dtype == torch.bfloat16
         reason = FP8_LINEAR.rows[0].refuses(Problem(form, form)) if bfloat16 else "needs dtype bfloat16"
         if reason is not None:
             raise ValueError(f"linear: got 'fp8', which {reason}; accepted: 'plain' here")
+
+
+def check_decay(name: str, decay: float) -> None:
+    if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0.0 <= decay < 1.0:
+        raise ValueError(
+            f"{name}: got {shown(decay)}; accepted: 0 for no average of the weights, or its decay, below 1, such as 0.999"
+        )
 
 
 def check_invariant(

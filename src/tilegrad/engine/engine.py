@@ -63,6 +63,7 @@ class Engine:
     row alone: not on the batch, its other sequences, what follows in the sequence, or the number of threads. It is for a CPU.
 
     muon=MuonConfig(…) updates the matrices of the blocks by Muon (kernels/muon), and every other parameter by AdamW.
+    ema=0.999 keeps an average of the weights (kernels/ema.py); inside `engine.state.averaged` the engine computes with it.
 
     windows=(32, None, …) are attention windows that a training step may have instead of the model's: `window` chooses one.
 
@@ -98,8 +99,7 @@ class Engine:
         linear: Linear = "plain", deterministic: bool = True, capture: bool = True,
         mesh: Mesh | None = None, shard: Shard = "optimizer", bucket_bytes: int = BUCKET_BYTES, context: int = 1,
         documents: int = 0, lora: LoraConfig | None = None, freeze: Sequence[str] = (), invariant: bool = False,
-        muon: MuonConfig | None = None,
-        windows: Sequence[int | None] = (),
+        muon: MuonConfig | None = None, windows: Sequence[int | None] = (), ema: float = 0.0,
     ) -> None:  # fmt: skip
         check_device(str(device))
         mesh = Mesh(device, alone=True) if mesh is None else mesh
@@ -111,7 +111,7 @@ class Engine:
             linear=linear, deterministic=deterministic or self.device.type == "cpu",
             world=mesh.world, shard=shard, bucket_bytes=bucket_bytes, context=context, documents=documents,
             lora=lora, freeze=tuple(freeze) if isinstance(freeze, list) else cast(tuple[str, ...], freeze),
-            invariant=invariant, muon=muon,
+            invariant=invariant, muon=muon, ema=ema,
             windows=tuple(windows) if isinstance(windows, list) else cast(tuple[int | None, ...], windows),
         )  # fmt: skip
         check_spec(spec)
@@ -138,6 +138,7 @@ class Engine:
         self._rounded = -1  # the version of the params that the compute copies were rounded from
         self.draws = 0  # how often dropout's seeds were drawn
         self.loss, self.steps = 0.0, 0
+        self._averaged = False  # whether the weights are their average now (engine/state.py)
         self._initialise()
 
     def _initialise(self) -> None:
@@ -297,6 +298,7 @@ class Engine:
         >>> loss = engine.gradients(x, y)
         >>> norm = engine.optimizer_step(learning_rate=1e-3)
         """
+        self._refuse_averaged("optimizer_step")
         result = self._update(learning_rate)
         self._count_steps([result])
         return result.norm
@@ -330,6 +332,7 @@ class Engine:
 
         >>> engine.submit(x, y, learning_rate=1e-3)
         """
+        self._refuse_averaged("step")
         if self._queue is None:
             self.gradients(tokens, targets, cu_seqlens=cu_seqlens)
             self._record([self._update(learning_rate)])
@@ -381,6 +384,7 @@ class Engine:
         >>> {"wte.weight", "m.wte.weight", "v.wte.weight", "adam_step"} <= set(engine.tensors())
         True
         """
+        self._begin_average()
         scales = {f"scale.{name}": state for name, state in self._scales.items()}
         trained = {name: x for name, x in self.params.items() if name in self.ranks.trained}
         return {**trained, **self.optimizer.tensors(), **scales}
@@ -392,6 +396,16 @@ class Engine:
         if self.ranks.sharded:
             with self._on_stream():
                 self.ranks.settle()
+
+    def _refuse_averaged(self, name: str) -> None:
+        if self._averaged:
+            raise RuntimeError(f"{name}: got a call inside `averaged`, which has swapped the weights; call it outside")
+
+    def _begin_average(self) -> None:
+        """Before the first step the average of the weights is the weights, however they were written."""
+        self._refuse_averaged("tensors")
+        if self.steps == 0:
+            self.optimizer.begin_average()
 
     def _model(self, b: int, t: int, *, training: bool = True, accumulate: bool = True) -> Transformer:
         """The model bound to the beginning of every buffer, for b sequences, t tokens of each on this rank."""

@@ -3,21 +3,22 @@
     params    w₀ ░ w₁ ░ … ░ b₀ ░ b₁ …        one flat range (P,); ░ is an alignment gap, always zero
     grads     the same layout
     m, v      the same layout; with Muon, v has only AdamW's parameters
+    ema       the same layout; only with an average of the weights
     rounded   the bfloat16 copies that layers compute with on CUDA, in the same layout
 
 Parameters that Muon updates come first, then others of two or more dimensions, then the rest. So weight decay applies to a
 prefix of the range.
 
-    norm = ‖grads‖₂        guard        clip to max_norm        Muon, AdamW       (equations: kernels/muon, kernels/adamw)
+    norm = ‖grads‖₂        guard        clip to max_norm        Muon, AdamW, ema       (equations: kernels/muon, adamw, ema)
 
 The guard skips a step with a non-finite loss or gradient. If its buffers are handles, the update is traced and planned together
 with the model's step. If they are tensors, the update runs. Its scratch is live only during the update, so it shares addresses
 with the activations.
 
 With a sharded optimizer (dist/schedule.py), params and grads are cut into padded buckets, and a rank updates its slice of each
-bucket. m and v have only these slices, in order. If there are bfloat16 copies, the float32 masters have only these slices too:
+bucket. m, v and ema have only these slices, in order. If there are bfloat16 copies, so do the float32 masters:
 
-    params    │ bucket 0: 0 1 2 3 │ bucket 1: 0 1 2 3 │ …       m, v of rank 2:  │ 2 │ 2 │ …
+    params    │ bucket 0: 0 1 2 3 │ bucket 1: 0 1 2 3 │ …       m, v, ema of rank 2:  │ 2 │ 2 │ …
 
 In a bucket that Muon updates, each slice has whole matrices (dist/schedule.py).
 """
@@ -35,6 +36,7 @@ from torch import Tensor
 from ..dist.schedule import Bucket
 from ..dist.units import Units
 from ..kernels.adamw import adamw_step, adamw_workspace
+from ..kernels.ema import ema_step, ema_workspace, swap
 from ..kernels.global_norm import global_norm, global_norm_workspace
 from ..kernels.guard import guard, guard_workspace
 from ..kernels.muon import Matrices, Matrix, MuonConfig, muon_step, muon_workspace
@@ -89,6 +91,7 @@ class Owned(NamedTuple):
     grads: Buffer
     m: Buffer
     v: Buffer | None
+    ema: Buffer | None
     rounded: Buffer | None
     decayed: int
     matrices: Matrices
@@ -125,11 +128,11 @@ def _grads_and_values(
 
 
 def _slices(
-    masters: FlatHandle, grads: FlatHandle, m: FlatHandle, v: FlatHandle | None, rounded: FlatHandle | None,
-    buckets: Sequence[Bucket], matrices: Matrices, rank: int, world: int, units: Units | None,
+    masters: FlatHandle, grads: FlatHandle, m: FlatHandle, v: FlatHandle | None, ema: FlatHandle | None,
+    rounded: FlatHandle | None, buckets: Sequence[Bucket], matrices: Matrices, rank: int, world: int, units: Units | None,
 ) -> Iterator[Owned]:  # fmt: skip
-    """A rank's slice of each bucket. m, v and masters with rounded copies have only these slices. With `units` all buffers do.
-    `matrices` are all that Muon updates."""
+    """A rank's slice of each bucket. m, v, ema and masters with rounded copies have only these slices. With `units` all
+    buffers do. `matrices` are all that Muon updates."""
     at = at_v = 0
     for bucket in buckets:
         start, stop = bucket.part(rank, world)
@@ -142,7 +145,9 @@ def _slices(
         if not bucket.whole:
             assert v is not None
             variance, at_v = _buffer(v.part(at_v, at_v + stop - start)), at_v + stop - start
-        yield Owned(_buffer(params), dparams, momentum, variance, copies, decayed, _inside(matrices, start, stop))
+        average = None if ema is None else _buffer(ema.part(*in_slices))
+        state = (_buffer(params), dparams, momentum, variance, average)
+        yield Owned(*state, copies, decayed, _inside(matrices, start, stop))
         at = in_slices[1]
 
 
@@ -185,25 +190,28 @@ class Optimizer:
     grads: Buffer
     m: Buffer
     v: Buffer | None
-    adam_step: Buffer  # 0-d float32: the number of AdamW updates, without skipped ones
+    ema: Buffer | None
+    adam_step: Buffer  # 0-d float32: the number of updates, without skipped ones
     norm: Buffer  # 0-d: the gradient norm before clipping; NaN if the guard skips the step
     loss: Buffer  # 0-d: the loss of the step
     in_a_row: Buffer  # 0-d float32: the number of steps skipped in a row
     rounded: Buffer | None
-    moments: dict[str, Buffer]  # m.<parameter> and AdamW's v.<parameter>, in the parameter's shape; empty if sharded
+    moments: dict[str, Buffer]  # m., AdamW's v. and ema.<parameter>, in the parameter's shape; empty if sharded
+    shapes: dict[str, tuple[int, ...]]  # of all moments, also if sharded
     owned: tuple[Owned, ...]  # what this rank updates: a slice of each bucket, or all parameters
     agreed: Buffer | None  # (3,) float64, with several ranks: squared norm, loss, stop
     starts: dict[str, int]  # parameter → its first element in `grads`, or in the flat range of all units
     scratch: Scratch
     adamw: AdamW
     muon: MuonConfig | None = None
+    decay: float = 0.0  # of ema; 0: there is none
     steps: int = 0
     skipped: int = 0
     skipped_in_a_row: int = 0
 
     @classmethod
     def declare(
-        cls, params: Iterable[Param], adamw: AdamW | None = None, muon: MuonConfig | None = None, *,
+        cls, params: Iterable[Param], adamw: AdamW | None = None, muon: MuonConfig | None = None, decay: float = 0.0, *,
         rank: int = 0, world: int = 1, buckets: Sequence[Bucket] = (), units: Units | None = None,
     ) -> Optimizer:  # fmt: skip
         """The optimizer of one rank of `world`, sharded by `buckets`, or by `units` if everything is sharded."""
@@ -230,15 +238,17 @@ class Optimizer:
             masters = cast(FlatHandle, state("master", ordered) if sharded else _padded("params", ordered, (), _master))
             rounded = values
         m, v = cast(FlatHandle, state("m", ordered)), state("v", by_adamw)
+        ema = state("ema", ordered) if decay else None
         if not sharded:
             buckets = _ranges(masters, ordered, len(ordered) - len(by_adamw))
         owner = (rank, world) if sharded else (0, 1)
         matrices = tuple(_matrices(ordered, starts)) if muon is not None else ()
-        owned = tuple(_slices(masters, grads, m, v, rounded, buckets, matrices, *owner, units))
+        owned = tuple(_slices(masters, grads, m, v, ema, rounded, buckets, matrices, *owner, units))
         scratch = (
             below("global_norm", global_norm_workspace(*(own.grads for own in owned)))
             | below("guard", guard_workspace())
             | below("adamw", adamw_workspace(masters))
+            | (below("ema", ema_workspace(masters)) if decay else {})
         )
         if muon is not None and matrices:  # the most of any rank, because all ranks have the same plan
             for r in range(owner[1]):
@@ -249,14 +259,18 @@ class Optimizer:
             grads=_buffer(grads),
             m=_buffer(m),
             v=None if v is None else _buffer(v),
+            ema=None if ema is None else _buffer(ema),
             adam_step=buffer("optimizer.step", (), torch.float32),
             norm=buffer("optimizer.norm", (), form.dtype),
             loss=buffer("optimizer.loss", (), form.dtype),
             in_a_row=buffer("optimizer.in_a_row", (), torch.float32),
             rounded=None if rounded is None else _buffer(rounded),
-            moments={}
-            if sharded
-            else {h.name: _buffer(h) for h in (*m.buffers, *(v.buffers if v is not None else ()))},
+            moments={} if sharded else {h.name: _buffer(h) for kept in (m, v, ema) if kept for h in kept.buffers},
+            shapes={
+                f"{kind}.{p.name}": tuple(p.master.shape)
+                for kind, having in (("m", ordered), ("v", by_adamw), ("ema", ordered if decay else []))
+                for p in having
+            },
             owned=owned,
             agreed=buffer("optimizer.agreed", (3,), torch.float64) if world > 1 else None,
             starts=starts if units is None else units.starts,
@@ -266,11 +280,13 @@ class Optimizer:
             },
             adamw=adamw or AdamW(),
             muon=muon,
+            decay=decay,
         )
 
     def update(self, learning_rate: float | Tensor) -> None:
-        """Clip gradients to a global norm of `max_norm`, then update by Muon and AdamW. A step with a non-finite loss or
-        gradient leaves weights and moments unchanged. After ten such steps in a row, later steps change nothing either."""
+        """Clip gradients to a global norm of `max_norm`, update by Muon and AdamW, then update the average of the weights. A
+        step with a non-finite loss or gradient leaves weights, moments and average unchanged. After ten such steps in a row,
+        later steps change nothing either."""
         self.measure()
         self.apply(learning_rate)
 
@@ -279,25 +295,46 @@ class Optimizer:
         global_norm([x.grads for x in self.owned], norm=self.norm, scratch=of("global_norm", self.scratch))
 
     def apply(self, learning_rate: float | Tensor) -> None:
-        """Run the guard, clip, and update by Muon and AdamW. Before, `norm` must be the norm of the gradients of all ranks."""
+        """Run the guard, clip, and update by Muon and AdamW; then update the average. Before, `norm` must be the norm of the
+        gradients of all ranks."""
         adamw = self.adamw
-        guard(self.loss, MAX_SKIPPED, norm=self.norm, in_a_row=self.in_a_row, scratch=of("guard", self.scratch))
+        by_adamw = [own for own in self.owned if own.v is not None]
+        guard(
+            self.loss, MAX_SKIPPED, norm=self.norm, in_a_row=self.in_a_row,
+            step=None if by_adamw else self.adam_step, scratch=of("guard", self.scratch),
+        )  # fmt: skip
         by_muon = [own for own in self.owned if own.matrices]
         if by_muon and self.muon is not None:
-            params, grads, m, _, rounded, _, matrices = map(list, zip(*by_muon, strict=True))
+            params, grads, m, _, _, rounded, _, matrices = map(list, zip(*by_muon, strict=True))
             muon_step(
                 self.norm, learning_rate, self.muon, matrices, adamw.weight_decay, adamw.max_norm,
                 params=params, grads=grads, m=m, rounded=None if self.rounded is None else rounded,
                 scratch=of("muon", self.scratch),
             )  # fmt: skip
-        by_adamw = [own for own in self.owned if own.v is not None]
         if by_adamw:
-            params, grads, m, v, rounded, decayed, _ = map(list, zip(*by_adamw, strict=True))
+            params, grads, m, v, _, rounded, decayed, _ = map(list, zip(*by_adamw, strict=True))
             adamw_step(
                 self.norm, learning_rate, decayed, adamw.weight_decay, adamw.max_norm, adamw.betas, adamw.eps,
                 params=params, grads=grads, m=m, v=v, step=self.adam_step,
                 rounded=None if self.rounded is None else rounded, scratch=of("adamw", self.scratch),
             )  # fmt: skip
+
+        averages = [own.ema for own in self.owned if own.ema is not None]
+        if averages:
+            masters = [own.params for own in self.owned]
+            ema_step(masters, self.norm, self.adam_step, self.decay, ema=averages, scratch=of("ema", self.scratch))
+
+    def begin_average(self) -> None:
+        """ema = params, as before the first update."""
+        for own in self.owned:
+            if own.ema is not None:
+                own.ema.copy_(own.params)
+
+    def swap_average(self) -> None:
+        """Exchange params and ema, in the slices of this rank."""
+        for own in self.owned:
+            if own.ema is not None:
+                swap(own.params, own.ema)
 
     def count(self, result: StepResult) -> None:
         """Count a finished update. Ten skipped updates in a row raise NonFiniteError."""

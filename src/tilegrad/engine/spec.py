@@ -53,6 +53,7 @@ class StepSpec:
     invariant: bool = False
     muon: MuonConfig | None = None  # None: AdamW for every parameter
     windows: tuple[int | None, ...] = ()
+    ema: float = 0.0  # the decay of an average of the weights; 0: none
 
     def declare(
         self, ranks: Ranks | None = None, batch_size: int | None = None, local_seq_len: int | None = None, *,

@@ -1,6 +1,10 @@
-"""The state of an engine that a run saves and loads: `Engine.tensors`, counters, and each rank's slices of the tensors."""
+"""The state of an engine that a run saves and loads: `Engine.tensors`, counters, and each rank's slices of the tensors; and
+the average of the weights."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from torch import Tensor
 
@@ -28,6 +32,7 @@ def owned_pieces(engine: Engine, *, shared: bool = False) -> dict[str, Run]:
     """The slices that this rank saves and loads instead of `Engine.tensors`: name → (slice of the flattened tensor, its offset,
     the tensor's length). If every rank has the whole tensor, the slice is all of it or, with `shared`, 1/world of it."""
     engine._settle()
+    engine._begin_average()
     return engine.ranks.pieces(shared=shared)
 
 
@@ -42,3 +47,40 @@ def write_param(engine: Engine, name: str, value: Tensor) -> None:
     """Write a parameter from a tensor of any dtype and device, on every rank."""
     engine._settle()
     engine.ranks.write_param(name, value)
+
+
+@contextmanager
+def averaged(engine: Engine) -> Iterator[None]:
+    """Inside, the weights of the engine are their average (Engine(ema=…)), and a step is refused. Then they have the same
+    bits as before, also after an error. All ranks enter and leave together.
+
+    >>> import tilegrad, torch
+    >>> from tilegrad.engine.state import averaged
+    >>> config = tilegrad.ModelConfig(vocab_size=5, block_size=8, n_layer=1, n_head=2, n_embd=16)
+    >>> engine = tilegrad.Engine(config, batch_size=1, seq_len=4, ema=0.9)
+    >>> x, y = torch.tensor([[0, 1, 2]]), torch.tensor([[1, 2, 3]])
+    >>> losses = [engine.step(x, y, learning_rate=1e-2) for _ in range(9)]
+    >>> with averaged(engine):
+    ...     loss = engine.evaluate(x, y)
+    >>> engine.evaluate(x, y) < loss < losses[0]  # the average is behind the weights
+    True
+    """
+    if not engine.spec.ema:
+        raise ValueError(
+            "ema: got 0.0, which keeps no average of the weights; accepted: an engine with a decay above 0"
+        )
+    counters(engine)  # waits for submitted steps
+    engine._settle()
+    engine._begin_average()
+    _swap(engine)
+    try:
+        yield
+    finally:
+        _swap(engine)
+
+
+def _swap(engine: Engine) -> None:
+    engine._pending, engine._averaged = None, not engine._averaged
+    with engine._on_stream():
+        engine.optimizer.swap_average()
+    publish_pieces(engine)

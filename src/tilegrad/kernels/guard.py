@@ -2,6 +2,7 @@
 
     norm     ← NaN           if loss is not finite, or in_a_row ≥ most
     in_a_row ← in_a_row + 1  if norm is not finite, else 0
+    step     ← step + 1      if norm is finite            (only if AdamW, which counts its steps, updates nothing)
 
 AdamW and Muon change nothing if norm is not finite, so a non-finite step is skipped. After `most` such steps in a row all
 later steps are skipped too: a host that reads results late finds the weights unchanged.
@@ -14,7 +15,7 @@ import math
 import torch
 from torch import Tensor
 
-from .checks import check_tensor
+from .checks import check_given, check_tensor
 from .op import op
 from .scratch import Scratch, Shapes, views
 
@@ -24,11 +25,19 @@ def guard_workspace() -> Shapes:
     return {"halted": ((), torch.bool), "spoiled": ((), torch.float32)}
 
 
-@op(accumulates=("norm", "in_a_row"))
-def guard(loss: Tensor, most: int, *, norm: Tensor, in_a_row: Tensor, scratch: Scratch | None = None) -> None:
-    """Updates norm (in loss's dtype) and in_a_row (float32) in place."""
+@op(accumulates=("norm", "in_a_row", "step"))
+def guard(
+    loss: Tensor,
+    most: int,
+    *,
+    norm: Tensor,
+    in_a_row: Tensor,
+    step: Tensor | None = None,
+    scratch: Scratch | None = None,
+) -> None:
+    """Updates norm (in loss's dtype), in_a_row and step (float32) in place."""
     check_tensor("norm", norm, (), loss.dtype, loss.device)
-    check_tensor("in_a_row", in_a_row, (), torch.float32, loss.device)
+    check_given(loss.device, ("in_a_row", in_a_row, (), torch.float32), ("step", step, (), torch.float32))
     buffers = views(scratch, guard_workspace(), loss.device, "guard")
     halted, spoiled = buffers["halted"], buffers["spoiled"]
     norm.add_(loss, alpha=0.0)  # 0 · loss is NaN if loss is not finite
@@ -36,3 +45,5 @@ def guard(loss: Tensor, most: int, *, norm: Tensor, in_a_row: Tensor, scratch: S
     norm.masked_fill_(halted, math.nan)
     spoiled.copy_(norm).mul_(0.0).nan_to_num_(nan=1.0)
     in_a_row.add_(1.0).mul_(spoiled)
+    if step is not None:
+        step.add_(1.0).sub_(spoiled)

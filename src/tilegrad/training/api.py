@@ -65,7 +65,8 @@ def train(
 @dataclass(frozen=True, slots=True)
 class TrainedModel:
     """A model with its weights and its tokenizer. `params` are float32 (float64 after a float64 run), by name.
-    `eos_token_ids` are the tokens that end a text."""
+    `eos_token_ids` are the tokens that end a text. `weights` says which were loaded: "raw", "averaged" (optimizer.ema), or
+    "mean of 3 checkpoints"."""
 
     config: ModelConfig
     params: dict[str, Tensor]
@@ -74,6 +75,7 @@ class TrainedModel:
     checkpoint: Path
     eos_token_ids: frozenset[int] = frozenset()
     chat_template: ChatTemplate | None = None
+    weights: str = "raw"
 
     def generate(self, prompt: str, max_tokens: int = 80, **settings: Unpack[Settings]) -> str:
         """The prompt and its continuation; `settings` are those of `tilegrad.generate`, which gives several at once."""
@@ -118,11 +120,15 @@ class TrainedModel:
 
 
 def load(
-    run: StrPath, *, best: bool = False, device: torch.device | str = "cpu", init: StrPath | None = None
-) -> TrainedModel:
+    run: StrPath, *, best: bool = False, device: torch.device | str = "cpu", init: StrPath | None = None,
+    averaged: bool = True, average: int | None = None,
+) -> TrainedModel:  # fmt: skip
     """Load a model from a run's folder (its newest or best checkpoint) or from a checkpoint. A folder with Hugging Face
     weights and their tokenizer is accepted too, as step 0. Adapters are merged into the weights that they were trained on;
     `init` is the folder of these weights, if it has moved.
+
+    A run with optimizer.ema gives the average of its weights; averaged=False gives the weights themselves. average=n gives
+    the mean of the weights of the run's newest n checkpoints.
 
     >>> import tempfile, tilegrad
     >>> folder = f"{tempfile.mkdtemp()}/small"
@@ -143,6 +149,8 @@ def load(
     from .folder import origin_of, own_tokenizer, weights_of
 
     if is_weights(Path(run)) and not best:
+        if average is not None:
+            raise ValueError(f"average: got {average} with {run}, a folder of weights; accepted: a number with a run")
         if init is not None:
             raise ValueError(
                 f"init: got {init} with {run}, a folder of weights; accepted: --init with a run of adapters"
@@ -151,15 +159,15 @@ def load(
         params = {name: tensor.to(device) for name, tensor in weights.items()}
         eos, template = eos_token_ids(files, tokenizer), load_chat_template(files)
         return TrainedModel(config, params, tokenizer, 0, Path(run), eos, template)
-    folder, path = weights_of(Path(run), best=best)
-    config, loaded = load_model(path, None if init is None else Path(init))
+    folder, path, mean_of = weights_of(Path(run), best=best, average=average)
+    config, loaded = load_model(path, None if init is None else Path(init), averaged=averaged, mean_of=mean_of)
     params = {name: tensor.to(device) for name, tensor in loaded.tensors.items()}
     tokenizer = own_tokenizer(folder, loaded.state)
     origin = origin_of(folder, tokenizer)
     places = [folder / "data", *([] if origin is None else [origin])]
     eos = frozenset[int]().union(*(eos_token_ids(place, tokenizer) for place in places))
     template = next(filter(None, map(load_chat_template, places)), None)
-    return TrainedModel(config, params, tokenizer, loaded.step, path, eos, template)
+    return TrainedModel(config, params, tokenizer, loaded.step, path, eos, template, loaded.weights)
 
 
 def generate(
@@ -292,6 +300,8 @@ def evaluate(
     *,
     best: bool = False,
     init: StrPath | None = None,
+    averaged: bool = True,
+    average: int | None = None,
     batch_size: int | None = None,
     seq_len: int | None = None,
     device: str | None = None,
@@ -300,7 +310,7 @@ def evaluate(
 ) -> Evaluation:
     """Loss, perplexity and bits per byte of a run, a checkpoint or a folder of weights, as `tilegrad evaluate` prints them.
 
-    run, init   as in `load`
+    run, init   as in `load`, and so are averaged and average
     data        text files and folders; none: all windows that the run holds out for validation
     batch_size  and seq_len: by default the run's own; for a folder of weights those that `--init` begins with
     device      by default CUDA where there is one, else the CPU
@@ -323,10 +333,13 @@ def evaluate(
         raise ValueError(
             f"data: got none; accepted: text, because {run} is a folder of weights without validation data"
         )
-    model = load(run, best=best, init=init)
+    model = load(run, best=best, init=init, averaged=averaged, average=average)
     given = {"batch_size": batch_size, "seq_len": seq_len, "dtype": dtype}
     settings = {name: value for name, value in given.items() if value is not None}
-    return evaluate_weights(model.params, model.checkpoint, files, device=device, settings=settings, show=show or quiet)
+    found = evaluate_weights(
+        model.params, model.checkpoint, files, device=device, settings=settings, show=show or quiet
+    )
+    return replace(found, weights=model.weights)
 
 
 def presets() -> dict[str, RunConfig]:

@@ -20,7 +20,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,7 +45,7 @@ STAGED, _GONE = ".staged", ".gone-"
 TENSORS, MANIFEST = "tensors.safetensors", "manifest.json"
 _OWN_FILE = re.compile(rf"{re.escape(MANIFEST)}|{re.escape(TENSORS)}|{_SHARD.pattern}")
 _MOST = 1 << 62
-_OPTIMIZER = re.compile(r"[mv]\.|scale\.|adam_step$")  # names of tensors that are not parameters
+_OPTIMIZER = re.compile(r"[mv]\.|ema\.|scale\.|adam_step$")  # names of tensors that are not parameters
 
 
 class FileEntry(TypedDict):
@@ -61,10 +61,13 @@ class Manifest(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
+    """`weights` says what `load_model` has read: "raw", "averaged", or "mean of 3 checkpoints"."""
+
     path: Path
     step: int
     tensors: dict[str, torch.Tensor]
     state: RunState
+    weights: str = "raw"
 
 
 class DamagedCheckpoint(ValueError):
@@ -169,9 +172,16 @@ def load_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, manifest["step"], tensors, manifest["state"])
 
 
-def load_model(path: Path, init: Path | None = None) -> tuple[ModelConfig, Checkpoint]:
+def load_model(
+    path: Path, init: Path | None = None, *, averaged: bool = True, mean_of: Sequence[Path] = ()
+) -> tuple[ModelConfig, Checkpoint]:
     """A checkpoint's model configuration and its parameters, without moments, after a check of every byte. Names and shapes
-    must be exactly those of the model. Adapters are merged into their base weights (`base_of`), in the adapters' dtype."""
+    must be exactly those of the model. Adapters are merged into their base weights (`base_of`), in the adapters' dtype.
+
+    averaged   the average of the weights (optimizer.ema), if the checkpoint has one; False: the weights themselves
+    mean_of    checkpoints of the same run, the last of them `path`: the mean of their weights, computed in float64 and
+               rounded once. The mean of adapters is computed before they are merged.
+    """
     state = read_state(path)
     config, lora = ModelConfig.from_dict(state["run"]["model"]), adapters_of(state["run"])
     if lora is None:
@@ -180,27 +190,47 @@ def load_model(path: Path, init: Path | None = None) -> tuple[ModelConfig, Check
                 f"init: got {init} with {path}, which has no adapters; accepted: --init with a run of adapters"
             )
         shapes = {name: tuple(p.master.shape) for name, p in declare(config, 1, 1, torch.float32, "cpu").params.items()}
-        return config, _load_params(path, shapes)
-    checkpoint = _load_params(path, adapter_shapes(config, lora))
+        return config, _load_params(path, shapes, averaged=averaged, mean_of=mean_of)
+    checkpoint = _load_params(path, adapter_shapes(config, lora), averaged=averaged, mean_of=mean_of)
     params = base_of(config, state, init).weights.read(next(iter(checkpoint.tensors.values())).dtype)
     merge(params, checkpoint.tensors, config, lora)
     return config, replace(checkpoint, tensors=params)
 
 
-def load_adapters(path: Path) -> tuple[ModelConfig, LoraConfig, Checkpoint]:
-    """The adapters in a checkpoint, without moments and without their base weights."""
+def load_adapters(
+    path: Path, *, averaged: bool = True, mean_of: Sequence[Path] = ()
+) -> tuple[ModelConfig, LoraConfig, Checkpoint]:
+    """The adapters in a checkpoint, without moments and without their base weights. The keywords are those of `load_model`."""
     run = read_state(path)["run"]
     config, lora = ModelConfig.from_dict(run["model"]), adapters_of(run)
     if lora is None:
         raise ValueError(f"{path}: got a checkpoint without adapters; accepted: one of a run with [lora]")
-    return config, lora, _load_params(path, adapter_shapes(config, lora))
+    return config, lora, _load_params(path, adapter_shapes(config, lora), averaged=averaged, mean_of=mean_of)
 
 
-def _load_params(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> Checkpoint:
-    """The parameters of these shapes: those that were trained, and the run's own copy of others. A checkpoint that has
-    other ones is damaged."""
+def _load_params(
+    path: Path, shapes: Mapping[str, tuple[int, ...]], *, averaged: bool, mean_of: Sequence[Path]
+) -> Checkpoint:
+    """The parameters of these shapes: those that were trained, and the run's own copy of others."""
+    frozen = load_own(path.parent.parent, read_state(path))
+    if not mean_of:
+        loaded = _load_trained(path, shapes, frozen, averaged=averaged)
+        return replace(loaded, tensors={name: (frozen | loaded.tensors)[name] for name in shapes})
+    total: dict[str, torch.Tensor] = {}
+    for each in mean_of:
+        loaded = _load_trained(each, shapes, frozen, averaged=False)
+        total = {name: x.double() + total.get(name, 0.0) for name, x in loaded.tensors.items()}
+    mean = {name: (x / len(mean_of)).to(loaded.tensors[name].dtype) for name, x in total.items()}
+    tensors = {name: (frozen | mean)[name] for name in shapes}
+    return replace(loaded, tensors=tensors, weights=f"mean of {len(mean_of)} checkpoint{'s' * (len(mean_of) > 1)}")
+
+
+def _load_trained(
+    path: Path, shapes: Mapping[str, tuple[int, ...]], frozen: Mapping[str, torch.Tensor], *, averaged: bool
+) -> Checkpoint:
+    """The trained parameters or, with `averaged`, their average if there is one. A checkpoint whose parameters, together with
+    `frozen`, are not those of `shapes` is damaged."""
     manifest = _verified(path)
-    frozen = load_own(path.parent.parent, manifest["state"])
     with Tensors(path, manifest) as file:
         there = {name: shape for name, (_, shape) in file.headers.items() if not _OPTIMIZER.match(name)}
         if both := sorted({*there} & {*frozen}):
@@ -214,8 +244,15 @@ def _load_params(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> Checkpoin
                 )
             if name not in frozen and file.headers[name][0] not in ("F32", "F64"):
                 raise DamagedCheckpoint(path, f"got {name} of dtype {file.headers[name][0]}; accepted: F32 or F64")
-        tensors = {name: frozen[name] if name in frozen else file.read(name) for name in shapes}
-    return Checkpoint(path, manifest["step"], tensors, manifest["state"])
+        trained, average = {*shapes} - {*frozen}, {name for name in file.headers if name.startswith("ema.")}
+        wanted = {f"ema.{name}": file.headers[name] for name in trained} if average else {}
+        for name in sorted({*wanted} | average):
+            if wanted.get(name) != file.headers.get(name):
+                got, accepted = (of.get(name, "none") for of in (file.headers, wanted))
+                raise DamagedCheckpoint(path, f"got {name} of form {got}; accepted: {accepted}, that of its parameter")
+        kind = "ema." if average and averaged else ""
+        tensors = {name: file.read(f"{kind}{name}") for name in shapes if name in trained}
+    return Checkpoint(path, manifest["step"], tensors, manifest["state"], "averaged" if kind else "raw")
 
 
 def load_into(path: Path, tensors: Mapping[str, torch.Tensor]) -> Checkpoint:
@@ -293,9 +330,8 @@ class Tensors:
             self._slices.setdefault(tensor, []).append((offset, math.prod(shape), file))
 
     def _check_shards(self, shapes: Mapping[str, list[int]]) -> None:
-        """Check that the slices cover every parameter and its two moments, and that adam_step is there."""
-        whole = {f"{kind}{name}": tuple(shape) for name, shape in shapes.items() for kind in ("", "m.", "v.")}
-        whole["adam_step"] = ()
+        """Check that the slices cover every parameter and moment, and that adam_step is there."""
+        whole = {name: tuple(shape) for name, shape in shapes.items()} | {"adam_step": ()}
         for name in sorted({*whole, *self._slices}):
             if name not in whole or name not in self._slices:
                 raise ValueError(
@@ -322,6 +358,17 @@ class Tensors:
 def latest_good(folder: Path, before: Path) -> Path | None:
     """The newest good checkpoint that was saved before `before`."""
     return next((path for path in reversed(_saved(folder)) if _parse(path) < _parse(before) and _is_good(path)), None)
+
+
+def newest_checkpoints(folder: Path, average: int) -> tuple[Path, ...]:
+    """The newest `average` checkpoints, in the order in which they were saved."""
+    saved = _saved(folder)
+    if not is_count(average, len(saved)):
+        raise ValueError(
+            f"average: got {shown(average)}; accepted: an int from 1 to {len(saved)}, as many checkpoints as {folder} has "
+            "(train.keep_checkpoints)"
+        )
+    return tuple(saved[-average:])
 
 
 def latest_checkpoint(folder: Path) -> Path | None:

@@ -15,6 +15,7 @@ from ..data.conversations import Format
 from ..data.packing import TooLong
 from ..data.prepare import TrainOn
 from ..engine.batch import LIMITS as BATCH_LIMITS
+from ..engine.batch import check_decay
 from ..kernels.muon import MuonConfig, Orthogonalization, Scale
 from ..model.config import LIMITS as MODEL_LIMITS
 from ..model.config import PRESETS, ModelConfig, is_count
@@ -168,9 +169,10 @@ class TrainConfig:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerConfig:
-    """name="muon": Muon for the matrices of the blocks (kernels/muon), AdamW for the rest. The other keys are Muon's.
-    matrix_learning_rate is Muon's rate at its peak; it follows the schedule of learning_rate, which is AdamW's. None is 0.02
-    with scale="spectral", and learning_rate with scale="rms"."""
+    """name="muon": Muon for the matrices of the blocks (kernels/muon), AdamW for the rest. `ema` is the decay of an average of
+    the weights (kernels/ema.py), 0 for none; the other keys are Muon's. matrix_learning_rate is Muon's rate at its peak; it
+    follows the schedule of learning_rate, which is AdamW's. None is 0.02 with scale="spectral", and learning_rate with
+    scale="rms"."""
 
     name: Optimizer = "adamw"
     momentum: float = 0.95
@@ -179,6 +181,7 @@ class OptimizerConfig:
     scale: Scale = "spectral"
     matrix_learning_rate: float | None = None
     cautious: bool = False
+    ema: float = 0.0
 
     def __post_init__(self) -> None:
         if self.name not in get_args(Optimizer):
@@ -195,7 +198,9 @@ class OptimizerConfig:
             self.muon(1.0)
         except ValueError as error:
             raise ValueError(f"optimizer.{error}") from error
-        changed = [f.name for f in fields(self)[1:] if getattr(self, f.name) != f.default]
+        check_decay("optimizer.ema", self.ema)
+        of_muon = (f for f in fields(self) if f.name not in ("name", "ema"))
+        changed = [f.name for f in of_muon if getattr(self, f.name) != f.default]
         if self.name == "adamw" and changed:
             got = shown(getattr(self, changed[0]))
             raise ValueError(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,6 +30,7 @@ from ..engine.engine import Engine
 from ..engine.machine import check_device
 from ..engine.scorer import Scorer
 from ..engine.spec import StepSpec
+from ..engine.state import averaged
 from ..pretrained.weights import is_weights
 from .checkpoint import read_state
 from .config import DTYPES, RunConfig, TrainConfig, Values, check_vocab_size
@@ -51,6 +53,7 @@ class Evaluation:
     tokens: int  # targets
     bytes: int | None
     seconds: float
+    weights: str = "raw"  # or "averaged" (optimizer.ema), or "mean of 3 checkpoints"
 
 
 class Evaluator:
@@ -58,11 +61,20 @@ class Evaluator:
         self._dataset, self._engine, self._ranks, self._settings = dataset, engine, ranks, settings
         self.loss: float | None = None  # of the last evaluation
 
+    def weights(self) -> AbstractContextManager[None]:
+        """Inside, the engine computes with the weights that are evaluated: averaged ones, if the run has optimizer.ema."""
+        return averaged(self._engine) if self._engine.spec.ema else nullcontext()
+
     def run(self) -> float | None:
         """The mean loss; None if nothing is held out. Each rank evaluates its share, and the losses are summed."""
-        t, dataset, engine, mesh = self._settings, self._dataset, self._engine, self._ranks.mesh
-        if dataset.held_out is None or not t.eval_batches:
+        if self._dataset.held_out is None or not self._settings.eval_batches:
             return None
+        with self.weights():
+            self.loss = self._mean_loss()
+        return self.loss
+
+    def _mean_loss(self) -> float:
+        t, dataset, engine, mesh = self._settings, self._dataset, self._engine, self._ranks.mesh
         batches = dataset.validation(
             t.batch_size, most=t.eval_batches, rank=self._ranks.group, world=self._ranks.groups
         )
@@ -74,8 +86,7 @@ class Evaluator:
             count += n
         if mesh.world > 1:
             total, count = mesh.sum(total, count)
-        self.loss = total / count
-        return self.loss
+        return total / count
 
 
 def evaluate_weights(

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from ..data.tokenizer import ByteTokenizer, load_tokenizer
 from ..model.config import ModelConfig
 from ..pretrained.adapters import write_adapter
 from ..pretrained.families import config_json
-from ..pretrained.gguf.files import Outcome, write_gguf
+from ..pretrained.gguf.files import write_gguf
 from ..pretrained.weights import is_weights, model_type, open_weights, write_weights
 from .checkpoint import load_adapters, load_model
 from .folder import origin_of, own_tokenizer, weights_of
@@ -29,34 +30,48 @@ class Exported:
     origin: Path | None  # a folder of weights with config.json and tokenizer files
     tokenizer: Path | None  # the run's tokenizer.json, also that of a byte tokenizer
     step: int | None  # None: a folder of weights
+    weights: str = "raw"
 
 
-def _exported(source: Path, *, best: bool, init: Path | None) -> Exported:
+class Written(NamedTuple):
+    """`kind` is the model_type, `step` None for a folder of weights, `weights` as in `TrainedModel`."""
+
+    kind: str
+    step: int | None
+    weights: str
+    notes: tuple[str, ...] = ()
+
+
+def _exported(source: Path, *, best: bool, init: Path | None, averaged: bool, average: int | None) -> Exported:
     """The newest or best weights of a run, those of a checkpoint, or those of a folder of weights. Adapters are merged into
     their base weights, which are in `init` if their folder has moved."""
     if is_weights(source):
         if best:
             raise ValueError(f"best: got {source}, a folder of weights; accepted: --best with a run")
+        if average is not None:
+            raise ValueError(
+                f"average: got {average} with {source}, a folder of weights; accepted: a number with a run"
+            )
         if init is not None:
             raise ValueError(
                 f"init: got {init} with {source}, a folder of weights; accepted: --init with a run of adapters"
             )
         weights = open_weights(source)
         return Exported(weights.config, weights.read(), weights.folder, None, None)
-    folder, path = weights_of(source, best=best)
-    config, checkpoint = load_model(path, init)
+    folder, path, mean_of = weights_of(source, best=best, average=average)
+    config, checkpoint = load_model(path, init, averaged=averaged, mean_of=mean_of)
     own = own_tokenizer(folder, checkpoint.state)  # raises if the weights were trained with another tokenizer
     tokenizer = folder / "data" / "tokenizer.json"
-    return Exported(config, checkpoint.tensors, origin_of(folder, own), tokenizer, checkpoint.step)
+    return Exported(config, checkpoint.tensors, origin_of(folder, own), tokenizer, checkpoint.step, checkpoint.weights)
 
 
 def export_run(
     run: Path, out: Path, *, best: bool = False, dtype: torch.dtype | None = None, max_shard_bytes: int | None = None,
-    init: Path | None = None,
-) -> tuple[str, int | None]:  # fmt: skip
-    """Write a folder for transformers and return (model_type, steps). A run's own BPE tokenizer.json is copied; a byte
-    tokenizer is not exported."""
-    x = _exported(run, best=best, init=init)
+    init: Path | None = None, averaged: bool = True, average: int | None = None,
+) -> Written:  # fmt: skip
+    """Write a folder for transformers. A run's own BPE tokenizer.json is copied; a byte tokenizer is not exported. `averaged`
+    and `average` are those of `tilegrad.load`."""
+    x = _exported(run, best=best, init=init, averaged=averaged, average=average)
     has_bpe = x.tokenizer is not None and not isinstance(load_tokenizer(x.tokenizer), ByteTokenizer)
     write_weights(
         out,
@@ -67,22 +82,27 @@ def export_run(
         dtype=dtype,
         max_shard_bytes=max_shard_bytes,
     )
-    return str(config_json(x.config, torch.float32)["model_type"]), x.step
+    return Written(str(config_json(x.config, torch.float32)["model_type"]), x.step, x.weights)
 
 
 def export_gguf(
-    run: Path, out: Path, *, best: bool = False, dtype: str | None = None, init: Path | None = None
-) -> tuple[Outcome, int | None]:
-    """Write a GGUF file and return (what was written, steps)."""
-    x = _exported(run, best=best, init=init)
-    return write_gguf(out, x.params, x.config, origin=x.origin, tokenizer=x.tokenizer, dtype=dtype), x.step
+    run: Path, out: Path, *, best: bool = False, dtype: str | None = None, init: Path | None = None,
+    averaged: bool = True, average: int | None = None,
+) -> Written:  # fmt: skip
+    """Write a GGUF file."""
+    x = _exported(run, best=best, init=init, averaged=averaged, average=average)
+    found = write_gguf(out, x.params, x.config, origin=x.origin, tokenizer=x.tokenizer, dtype=dtype)
+    return Written(found.kind, x.step, x.weights, tuple(found.notes))
 
 
-def export_adapter(run: Path, out: Path, *, best: bool = False, dtype: torch.dtype | None = None) -> tuple[str, int]:
-    """Export the adapters of a run for PEFT, without their base weights, and return (model_type, steps)."""
-    folder, path = weights_of(run, best=best)
-    config, lora, checkpoint = load_adapters(path)
+def export_adapter(
+    run: Path, out: Path, *, best: bool = False, dtype: torch.dtype | None = None, averaged: bool = True,
+    average: int | None = None,
+) -> Written:  # fmt: skip
+    """Export the adapters of a run for PEFT, without their base weights."""
+    folder, path, mean_of = weights_of(run, best=best, average=average)
+    config, lora, checkpoint = load_adapters(path, averaged=averaged, mean_of=mean_of)
     kind = model_type(folder / "origin")
     base = checkpoint.state["base"]["folder"]
     write_adapter(out, checkpoint.tensors, config, lora, kind=kind, base=base, dtype=dtype)
-    return kind, checkpoint.step
+    return Written(kind, checkpoint.step, checkpoint.weights)

@@ -34,7 +34,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..data.batches import split
 from ..data.prepare import load_prepared
@@ -42,7 +42,15 @@ from ..data.tokenizer import Tokenizer, load_tokenizer
 from ..data.tokens import TokenFile, tokens_sha256
 from ..text.atomic import sha256_of, staged_name, write_whole
 from ..text.spelling import did_you_mean
-from .checkpoint import DamagedCheckpoint, is_checkpoint, latest_checkpoint, newest_name, read_state
+from ..text.untrusted import shown
+from .checkpoint import (
+    DamagedCheckpoint,
+    is_checkpoint,
+    latest_checkpoint,
+    newest_checkpoints,
+    newest_name,
+    read_state,
+)
 from .config import RunConfig, Values
 from .frozen import OWN
 from .loggers import EVENTS, IDS
@@ -118,9 +126,17 @@ def best_of(folder: Path) -> Best | None:
     return Best(path, state["engine"]["steps"], state["validation_loss"])
 
 
-def weights_of(run: Path, *, best: bool) -> tuple[Path, Path]:
-    """(folder, checkpoint) to generate from or to export: the newest or best checkpoint of the folder `run`, or `run` itself
-    if it is a checkpoint."""
+class Chosen(NamedTuple):
+    """The checkpoint whose weights are used, and the checkpoints whose mean is used instead, if any: `path` is the last."""
+
+    folder: Path
+    path: Path
+    mean_of: tuple[Path, ...] = ()
+
+
+def weights_of(run: Path, *, best: bool, average: int | None = None) -> Chosen:
+    """What to generate from or to export: the newest or best checkpoint of the folder `run`, or `run` itself if it is a
+    checkpoint. average=n: the newest n checkpoints."""
     folder, given = locate(run, accepted=_MODELS)
     if given is None and not best and not holds_a_run(folder):
         raise ValueError(f"{folder}: got neither checkpoints/ nor config.json in it; accepted: {_MODELS}")
@@ -129,7 +145,12 @@ def weights_of(run: Path, *, best: bool) -> tuple[Path, Path]:
     path = given or latest_checkpoint(folder / "best" if best else _newest(folder).parent)
     if path is None:
         raise ValueError(f"{folder}: got no best checkpoint; accepted: a run with an evaluation (train.eval_interval)")
-    return folder, path
+    if average is None:
+        return Chosen(folder, path)
+    if best or given is not None:
+        got = "best" if best else f"the checkpoint {run}"
+        raise ValueError(f"average: got {shown(average)} with {got}; accepted: a number with a run's folder")
+    return Chosen(folder, path, newest_checkpoints(path.parent, average))
 
 
 def forget(folder: Path) -> None:

@@ -157,6 +157,7 @@ class Run:
             weight_decay=t.weight_decay,
             max_norm=t.max_norm or math.inf,
             muon=self.config.muon,
+            ema=self.config.optimizer.ema,
             linear=t.linear,
             deterministic=t.deterministic,
             invariant=t.invariant,
@@ -394,8 +395,9 @@ class Run:
         self._record(wait=True)
         step, loss = self.engine.steps, self.evaluator.run()
         if loss is not None:
-            self.metrics.log(step, "validation", {"loss": loss})
-            shown = {"step": step, "loss": loss, "unigram_entropy": self.dataset.entropy}
+            weights = {"weights": "averaged"} if self.engine.spec.ema else {}
+            self.metrics.log(step, "validation", {"loss": loss, **weights})
+            shown = {"step": step, "loss": loss, "unigram_entropy": self.dataset.entropy, **weights}
             self.metrics.emit("validation", shown)
             best = self.checkpointer.best  # after a resume its step may be later than this one
             better = self.checkpointer.is_best(loss) or (best is not None and best.step >= step)
@@ -437,12 +439,16 @@ class Run:
 
     def _finish(self, stopped_by: str | None, sample: str | None = None) -> RunResult:
         engine, report = self.engine, self.folder / "report.html"
-        measured, params = self._resident(), engine.params  # reading params is a collective
+        measured = self._resident()
+        with self.evaluator.weights():
+            params = engine.params  # reading params is a collective, and so is the end of `weights`
+            self.mesh.at(f"step {engine.steps}: a sample", alone=True)
+            if self.mesh.rank:
+                sample = ""
+            elif sample is None:
+                sample = self._sample(params)
         self.mesh.at(f"step {engine.steps}: the report", alone=True)
-        if self.mesh.rank:
-            sample = ""
-        else:
-            sample = self._sample(params) if sample is None else sample
+        if not self.mesh.rank:
             write_whole(report, [self._report(measured, sample).encode("utf-8")])
         return RunResult(
             folder=self.folder,

@@ -128,7 +128,12 @@ def save_same_pieces(
 
 def state_of_ranks(engine: Engine, mesh: Mesh, state: Mapping[str, object]) -> dict[str, object]:
     """`state` and what the manifest of several ranks has besides it."""
-    return {**state, "shapes": {name: list(g.shape) for name, g in engine.grads.items()}, "ranks": mesh.world}
+    return {**state, "shapes": {name: [*shape] for name, shape in _shapes(engine).items()}, "ranks": mesh.world}
+
+
+def _shapes(engine: Engine) -> dict[str, tuple[int, ...]]:
+    """The shapes of trained parameters and moments, of all ranks together."""
+    return {name: tuple(g.shape) for name, g in engine.grads.items()} | engine.optimizer.shapes
 
 
 def _on_rank_0(folder: Path, mesh: Mesh, work: Callable[[], Path]) -> Path:
@@ -178,7 +183,7 @@ def check_together(path: Path, mesh: Mesh) -> Manifest:
 
 def _check_headers(path: Path, manifest: Manifest, engine: Engine) -> None:
     """Refuse other names, shapes or dtypes than this engine's. All ranks read the same headers."""
-    wanted = {f"{kind}{name}": tuple(g.shape) for name, g in engine.grads.items() for kind in ("", "m.", "v.")}
+    wanted = _shapes(engine)
     with Tensors(path, manifest) as file:
         there = {name: header for name, header in file.headers.items() if not name.startswith("scale.")}
     for name in sorted({*wanted, *there} - {"adam_step"}):

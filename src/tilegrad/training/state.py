@@ -38,7 +38,7 @@ class RunState(TypedDict):
     evaluations_since_best: NotRequired[int]  # likewise
     base: NotRequired[BaseState]  # in checkpoints of adapters
     frozen_sha256: NotRequired[str]  # of the run's own copy of frozen parameters (frozen.py), if it has one
-    shapes: NotRequired[dict[str, list[int]]]  # of all trained parameters; only in checkpoints of several ranks
+    shapes: NotRequired[dict[str, list[int]]]  # of trained parameters and moments; only in checkpoints of several ranks
     ranks: NotRequired[int]  # how many ranks wrote the checkpoint, if several did
 
 
@@ -103,13 +103,15 @@ def _check_text(data: Mapping[str, object]) -> None:
 
 
 def check_shapes(state: Mapping[str, object]) -> dict[str, list[int]]:
-    """The shapes of the parameters in a checkpoint of several ranks."""
+    """The shapes of parameters and moments in a checkpoint of several ranks. Older ones have only those of parameters, each
+    with the moments m and v."""
     shapes = _mapping(state.get("shapes"), "shapes")
     for name, shape in shapes.items():
         if not isinstance(shape, list) or not all(is_count(size, _MOST, 0) for size in shape):
             raise ValueError(f"shapes: {shown(name)}: got {shown(shape)}; accepted: a list of ints ≥ 0")
     _count(state.get("ranks"), "ranks", 1)
-    return {name: [*shape] for name, shape in shapes.items() if isinstance(shape, list)}
+    kinds = ("",) if any(name.startswith("m.") for name in shapes) else ("", "m.", "v.")
+    return {f"{kind}{name}": [*x] for name, x in shapes.items() if isinstance(x, list) for kind in kinds}
 
 
 def _mapping(value: object, name: str) -> Mapping[str, object]:

@@ -74,6 +74,7 @@ def check_same(mesh: Mesh, spec: StepSpec, adamw: AdamW, seed: int) -> None:
             "invariant": spec.invariant,
             "muon": None if spec.muon is None else asdict(spec.muon),
             "windows": spec.windows,
+            "ema": spec.ema,
             "recompute": [sorted(block) for block in spec.recompute],  # str() of a set differs between processes
             **asdict(adamw),
             "tilegrad": __version__,

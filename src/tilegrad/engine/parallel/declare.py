@@ -40,7 +40,9 @@ def declare_optimizer(
         units = Units.declare([UnitParam(p.name, *handles((p.value, p.grad, p.master))) for p in params], spec.world)
     elif spec.world > 1 and spec.shard == "optimizer":
         buckets = buckets_of(model, schedule_of(model), spec.world, spec.bucket_bytes, spec.muon)
-    optimizer = Optimizer.declare(params, adamw, spec.muon, rank=rank, world=spec.world, buckets=buckets, units=units)
+    optimizer = Optimizer.declare(
+        params, adamw, spec.muon, spec.ema, rank=rank, world=spec.world, buckets=buckets, units=units
+    )
     return optimizer, units
 
 

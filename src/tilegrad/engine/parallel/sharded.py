@@ -81,7 +81,7 @@ class ShardedOptimizer(Replicated):
     def pieces(self, *, shared: bool) -> dict[str, Run]:
         found: dict[str, Run] = {"adam_step": (self.optimizer.adam_step.view(1), 0, 1)}
         for name, own, at, low, _ in self._owned(self.trained):
-            for kind, x in (("", own.params), ("m.", own.m), ("v.", own.v)):
+            for kind, x in (("", own.params), ("m.", own.m), ("v.", own.v), ("ema.", own.ema)):
                 if x is not None:  # Muon has no v
                     found[kind + name] = x[at], low, self.params[name].numel()
         return found
