@@ -59,7 +59,7 @@ def largest_allocations(dtype: torch.dtype) -> dict[str, int]:
         *((config, LoraConfig(4, 8), None) for config in CONFIGS[1:2]),
         *((config, None, MuonConfig(cautious=True)) for config in CONFIGS[1:2]),
     ):
-        engine = Engine(config, 8, 16, dtype=dtype, lora=lora, muon=muon)
+        engine = Engine(config, 8, 16, dtype=dtype, lora=lora, muon=muon, ema=0.9)
         tokens, targets = batch(config, 8, 16)
         with observe(measure):
             engine.step(tokens, targets, learning_rate=1e-3)

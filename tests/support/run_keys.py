@@ -77,6 +77,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "optimizer.scale": (ABSENT, '"rms"'),
     "optimizer.matrix_learning_rate": ("none", "0.01"),
     "optimizer.cautious": (ABSENT, "true"),
+    "optimizer.ema": ("0.0", "0.9"),
     "data.files": ('["text.txt"]', '["lines.jsonl", "text.txt"]', '"folder"', '["text.txt.gz"]', "[]"),
     "data.text_field": ('"text"', '"body"'),
     "data.format": ('"auto"', '"text"'),  # tests/train/test_finetune.py has conversations

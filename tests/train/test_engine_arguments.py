@@ -66,6 +66,7 @@ NUMBERS: dict[str, tuple[object, ...]] = {  # what decides about the numbers
     "invariant": (False, True),
     "muon": (None, MuonConfig(), MuonConfig(0.6, nesterov=False, scale="rms", learning_rate_factor=0.5)),
     "windows": ((), (2, 6), (None,)),  # steps have the first
+    "ema": (0.0, 0.15, 0.999),
 }
 NO_BIT: dict[str, tuple[object, ...]] = {  # what changes none of them; the first is the default
     "batch_size": (3, 4),
@@ -82,8 +83,8 @@ NO_BIT: dict[str, tuple[object, ...]] = {  # what changes none of them; the firs
     "way": ("gradients", "step", "submit", "forward"),
 }
 AXES = NUMBERS | NO_BIT
-PAIRS, ROWS = 2_203, 33
-ROWS_IN_CI, PAIRS_IN_CI = 13, 1_990
+PAIRS, ROWS = 2_407, 38
+ROWS_IN_CI, PAIRS_IN_CI = 13, 2_170
 
 
 def allowed(spec: Spec) -> bool:
@@ -99,10 +100,10 @@ def allowed(spec: Spec) -> bool:
 @functools.cache
 def least(
     name: str, dtype: torch.dtype | None, batch_size: int, seq_len: int, documents: int, lora: LoraConfig | None,
-    freeze: tuple[str, ...], invariant: bool, muon: MuonConfig | None, windows: tuple[int | None, ...],
+    freeze: tuple[str, ...], invariant: bool, muon: MuonConfig | None, windows: tuple[int | None, ...], ema: float,
 ) -> int:  # fmt: skip
     how: Any = {"documents": documents, "lora": lora, "freeze": freeze, "invariant": invariant, "muon": muon}
-    how["windows"] = windows
+    how |= {"windows": windows, "ema": ema}
     with pytest.raises(ValueError, match="memory_budget: got 1 bytes") as error:
         Engine(MODELS[name], batch_size, seq_len, dtype=dtype, memory_budget=1, **how)
     found = re.search(r"at least ([\d,]+)", str(error.value))
@@ -113,8 +114,8 @@ def least(
 def engine_of(spec: Spec) -> Engine:
     given = {name: spec[name] for name in inspect.signature(Engine).parameters}
     if given["memory_budget"] == "least":
-        names = ("model_config", "dtype", "batch_size", "seq_len", "documents", "lora", "freeze", "invariant", "muon")
-        given["memory_budget"] = least(*(spec[name] for name in (*names, "windows")))
+        names = inspect.signature(least).parameters
+        given["memory_budget"] = least(*(spec[{"name": "model_config"}.get(name, name)] for name in names))
     given["mesh"] = Mesh("cpu", alone=True) if given["mesh"] else None
     engine = Engine(**given | {"model_config": MODELS[spec["model_config"]]})
     engine.window = (*spec["windows"], engine.config.window)[0]
@@ -167,6 +168,7 @@ class Expected:
             for matrix, decay in decays.items()
         ]
         self.optimizer = torch.optim.AdamW(groups, lr=self.rate, betas=spec["betas"], eps=spec["eps"])
+        self.ema, self.average, self.steps = spec["ema"], {n: p.detach().clone() for n, p in self.params.items()}, 0
 
     def update(self, engine: Engine) -> float:
         for name, p in self.params.items():
@@ -175,6 +177,10 @@ class Expected:
         self.optimizer.step()
         for name, shapes in self.matrices.items():
             self.update_matrices(name, shapes)
+        self.steps += 1
+        w = 1.0 if self.steps == 1 else 1.0 - min(self.ema, (1 + self.steps) / (10 + self.steps))
+        for name, p in self.params.items():
+            self.average[name] += w * (p.detach() - self.average[name])
         return float(norm)
 
     @torch.no_grad()
@@ -192,11 +198,17 @@ class Expected:
     def check(self, engine: Engine) -> None:
         """An update is at most about the learning rate: errors are counted in it."""
         unit = 2e-5 * self.rate + (1e-15 if engine.dtype == torch.float64 else 2e-7)
+        averages = engine.tensors()
         for name, p in self.params.items():
-            error = float((engine.params[name].double() - p.detach()).abs().max())
-            if name in self.matrices:  # the five steps multiply a small singular value, and its rounding, by up to 485
-                error /= 1e3
-            assert error <= unit * (1 + float(p.detach().abs().max())), (name, error)
+            pairs = [(engine.params[name], p.detach())]
+            pairs += [(averages[f"ema.{name}"], self.average[name])] if self.ema else []
+            for found, want in pairs:
+                error = float((found.double() - want).abs().max())
+                if (
+                    name in self.matrices
+                ):  # the five steps multiply a small singular value, and its rounding, by up to 485
+                    error /= 1e3
+                assert error <= unit * (1 + float(want.abs().max())), (name, error)
 
 
 def by(way: str, engine: Engine, spec: Spec, number: int) -> float:
@@ -274,6 +286,7 @@ def test_every_pair_of_arguments_gives_the_numbers_of_autograd_and_the_bits_of_t
         ("linear", "fp8"), ("linear", "other"), ("dtype", torch.float16), ("batch_size", 0), ("batch_size", True),
         ("seq_len", 17), ("memory_budget", 0), ("memory_budget", 1.5), ("context", 2), ("shard", "some"),
         ("documents", -1), ("documents", 9), ("documents", True), ("invariant", 1), ("muon", "muon"),
+        ("ema", 1.0), ("ema", -0.1), ("ema", True), ("ema", "0.9"), ("ema", math.nan),
     ],
 )  # fmt: skip
 def test_an_argument_that_no_engine_has_is_refused_by_its_name(argument: str, value: object) -> None:

@@ -40,8 +40,8 @@ from tilegrad.training.keys import keys
 from tilegrad.training.schedule import learning_rate
 from tilegrad.training.sections import read_toml, run_from, settled
 
-PAIRS, ROWS = 23_608, 58  # of values that go together, and runs that have all of them, from seed 0
-PAIRS_IN_CI, ROWS_IN_CI, EXPORTED_IN_CI = 17_200, 8, 2
+PAIRS, ROWS = 24_048, 59  # of values that go together, and runs that have all of them, from seed 0
+PAIRS_IN_CI, ROWS_IN_CI, EXPORTED_IN_CI = 17_400, 8, 2
 REFUSALS = 125  # combinations that are refused
 
 
@@ -88,7 +88,7 @@ def with_the_least_budget(row: Spec, file: Path) -> Spec:
     spec = StepSpec(
         run.model, t.batch_size, t.seq_len, DTYPES[t.dtype], device,
         documents=run.documents, invariant=t.invariant, lora=run.lora, freeze=t.freeze, muon=run.muon,
-        windows=run.windows,
+        windows=run.windows, ema=run.optimizer.ema,
     )  # fmt: skip
     with pytest.raises(ValueError, match="memory_budget: got 1 bytes; accepted: at least") as error:
         choose_recompute(spec, 1)
@@ -163,6 +163,8 @@ def check_row(row: Spec, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         assert model.step == again.step and equal(model.params, again.params)
         assert model.generate("the", 4) == again.generate("the", 4)
     reached["generated"] = 1
+    reached["averaged"] = tilegrad.load("run").weights == "averaged"
+    assert reached["averaged"] == (run.optimizer.ema > 0)
     reached["had a best one"] = whole.best is not None
     refused = ""
     try:
@@ -220,6 +222,7 @@ def test_runs_of_many_pairs_of_keys_are_resumed_to_the_same_bits_and_exported(
 ) -> None:
     reached = check_rows(covering(AXES, allowed)[:ROWS_IN_CI], texts, tmp_path, monkeypatch)
     assert reached["resumed to the same bits"] == reached["generated"] == ROWS_IN_CI
+    assert 0 < reached["averaged"] < ROWS_IN_CI
     assert reached["exported"] >= EXPORTED_IN_CI and reached["exported"] + reached["export refused"] == ROWS_IN_CI
 
 

@@ -402,9 +402,9 @@ class Engine:
             raise RuntimeError(f"{name}: got a call inside `averaged`, which has swapped the weights; call it outside")
 
     def _begin_average(self) -> None:
-        """Before the first step the average of the weights is the weights, however they were written."""
+        """Before the first update the average of the weights is the weights, however they were written."""
         self._refuse_averaged("tensors")
-        if self.steps == 0:
+        if self.spec.ema and float(self.optimizer.adam_step) == 0.0:
             self.optimizer.begin_average()
 
     def _model(self, b: int, t: int, *, training: bool = True, accumulate: bool = True) -> Transformer:
