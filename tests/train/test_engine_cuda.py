@@ -17,6 +17,7 @@ from tilegrad.engine.decoder import Decoder, Drawn, Prompt
 from tilegrad.engine.optimizer import NonFiniteError
 from tilegrad.engine.planning import unplanned_bytes
 from tilegrad.engine.sampling import Sampling
+from tilegrad.engine.state import averaged
 from tilegrad.kernels.op import Call, observe
 from tilegrad.model import reference as plain
 
@@ -65,6 +66,24 @@ def test_allocated_bytes_are_the_plan_and_a_step_allocates_little() -> None:
     engine.step(tokens, targets, learning_rate=1e-3)
     # the embedding's backward sorts its tokens: about 50 bytes for each
     assert torch.cuda.max_memory_allocated() - before <= 256 * tokens.numel()
+
+
+@pytest.mark.parametrize("muon", [None, MuonConfig()])
+def test_an_average_in_a_captured_step_has_the_bits_of_one_op_by_op(muon: MuonConfig | None) -> None:
+    """With bfloat16 copies of the weights, which follow a swap and its return."""
+    config = replace(CONFIG, n_embd=64, block_size=64)
+    x, y = (z.cuda() for z in batch(config, 4, 64))
+    engines = [Engine(config, 4, 64, device="cuda", ema=0.9, muon=muon, capture=capture) for capture in (True, False)]
+    losses = []
+    for engine in engines:
+        for _ in range(4):
+            engine.step(x, y, learning_rate=1e-2)
+        before, loss = clones(engine.tensors()), engine.evaluate(x, y)
+        with averaged(engine):
+            losses.append(engine.evaluate(x, y))
+        assert equal(engine.tensors(), before) and engine.evaluate(x, y) == loss != losses[-1]
+        engine.step(x, y, learning_rate=1e-2)
+    assert losses[0] == losses[1] and equal(engines[0].tensors(), engines[1].tensors())
 
 
 @pytest.mark.parametrize("t", [16, 200])  # few rows go to triton

@@ -21,6 +21,7 @@ from support.models import CONFIG, LLAMA, equal
 from support.ranks import Ranks
 from torch import Tensor
 
+import tilegrad
 from tilegrad import Engine
 from tilegrad.cli import main
 from tilegrad.cli.progress import _message
@@ -28,7 +29,7 @@ from tilegrad.dist.mesh import Mesh
 from tilegrad.engine.optimizer import AdamW
 from tilegrad.engine.parallel import ShardedOptimizer, check_accumulation, check_same, digest
 from tilegrad.engine.spec import StepSpec
-from tilegrad.engine.state import counters, restore_counters
+from tilegrad.engine.state import averaged, counters, owned_pieces, restore_counters
 from tilegrad.kernels.muon import MuonConfig
 from tilegrad.kernels.op import observe
 from tilegrad.memory.planned.arena import poison_dead
@@ -39,9 +40,10 @@ from tilegrad.training.checkpoint import (
     latest_checkpoint,
     load_checkpoint,
     load_into,
+    read_state,
     save_checkpoint,
 )
-from tilegrad.training.config import DataConfig, RunConfig, TrainConfig
+from tilegrad.training.config import DataConfig, OptimizerConfig, RunConfig, TrainConfig
 from tilegrad.training.pieces import load_pieces, save_pieces
 from tilegrad.training.run import _load, train
 
@@ -92,7 +94,21 @@ def parity(
         worst = max(worst, abs(result.loss / loss - 1), abs(result.norm / float(one.optimizer.norm) - 1))
     assert many.draws == one.draws and many.steps == one.steps == 3
     worst = max(worst, apart(many.params, one.params))
+    if one.spec.ema:
+        worst = max(worst, averages_apart(many, one))
     return worst, many.arenas.nbytes, many.plan.peak_bytes, one.plan.peak_bytes, mesh.entered
+
+
+def averages_apart(many: Engine, one: Engine) -> float:
+    """The distance of the averages, and of losses with them; afterwards the weights have the same bits."""
+    x, y = micro_batches(one.config.vocab_size, 9, 1)[0]
+    before, loss = {name: p.clone() for name, p in many.params.items()}, many.evaluate(x, y)
+    with averaged(many), averaged(one):
+        assert not equal(many.params, before)
+        worst = max(apart(many.params, one.params), abs(many.evaluate(x, y) / one.evaluate(x, y) - 1))
+        assert many.evaluate(x, y) != loss
+    assert equal(many.params, before) and many.evaluate(x, y) == loss
+    return worst
 
 
 @pytest.mark.parametrize(
@@ -149,6 +165,57 @@ def test_ranks_with_muon_are_one_process(
     two_ranks: Ranks, case: str, shard: str, context: int, muon: MuonConfig
 ) -> None:
     two_ranks.run(frozen_parity, case, shard, 3, context, {"muon": muon})
+
+
+@pytest.mark.parametrize(
+    ("case", "shard", "context", "trained"),
+    [
+        ("tied, dropout", "optimizer", 1, {"muon": MuonConfig()}),
+        ("untied, GQA, window", "all", 1, {}),
+        ("tied, dropout", "none", 1, {"freeze": ("*.qkv.*", "wpe.*")}),
+        ("untied, GQA, window", "optimizer", 2, {"lora": LoraConfig(4, 8)}),
+    ],
+)
+def test_ranks_average_as_one_process(
+    two_ranks: Ranks, case: str, shard: str, context: int, trained: dict[str, Any]
+) -> None:
+    two_ranks.run(frozen_parity, case, shard, 3, context, {"ema": 0.8, **trained})
+
+
+def averages_saved(mesh: Mesh, folder: str, trained: dict[str, Any]) -> str:
+    """Saved by ranks that own slices, or whole matrices, and read by ranks that own something else."""
+    config: Any = {
+        "model_config": CASES["tied, dropout"],
+        "batch_size": 3,
+        "seq_len": 16,
+        "seed": 3,
+        "mesh": mesh,
+        **trained,
+    }
+    engine = go_on(Engine(**config, bucket_bytes=20_000), mesh, 2)
+    path = save_pieces(Path(folder), engine, mesh, {"engine": counters(engine)})
+    go_on(engine, mesh, 4)
+    same, other = Engine(**config, bucket_bytes=20_000), Engine(**config, shard="none")
+    for each in (same, other):
+        restore_counters(each, load_pieces(path, each, mesh)["engine"])
+    go_on(same, mesh, 4)
+    pieces = [{name: piece[0] for name, piece in owned_pieces(each).items()} for each in (engine, same)]
+    assert equal(*pieces), "resumed to the same bits"
+    again = save_pieces(Path(folder), other, mesh, {"engine": counters(other)})
+    a, b = load_checkpoint(path).tensors, load_checkpoint(again).tensors
+    assert equal(a, b)
+    return str(path)
+
+
+@pytest.mark.parametrize("trained", [{"muon": MuonConfig(), "ema": 0.8}, {"ema": 0.8}, {"muon": MuonConfig()}])
+def test_checkpoints_of_ranks_have_averages_and_no_v_of_muon(
+    two_ranks: Ranks, tmp_path: Path, trained: dict[str, Any]
+) -> None:
+    (path,) = set(two_ranks.run(averages_saved, str(tmp_path), trained))
+    one = Engine(CASES["tied, dropout"], 3, 16, seed=3, **trained)
+    restore_counters(one, load_into(Path(path), one.tensors()).state["engine"])
+    want = go_on(Engine(CASES["tied, dropout"], 3, 16, seed=3, **trained), None, 2).tensors()
+    assert {*one.tensors()} == {*want} and apart(one.tensors(), want) < 1e-3
 
 
 @pytest.fixture(scope="module")
@@ -404,8 +471,9 @@ def apart_in_folders(mesh: Mesh, folder: str) -> tuple[str, str]:
     """A run whose ranks have folders of their own; then a save into them."""
     text = Path(folder, "text.txt")
     text.write_text("the quick brown fox jumps over the lazy dog. " * 20, encoding="utf-8")
-    settings = TrainConfig(steps=2, batch_size=1, gradient_accumulation=2, eval_interval=0, sample_tokens=0)
-    run = RunConfig(replace(CASES["tied, dropout"], vocab_size=256), settings, DataConfig(files=(str(text),)))
+    settings = TrainConfig(steps=2, batch_size=1, gradient_accumulation=2, eval_interval=0, sample_tokens=2)
+    model, optimizer = replace(CASES["tied, dropout"], vocab_size=256), OptimizerConfig(ema=0.5)
+    run = RunConfig(model, settings, DataConfig(files=(str(text),)), optimizer=optimizer)
     home = Path(folder, f"rank-{mesh.rank}")
     errors = []
     with pytest.MonkeyPatch.context() as patch:
@@ -436,6 +504,10 @@ def test_ranks_that_do_not_share_a_folder_are_refused_before_the_first_step(two_
     saved = latest_checkpoint(tmp_path / "shared" / "checkpoints")
     best = latest_checkpoint(tmp_path / "shared" / "best")
     assert saved is not None and best is not None and load_checkpoint(saved).state["ranks"] == 2
+    model = tilegrad.load(tmp_path / "shared")
+    tensors = load_checkpoint(saved).tensors
+    assert equal(model.params, {name: tensors[f"ema.{name}"] for name in model.params})
+    assert tilegrad.evaluate(tmp_path / "shared").loss == pytest.approx(read_state(best)["validation_loss"], rel=1e-5)
     names = sorted(path.name for path in saved.glob("*.safetensors"))
     assert len(names) == 2 and all((saved / name).samefile(best / name) for name in names)
 
