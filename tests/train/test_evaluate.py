@@ -106,7 +106,7 @@ def test_weights_on_a_text_have_the_loss_of_the_run_that_they_are_from(capsys: p
         assert main(["evaluate", *source, *flags]) == 0
         results.append(json.loads(capsys.readouterr().out))
         assert results[-1].pop("seconds") >= 0
-    assert {*results[0]} == {"loss", "perplexity", "bits_per_byte", "tokens", "bytes"}
+    assert {*results[0]} == {"loss", "perplexity", "bits_per_byte", "tokens", "bytes", "weights"}
     assert all(result == results[0] for result in results)
     assert main(["evaluate", "weights"]) == 2
     assert capsys.readouterr().err == (
