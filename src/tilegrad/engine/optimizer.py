@@ -318,7 +318,6 @@ class Optimizer:
                 params=params, grads=grads, m=m, v=v, step=self.adam_step,
                 rounded=None if self.rounded is None else rounded, scratch=of("adamw", self.scratch),
             )  # fmt: skip
-
         averages = [own.ema for own in self.owned if own.ema is not None]
         if averages:
             masters = [own.params for own in self.owned]
