@@ -107,7 +107,7 @@ def test_there_are_ten_methods_and_each_has_an_example_that_runs() -> None:
     for _ in range(50):
         engine.step(x, y, 1e-2)
     public = {name for name in vars(Engine) if not name.startswith("_")}
-    assert {name for name in public if not callable(vars(Engine)[name])} == {"params"} and len(public) == 11
+    assert {name for name in public if not callable(vars(Engine)[name])} == {"params", "window"} and len(public) == 12
     examples = {test.name.rsplit(".", 1)[-1]: test.examples for test in doctest.DocTestFinder().find(Engine)}
     assert all(examples[name] for name in public)
     done = doctest.testmod(engine_module, extraglobs={"engine": engine, "x": x, "y": y})
