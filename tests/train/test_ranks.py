@@ -153,6 +153,12 @@ def test_ranks_sum_only_what_is_trained(
     two_ranks.run(frozen_parity, case, shard, 3, context, trained)
 
 
+def muon_parity(mesh: Mesh, case: str, shard: str, context: int, muon: MuonConfig) -> None:
+    worst, allocated, planned, alone, _ = parity(mesh, case, shard, 3, context, muon=muon)
+    assert worst < 1e-12, worst
+    assert allocated == planned and (planned < alone) == (shard != "none" or context > 1)
+
+
 @pytest.mark.parametrize(
     ("case", "shard", "context", "muon"),
     [
@@ -164,7 +170,7 @@ def test_ranks_sum_only_what_is_trained(
 def test_ranks_with_muon_are_one_process(
     two_ranks: Ranks, case: str, shard: str, context: int, muon: MuonConfig
 ) -> None:
-    two_ranks.run(frozen_parity, case, shard, 3, context, {"muon": muon})
+    two_ranks.run(muon_parity, case, shard, context, muon)
 
 
 @pytest.mark.parametrize(
