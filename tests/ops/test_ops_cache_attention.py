@@ -284,8 +284,8 @@ def test_threads_do_not_change_a_bit() -> None:
 
 
 @needs_library
-def test_a_known_call_reads_new_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that was packed once reads positions, tokens and the cache again, and follows TILEGRAD_ISA."""
+def test_a_call_on_the_same_buffers_reads_new_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads positions, tokens and the cache again, and follows TILEGRAD_ISA."""
     step = step_of(PLAIN)
     o = step.q.new_empty(len(step.q), step.n_head * 16)
     scratch = poisoned(cache_attention_workspace(len(step.q), 4, 2, 16, 70, step.mask, step.q.dtype, CPU))

@@ -253,7 +253,7 @@ def test_attention_over_a_cache(
     rows = qkv[:, :group], qkv[:, group : group + 1], qkv[:, group + 1 :]
     with compiling(architecture, tmp_path) as found:
         mask = Mask(causal=True, **options)
-        triton_ops.prepare(*rows, numbers, mask, o=o, k_cache=cache, v_cache=cache, scratch=scratch)()
+        triton_ops.fwd(*rows, numbers, mask, o=o, k_cache=cache, v_cache=cache, scratch=scratch)
         triton_ops.write(*rows[1:], numbers, k_cache=cache, v_cache=cache, scratch={})
     check(found, architecture, {"_attend_kernel", "_merge_kernel", "_write_kernel"})
     assert ".128" in found["_attend_kernel"].sass, "loads are not of 16 bytes"

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tilegrad.functional import call as eager_call
-from tilegrad.kernels import cache_attention
 from tilegrad.kernels.attention import api
 from tilegrad.kernels.cpu import library
 from tilegrad.native import build
@@ -25,7 +24,6 @@ def without_library(folder: Path) -> Iterator[Path]:
         patch.setattr(build, "LIBRARY", folder / "none.so")
         patch.setenv("CXX", str(folder / "no-compiler"))
         patch.setattr(api, "prepared_calls", {})  # calls that ran with the library
-        patch.setattr(cache_attention, "_known", {})
         patch.setattr(eager_call, "fast_path", None)
         library.library.cache_clear()
         library.warn_if_missing.cache_clear()

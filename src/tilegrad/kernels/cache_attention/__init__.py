@@ -16,29 +16,26 @@ outside 0 … B · capacity − 1 writes nothing either. Columns after positions
 The bits of a row depend on its own sequence alone, not on the batch or on the number of threads. A row by kernel `native` has
 the same bits as in the training forward, dense or packed, by attention's kernel `native`.
 
-`CACHE_ATTENTION` is the table of kernels. Each module offers `workspace`, `write` on k and v (N, Hkv, D), and `prepare`, which
-returns a function that runs a call on q and o (B, Hq, D), k and v (B, Hkv, D).
+`CACHE_ATTENTION` is the table of kernels. Each module offers `workspace`, `write` on k and v (N, Hkv, D), and `fwd` on q and o
+(B, Hq, D), k and v (B, Hkv, D).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
 from .. import gpu
-from ..attention.api import signature
 from ..attention.checks import DTYPES, check_options, check_tensors, require
 from ..attention.mask import Mask
 from ..attention.qkv import split
-from ..cache import remember
 from ..checks import check_columns, check_tensor
 from ..cpu import library
-from ..op import op, run_and_list
+from ..op import op
 from ..overlap import check_apart
-from ..scratch import Form, Shapes, TensorLike, views
+from ..scratch import Form, Shapes, TensorLike
 from ..table import Kernel, Table, Where, takes_all
 
 LONGEST = 2**31 - 1  # largest capacity
@@ -113,39 +110,22 @@ def cache_write_fwd(
     CACHE_ATTENTION.run("write", problem, keys, values, slots, k_cache=k_cache, v_cache=v_cache, **where)
 
 
-# Signature and addresses of a call that passed all checks → the prepared call of `native`, or None for another kernel.
-_known: dict[tuple[object, ...], Callable[[], library.NativeCall] | None] = {}
-
-
 @op(adds=("k_cache", "v_cache"), one_kernel=True)
 def cache_attention_fwd(
     q: Tensor, k: Tensor | None, v: Tensor | None, positions: Tensor, mask: Mask, n_head: int, n_kv_head: int, *,
     o: Tensor, k_cache: Tensor, v_cache: Tensor, **where: Unpack[Where],
 ) -> None:  # fmt: skip
     """Appends each sequence's new k and v to the cache, and writes o. k = v = None: q is the fused qkv (B, (Hq + 2·Hkv)·D)."""
-    scratch, kernel = where.get("scratch"), where.get("kernel")
-    tensors = (q, k, v, positions, o, k_cache, v_cache, scratch.get("native.native") if scratch else None)
-    key = signature((n_head, n_kv_head, kernel, torch.get_num_threads()), tensors, mask)
-    known = (key, *[0 if x is None else x.data_ptr() for x in (*tensors, mask.sinks, mask.alibi_slopes)])
-    run = _known.get(known)
-    if run is not None:
-        run_and_list(run)
-        return
-    if key is None or known not in _known:
-        _check(q, k, v, positions, mask, n_head, n_kv_head, o, k_cache, v_cache)
+    _check(q, k, v, positions, mask, n_head, n_kv_head, o, k_cache, v_cache)
     b, d = len(q), k_cache.shape[3]
     if k is None or v is None:
         q, k, v = split(q[None], n_head, n_kv_head, packed=True)
     else:
         q, k, v = q.view(b, n_head, d), k.view(b, n_kv_head, d), v.view(b, n_kv_head, d)
     problem = Problem(k_cache, n_head)
-    row = CACHE_ATTENTION.select(problem, kernel)
-    buffers = views(scratch, row.load().workspace(*problem), q.device, "cache_attention", kernel=row.name)
-    writes = {"o": o.view(b, n_head, d), "k_cache": k_cache, "v_cache": v_cache}
-    run = row.load().prepare(q, k, v, positions, mask, **writes, scratch=buffers)
-    if key is not None:
-        remember(_known, known, run if row.name == "native" else None)
-    run_and_list(run)
+    CACHE_ATTENTION.run(
+        "fwd", problem, q, k, v, positions, mask, o=o.view(b, n_head, d), k_cache=k_cache, v_cache=v_cache, **where
+    )
 
 
 def check_mask(mask: Mask) -> None:

@@ -7,21 +7,18 @@ thread computes the query heads of one kv head of one sequence.
 from __future__ import annotations
 
 import functools
-from array import array
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from ..attention.cpu import by_head, from_cache_line, size_fields
 from ..attention.mask import Mask
-from ..cpu.abi import Call, pack_cache_write, pack_call
-from ..cpu.library import NativeCall, isa, native, run_native
+from ..cpu.abi import pack_cache_write, pack_call
+from ..cpu.library import NativeCall, native, run_native
 from ..scratch import Form, Scratch, Shapes, TensorLike, accumulation_dtype
 
 _CAUSAL = Mask(causal=True)
 _FORWARD = 0
-_ISA = Call.isa.offset // 8
 
 
 def workspace(cache: TensorLike, n_head: int, rows: int | None = None) -> Shapes:
@@ -39,11 +36,10 @@ def _workspace(shape: tuple[int, ...], n_head: int, dtype: torch.dtype, _threads
     return {"native": (((needed_bytes + 64) // acc.itemsize,), acc)}  # 64: room to align to a cache line
 
 
-def prepare(
+def fwd(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, mask: Mask, *,
     o: Tensor, k_cache: Tensor, v_cache: Tensor, scratch: Scratch,
-) -> Callable[[], NativeCall]:  # fmt: skip
-    """The returned function holds addresses, not tensors."""
+) -> NativeCall:  # fmt: skip
     memory = scratch["native"]
     place, nbytes = from_cache_line(memory, memory.nbytes)
     call = pack_call(
@@ -51,13 +47,7 @@ def prepare(
         q=_row(q), k=(k_cache.data_ptr(), *k_cache.stride()), v=(v_cache.data_ptr(), *v_cache.stride()), o=_row(o),
         k_new=_row(k), v_new=_row(v), sinks=by_head(mask.sinks), slopes=by_head(mask.alibi_slopes),
     )  # fmt: skip
-    words, function = array("Q", call), native().tilegrad_native_attention_fwd
-
-    def run() -> NativeCall:
-        words[_ISA] = isa()
-        return run_native(function, words.tobytes())
-
-    return run
+    return run_native(native().tilegrad_native_attention_fwd, call)
 
 
 def _row(x: Tensor) -> tuple[int, ...]:

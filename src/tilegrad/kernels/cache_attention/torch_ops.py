@@ -12,8 +12,7 @@ All numbers are in the accumulation dtype (float32; float64 for float64).
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from math import prod
 
 import torch
@@ -91,16 +90,9 @@ def write(k: Tensor, v: Tensor, slots: Tensor, *, k_cache: Tensor, v_cache: Tens
             flat.index_copy_(0, index.view(-1), new.view(-1, d))
 
 
-def prepare(
+def fwd(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, mask: Mask, *,
     o: Tensor, k_cache: Tensor, v_cache: Tensor, scratch: Scratch,
-) -> Callable[[], None]:  # fmt: skip
-    return functools.partial(_attend, q, k, v, positions, mask, o, k_cache, v_cache, scratch)
-
-
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, mask: Mask, o: Tensor, k_cache: Tensor, v_cache: Tensor,
-    scratch: Scratch,
 ) -> None:  # fmt: skip
     hkv = k_cache.shape[1]
     for i in blocks(len(q), _sequences(k_cache)):

@@ -15,9 +15,6 @@ the new column and where sums are float64.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 import torch
 import triton
 import triton.language as tl
@@ -203,16 +200,9 @@ def workspace(cache: TensorLike, n_head: int, rows: int | None = None) -> Shapes
     return {"acc": ((*parts, d), acc), "row_max": (parts, acc), "row_sum": (parts, acc)}
 
 
-def prepare(
+def fwd(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, mask: Mask, *,
     o: Tensor, k_cache: Tensor, v_cache: Tensor, scratch: Scratch,
-) -> Callable[[], None]:  # fmt: skip
-    return functools.partial(_attend, q, k, v, positions, mask, o, k_cache, v_cache, scratch)
-
-
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, mask: Mask, o: Tensor, k_cache: Tensor, v_cache: Tensor,
-    scratch: Scratch,
 ) -> None:  # fmt: skip
     (b, hq, d), (_, hkv, capacity, _) = q.shape, k_cache.shape
     share, scale, slopes, sinks = _share(k_cache), mask.scale_for(d), mask.alibi_slopes, mask.sinks
