@@ -30,6 +30,22 @@ def check_param(name: str, p: Tensor, shape: tuple[int, ...], x: Tensor) -> None
     check_tensor(name, p, shape, p.dtype if unrounded else x.dtype, x.device)
 
 
+def check_range(first: Tensor, rounded: Tensor | None, **tensors: Tensor) -> int:
+    """A range of the arenas: flat tensors of one length, in the accumulation dtype and on the device of `first`; `rounded`, the
+    copy that layers compute with, has any dtype. Returns the length."""
+    p = next(iter(tensors.values())).numel()
+    for name, x in tensors.items():
+        check_tensor(name, x, (p,), accumulation_dtype(first.dtype), first.device)
+    if rounded is not None:
+        check_tensor("rounded", rounded, (p,), rounded.dtype, first.device)
+    return p
+
+
+def check_max_norm(max_norm: float) -> None:
+    if not max_norm > 0.0:
+        raise ValueError(f"max_norm: got {max_norm!r}; accepted: a number > 0, inf for no clipping")
+
+
 def check_positions(positions: Tensor, shape: tuple[int, ...], x: Tensor) -> None:
     """The positions of packed rows: contiguous int64 of this shape, (B, T)."""
     check_tensor("positions", positions, tuple(shape), torch.int64, x.device)

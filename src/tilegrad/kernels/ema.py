@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .checks import check_tensor
+from .guard import non_finite
 from .op import op
 from .scratch import Scratch, Shapes, TensorLike, accumulation_dtype, views
 
@@ -42,7 +43,7 @@ def ema_step(
         raise ValueError(f"decay: got {decay!r}; accepted: a number above 0 and below 1")
     buffers = views(scratch, ema_workspace(first), first.device, "ema")
     w, finite, begins = buffers["w"], buffers["finite"], buffers["first"]
-    finite.copy_(norm).mul_(0.0).add_(1.0).nan_to_num_(nan=0.0)  # 1 if norm is finite, else 0 · norm = NaN → 0
+    non_finite(norm, out=finite).neg_().add_(1.0)
     w.copy_(step).add_(10.0).reciprocal_().mul_(9.0).clamp_(min=1.0 - decay).mul_(finite)
     torch.le(step, 1.0, out=begins)
     w.masked_fill_(begins, 1.0)

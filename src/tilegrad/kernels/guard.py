@@ -20,6 +20,11 @@ from .op import op
 from .scratch import Scratch, Shapes, views
 
 
+def non_finite(norm: Tensor, *, out: Tensor) -> Tensor:
+    """out (0-d) = 0 if norm is finite, else 1. 0 · norm is NaN if norm is not finite."""
+    return out.copy_(norm).mul_(0.0).nan_to_num_(nan=1.0)
+
+
 def guard_workspace() -> Shapes:
     """Name → (shape, dtype) of the scratch."""
     return {"halted": ((), torch.bool), "spoiled": ((), torch.float32)}
@@ -43,7 +48,7 @@ def guard(
     norm.add_(loss, alpha=0.0)  # 0 · loss is NaN if loss is not finite
     torch.ge(in_a_row, most, out=halted)
     norm.masked_fill_(halted, math.nan)
-    spoiled.copy_(norm).mul_(0.0).nan_to_num_(nan=1.0)
+    non_finite(norm, out=spoiled)
     in_a_row.add_(1.0).mul_(spoiled)
     if step is not None:
         step.add_(1.0).sub_(spoiled)

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from .. import gpu
-from ..checks import check_tensor
+from ..checks import check_max_norm, check_range, check_tensor
 from ..op import op
-from ..scratch import Shapes, TensorLike, accumulation_dtype
+from ..scratch import Shapes, TensorLike
 from ..table import Problem, Where
 
 T = TypeVar("T")
@@ -60,8 +60,7 @@ def adamw_step(
         _check(each, first)
     check_tensor("norm", norm, (), first.dtype, first.device)
     check_tensor("step", step, (), torch.float32, first.device)
-    if not max_norm > 0.0:
-        raise ValueError(f"max_norm: got {max_norm!r}; accepted: a number > 0, inf for no clipping")
+    check_max_norm(max_norm)
     given = (norm, learning_rate, weight_decay, max_norm, betas, eps)
     ADAMW.run("step", Problem(first), *given, ranges=ranges, step=step, **where)
 
@@ -71,10 +70,6 @@ def _listed(x: T | list[T]) -> list[T]:
 
 
 def _check(given: Range, first: Tensor) -> None:
-    p = given.params.numel()
-    for name, x in zip(Range._fields, given[:4], strict=False):
-        check_tensor(name, x, (p,), accumulation_dtype(first.dtype), first.device)
-    if given.rounded is not None:
-        check_tensor("rounded", given.rounded, (p,), given.rounded.dtype, first.device)
+    p = check_range(first, given.rounded, params=given.params, grads=given.grads, m=given.m, v=given.v)
     if not 0 <= given.decayed <= p:
         raise ValueError(f"decayed: got {given.decayed}; accepted: 0 … {p}, the leading elements with weight decay")

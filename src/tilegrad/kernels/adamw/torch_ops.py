@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..guard import non_finite
 from ..scratch import Scratch, Shapes, TensorLike
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def step(
 ) -> None:  # fmt: skip
     grad_scale, found_inf = scratch["grad_scale"], scratch["found_inf"]
     grad_scale.copy_(norm).add_(1e-6).div_(max_norm).clamp_(min=1.0).nan_to_num_(nan=1.0, posinf=1.0)
-    found_inf.copy_(norm).mul_(0.0).nan_to_num_(nan=1.0)  # 0 if norm is finite, else 0 · norm = NaN → 1
+    non_finite(norm, out=found_inf)
     step.add_(1.0).sub_(found_inf)
     on_cpu = norm.device.type == "cpu"
     clips = not (on_cpu and grad_scale.item() == 1.0)

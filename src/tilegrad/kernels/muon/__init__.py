@@ -32,9 +32,9 @@ from typing import Literal, NamedTuple, Unpack, get_args
 
 from torch import Tensor
 
-from ..checks import check_tensor
+from ..checks import check_max_norm, check_range, check_tensor
 from ..op import op
-from ..scratch import Shapes, TensorLike, accumulation_dtype
+from ..scratch import Shapes, TensorLike
 from ..table import Kernel, Table, Where, takes_all
 
 Orthogonalization = Literal["newton_schulz", "polar_express"]
@@ -157,18 +157,13 @@ def muon_step(
     for each in ranges:
         _check(each, first)
     check_tensor("norm", norm, (), first.dtype, first.device)
-    if not max_norm > 0.0:
-        raise ValueError(f"max_norm: got {max_norm!r}; accepted: a number > 0, inf for no clipping")
+    check_max_norm(max_norm)
     problem = Problem(first, sum(matrices, ()), muon.cautious)
     MUON.run("step", problem, norm, learning_rate, muon, weight_decay, max_norm, ranges=ranges, **where)
 
 
 def _check(given: Range, first: Tensor) -> None:
-    p = given.params.numel()
-    for name, x in zip(Range._fields, given[:3], strict=False):
-        check_tensor(name, x, (p,), accumulation_dtype(first.dtype), first.device)
-    if given.rounded is not None:
-        check_tensor("rounded", given.rounded, (p,), given.rounded.dtype, first.device)
+    p = check_range(first, given.rounded, params=given.params, grads=given.grads, m=given.m)
     end = 0
     for matrix in given.matrices:
         if not (matrix.start >= end and matrix.rows >= 1 and matrix.columns >= 1 and matrix.stop <= p):

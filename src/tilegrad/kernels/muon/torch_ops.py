@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..guard import non_finite
 from ..scratch import Scratch, Shapes, TensorLike, blocks
 from . import COEFFICIENTS, MARGINS, Matrices, MuonConfig, Range
 
@@ -58,7 +59,7 @@ def step(
 ) -> None:  # fmt: skip
     clip, blend, rate = scratch["clip"], scratch["blend"], scratch["rate"]
     clip.copy_(norm).add_(1e-6).div_(max_norm).clamp_(min=1.0).reciprocal_().nan_to_num_(nan=0.0)
-    rate.copy_(norm).mul_(0.0).add_(1.0).nan_to_num_(nan=0.0)  # 1 if norm is finite, otherwise NaN, which becomes 0
+    non_finite(norm, out=rate).neg_().add_(1.0)
     torch.mul(rate, 1.0 - muon.momentum, out=blend)
     rate.mul_(learning_rate).mul_(muon.learning_rate_factor)
     for each in ranges:
