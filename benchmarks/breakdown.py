@@ -1,19 +1,20 @@
 """`python -m benchmarks.training --breakdown`: where the milliseconds of a step go, by group, against each group's floor.
 
-    floor of an op       max(FLOPs / FLOP rate, bytes / byte rate)          the rates: Rates, an H200's measured ones
+    floor of an op       max(FLOPs / FLOP rate, bytes / byte rate)          rates measured on an H200 (`Rates`)
     floor of a group     the sum over its ops (step_cost.py)
     gaps                 the span of the step − the time in which any kernel runs
 
-The profiler gives the device's kernels in order, by name and with their times; also those of a replayed CUDA graph, which
-have no op behind them. A kernel's group is found by name:
+The profiler lists the device's kernels in order, with names and times. It knows no ops, because a replayed CUDA graph has none.
+So a kernel's group is found by name:
 
-    ours         by its home: a kernel of kernels/norm/ is a norm's
-    a GEMM       before the loss it is a forward; behind it the layout says, in cuBLAS's column-major terms: TN is x wᵀ (a
-                 forward again), NN or TT is dy w (dgrad), NT is dyᵀ x (wgrad). Those next to a loss kernel are the head's
-    memset, split-K reduction    with the GEMM they belong to
-    torch's      by a word in the name
+    a kernel of ours             its source file: a kernel in kernels/norm/ belongs to the norms
+    a GEMM                       before the loss: forward. After it the layout decides, in cuBLAS's column-major terms: TN is
+                                 x wᵀ (recomputed forward), NN or TT is dy w (dgrad), NT is dyᵀ x (wgrad). GEMMs next to a
+                                 loss kernel belong to the head
+    memset, split-K reduction    the group of their GEMM
+    a kernel of torch            a word in its name
 
-A name of no group is in "other", and the report lists it.
+The other kernels are in the group "other", and the report lists their names.
 """
 
 from __future__ import annotations
@@ -58,21 +59,21 @@ _LAYOUTS = {"tn": "forward", "nn": "dgrad", "tt": "dgrad", "nt": "wgrad"}
 _NEXT_TO_A_GEMM = re.compile(r"^memset|splitk.?reduce|split_k_reduce", re.IGNORECASE)
 _NEXT_TO = "next to a GEMM"
 _PASSED = ("loss", "copies", _NEXT_TO, OTHER)  # between the head's forward and its loss
-_WORDS = (  # of a kernel that is not ours; the first that is found counts
+_WORDS = (  # words in the names of kernels that are not ours; the first match counts
     (r"fmha|flash|sdpa|mha_|attention", ("attention forward", "attention backward")),
     (r"layer_?norm|rms_?norm|LayerNorm|GammaBeta", ("norms forward", "norms backward")),
     (r"softmax|nll_loss|cross_entropy|log_sum|logsumexp", ("loss",)),
     (r"adam|multi_tensor|lpnorm|linalg_vector_norm|NormTwoOps|NormOps", ("optimizer",)),
     (r"gelu|silu|tanh_kernel|relu|swiglu|sigmoid", ("activation forward", "activation backward")),
     (r"embedding|index_?select|indexSelect|index_add|indexFunc|gather|scatter|index_put|index_elementwise", ("embeddings",)),
-    (r"radix_sort|reverse_indices", ("embeddings",)),  # of tokens, for the gradient
+    (r"radix_sort|reverse_indices", ("embeddings",)),  # they sort tokens for the gradient
     (r"float8|fp8|e4m3|amax|abs_max", ("fp8 scaling",)),
     (r"^memcpy|copy_kernel|CatArray|direct_copy|bfloat16_copy", ("copies",)),
 )  # fmt: skip
 
 
 class Rates(NamedTuple):
-    """What a floor divides by: measured on an H200, 690 TFLOP/s of a bfloat16 GEMM and 4.3 TB/s."""
+    """The rates in a floor, measured on an H200: 690 TFLOP/s of a bfloat16 GEMM, and 4.3 TB/s."""
 
     flops: float = 690e12
     bytes: float = 4.3e12
@@ -89,7 +90,7 @@ class Launch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GroupTime:
-    """A group of one step; floor_ms is None where nothing of the kind is needed at all, or nobody can say."""
+    """A group of one step; floor_ms is None if a step needs no such op, or if its floor is unknown."""
 
     group: str
     ms: float
@@ -102,8 +103,8 @@ class Breakdown:
     groups: tuple[GroupTime, ...]
     span_ms: float
     gaps_ms: float
-    unknown: dict[str, float]  # name → ms, of "other"
-    kernels: dict[str, dict[str, float]]  # group → name → ms, of all
+    unknown: dict[str, float]  # name → ms, for the group "other"
+    kernels: dict[str, dict[str, float]]  # group → name → ms
 
     @property
     def floor_ms(self) -> float:
@@ -115,7 +116,7 @@ class Breakdown:
 
 @cache
 def our_kernels() -> Mapping[str, str]:
-    """Kernel → its op, read off the source: an op has one home, kernels/<op>.py or kernels/<op>/."""
+    """Kernel → its op, found in the sources: an op is in kernels/<op>.py or kernels/<op>/."""
     root = Path(kernels.__path__[0])
     found = {}
     for path in sorted(root.rglob("*.py")):
@@ -126,8 +127,8 @@ def our_kernels() -> Mapping[str, str]:
 
 
 def group_of(name: str, *, backward: bool) -> str:
-    """The group of a kernel by its name alone; `backward`: the step is past the loss, which decides where names don't. A GEMM
-    counts as a block's."""
+    """The group of a kernel by its name alone. `backward`: whether the kernel runs after the loss. A GEMM counts as a
+    block's."""
     own = our_kernels().get(name)
     if own == "linear":
         return _gemm(name, backward=backward)
@@ -155,11 +156,11 @@ def _gemm(name: str, *, backward: bool) -> str:
 def groups_of(names: Sequence[str]) -> list[str]:
     """The group of each kernel of a step, in the order of the device.
 
-    A chunk of the head is  forward GEMM, loss kernels, dgrad, wgrad: so a forward GEMM right before a loss kernel is the
-    head's, and so are the first dgrad and the first wgrad behind it. A loss kernel behind a backward sums what the chunks left.
+    A chunk of the head runs a forward GEMM, loss kernels, dgrad and wgrad. So the last forward GEMM before a loss kernel is the
+    head's, and so are the first dgrad and wgrad after it. A loss kernel after a backward sums the results of the chunks.
     """
     groups: list[str] = []
-    expected: set[str] = set()  # of the head, since the last loss kernel
+    expected: set[str] = set()  # the head's GEMMs that must follow the last loss kernel
     seen_loss = False
     for name in names:
         group = group_of(name, backward=seen_loss)
@@ -173,20 +174,20 @@ def groups_of(names: Sequence[str]) -> list[str]:
             if kind in expected:
                 expected.remove(kind)
                 group = f"head {kind}"
-        elif group in ("embeddings", "optimizer"):  # the ends of a backward and of a step
+        elif group in ("embeddings", "optimizer"):  # they end a backward and a step
             seen_loss, expected = False, set()
         groups.append(group)
     return _with_their_gemm(names, groups)
 
 
 def _with_their_gemm(names: Sequence[str], groups: list[str]) -> list[str]:
-    """A memset goes with the kernel behind it, a split-K reduction with the one before it."""
+    """The groups, with each memset in the group of the next kernel, and each split-K reduction in that of the previous one."""
     out = list(groups)
     for i, group in enumerate(groups):
         if group != _NEXT_TO:
             continue
-        behind = names[i].lower().startswith("memset")
-        order = range(i + 1, len(groups)) if behind else reversed(range(i))
+        is_memset = names[i].lower().startswith("memset")
+        order = range(i + 1, len(groups)) if is_memset else reversed(range(i))
         out[i] = next((groups[j] for j in order if groups[j] != _NEXT_TO), OTHER)
     return out
 
@@ -195,7 +196,7 @@ def _with_their_gemm(names: Sequence[str], groups: list[str]) -> list[str]:
 
 
 def floors(demands: Mapping[str, Sequence[Demand]], rates: Rates, *, fp8: bool = False) -> dict[str, float]:
-    """Milliseconds; fp8: the blocks' forward linears run at that rate."""
+    """Group → its floor in milliseconds. fp8: the blocks' forward linears run at the float8 rate."""
     return {
         group: 1e3
         * sum(
@@ -207,7 +208,7 @@ def floors(demands: Mapping[str, Sequence[Demand]], rates: Rates, *, fp8: bool =
 
 
 def break_down(launches: Sequence[Launch], floors_ms: Mapping[str, float], steps: int = 1) -> Breakdown:
-    """Time of each group per step, from `steps` steps back to back."""
+    """Time of each group per step, from the launches of `steps` back-to-back steps."""
     ordered = sorted(launches, key=lambda launch: launch.start_us)
     groups = groups_of([launch.name for launch in ordered])
     ms: defaultdict[str, float] = defaultdict(float)

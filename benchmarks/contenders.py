@@ -1,13 +1,12 @@
-"""The contenders of a training benchmark: each in a process of its own, which lives as long as its problem is measured.
+"""The contenders of a training benchmark. Each has a process of its own, which lives while its problem is measured.
 
-Memory is then each one's own, and speed is interleaved all the same: a process does nothing until it is asked, and one is
-asked at a time. On a CPU malloc decides about both: it keeps freed pages where speed is measured, or eager pays for page
-faults in every step, and returns them where memory is. Every contender begins with the same parameters and is fed by one
-stream of random tokens.
+So memory is measured alone and speed is interleaved: one process works at a time, when it is asked. On a CPU both depend on
+malloc. Where speed is measured it keeps freed pages, because eager PyTorch would have page faults in every step. Where memory
+is measured it returns them. All contenders begin with the same parameters and read the same stream of random tokens.
 
-    start     builds the model and trains CHECK_STEPS steps on one fixed batch: the losses must fall alike (`disagreement`)
-    run       sustained steps on fresh tokens at a rate so small that the loss stays where it is
-    profile   the device's kernels of a few steps
+    start     builds the model and trains CHECK_STEPS steps on one fixed batch; the losses must fall alike (`disagreement`)
+    run       back-to-back steps on new tokens, with a learning rate so small that the loss does not change
+    profile   the device's kernels in a few steps
     curve     the losses of a whole run on a text
 """
 
@@ -39,37 +38,39 @@ from tilegrad.training.schedule import learning_rate
 
 from .breakdown import Launch, launches_of
 from .cases import Case
+from .energy import joules
+from .large_peers import LargePeer
 from .peer import Peer, PeerForm
 
-Kind = Literal["ours", "compiled", "eager"]
+Kind = Literal["ours", "compiled", "eager", "liger", "torchao"]
 CHECK_STEPS = 5
 CHECK_RATE, SPEED_RATE = 1e-4, 1e-6
 FALL_TOLERANCE = 0.1
 WARM_STEPS, PROFILED_STEPS = 10, 3
 MALLOC = {  # torch's aarch64 builds have mimalloc, others use glibc's malloc
     "keep": {
-        "MALLOC_MMAP_MAX_": "0",  # glibc takes no MALLOC_MMAP_THRESHOLD_ above 32 MiB, and silently
+        "MALLOC_MMAP_MAX_": "0",  # glibc ignores a MALLOC_MMAP_THRESHOLD_ above 32 MiB without a message
         "MALLOC_TRIM_THRESHOLD_": str(1 << 36),
         "MALLOC_TOP_PAD_": str(1 << 26),
         "MIMALLOC_PURGE_DELAY": "-1",
     },
     "return": {"MIMALLOC_PURGE_DELAY": "0"},  # glibc does so for large blocks by default
 }
-FAULTS_BYTES = 1 << 26  # of a step, above which a note says that malloc did not obey
+FAULTS_BYTES = 1 << 26  # bytes of page faults in a step, above which a note says that malloc did not keep pages
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-CURVE_PEAK, CURVE_FLOOR, CURVE_WARMUP = 6e-4, 6e-5, 0.1  # the rate of `curve`; the warm-up as a share of its steps
+CURVE_PEAK, CURVE_FLOOR, CURVE_WARMUP = 6e-4, 6e-5, 0.1  # learning rate of `curve`; warm-up as a share of its steps
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Who competes, and in what."""
+    """A contender: who runs which case."""
 
     kind: Kind
     case: Case
     form: PeerForm = field(default_factory=PeerForm)
     seed: int = 0
     check_steps: int = CHECK_STEPS
-    malloc: Literal["keep", "return"] = "keep"  # of a process on a CPU
+    malloc: Literal["keep", "return"] = "keep"  # what malloc does with freed pages, on a CPU
 
     @property
     def device(self) -> str:
@@ -80,12 +81,12 @@ class Entry:
         return f"ours {self.case.name}" if self.kind == "ours" else self.kind
 
 
-Answer = dict[str, Any]  # what a process reports of its start or of a round, or {"failed": why}
+Answer = dict[str, Any]  # the results of a start or of a round, or {"failed": why}
 
 
 class Contender(Protocol):
     def submit(self, tokens: Tensor, targets: Tensor, learning_rate: float) -> None:
-        """A step, on a GPU without waiting for it."""
+        """Run a step; on a GPU without waiting for it."""
 
     def loss(self) -> float:
         """The loss of the last step; waits for it."""
@@ -102,7 +103,7 @@ class Ours:
         self.engine = Engine(
             problem.config, problem.batch_size // case.micro_batches, problem.seq_len, device=entry.device,
             dtype=getattr(torch, problem.dtype), seed=entry.seed, memory_budget=case.budget_bytes, linear=case.linear,
-            muon=case.muon,
+            head=case.head, states=case.states, muon=case.muon,
         )  # fmt: skip
         self._results: list[StepResult] = []
 
@@ -120,13 +121,16 @@ def contender(entry: Entry) -> Contender:
     if entry.kind == "ours":
         return Ours(entry)
     problem = entry.case.problem
+    if entry.kind in ("liger", "torchao"):
+        given = (problem.config, entry.case.micro_batches)
+        return LargePeer(*given, seed=entry.seed, torchao=entry.kind == "torchao", device=entry.device)
     device, dtype, compiled = torch.device(entry.device), getattr(torch, problem.dtype), entry.kind == "compiled"
     sizes = (problem.config, problem.batch_size, problem.seq_len)
     return Peer(*sizes, device, seed=entry.seed, form=entry.form, compiled=compiled, dtype=dtype)
 
 
 class Batches:
-    """Tokens (B, T) and their targets, in pinned memory where a GPU reads them: random ones, or windows of a text."""
+    """Batches of tokens (B, T) and targets, random or windows of a text, in pinned memory for a GPU."""
 
     def __init__(self, entry: Entry, text: Tensor | None = None) -> None:
         problem = entry.case.problem
@@ -146,7 +150,7 @@ class Batches:
 
 
 class Measured:
-    """What a process does for one contender."""
+    """A contender with its measurements, in its own process."""
 
     def __init__(self, entry: Entry) -> None:
         began = time.perf_counter()
@@ -160,12 +164,12 @@ class Measured:
         self.started |= self._peak("start_")
         if isinstance(self.contender, Ours):
             self.started["planned_bytes"] = self.contender.engine.plan.peak_bytes
-        elif isinstance(self.contender, Peer):
+        elif isinstance(self.contender, Peer | LargePeer):
             self.started["sdpa"] = self.contender.backend
 
     def _peak(self, prefix: str = "") -> dict[str, int | None]:
-        """Peak bytes: of tensors, and of what torch took from the device for them, since the last call; on a CPU of what is
-        resident, since the imports."""
+        """Peak bytes since the last call: of tensors, and of the memory that torch reserved for them. On a CPU: peak resident
+        bytes beyond those after the imports."""
         if self.device.type != "cuda":
             peak = resident_bytes("VmHWM") - self._resident_before
             return {f"{prefix}allocated_bytes": peak, f"{prefix}reserved_bytes": None}
@@ -181,10 +185,12 @@ class Measured:
         self.contender.submit(*self.batches.next(), SPEED_RATE)
 
     def run(self, seconds: float) -> Answer:
-        faults = getrusage(RUSAGE_SELF).ru_minflt
+        faults, before = getrusage(RUSAGE_SELF).ru_minflt, joules()
         done = sustained(self._step, seconds, self.device)
         faults = getrusage(RUSAGE_SELF).ru_minflt - faults
-        counts = {"steps": done.steps, "seconds": done.seconds, "page_faults": faults / done.steps}
+        counts: Answer = {"steps": done.steps, "seconds": done.seconds, "page_faults": faults / done.steps}
+        after = joules()
+        counts |= {"joules": None if before is None or after is None else after - before}
         return {**counts, "loss": self.contender.loss(), **self._peak()}
 
     def profile(self) -> list[Launch]:
@@ -213,9 +219,9 @@ def resident_bytes(field: str) -> int:
 
 
 def disagreement(losses: Sequence[float], reference: Sequence[float], *, same_optimizer: bool = True) -> str:
-    """'' where both losses begin alike and fall alike, else what does not: the falls of the check's steps may differ by
-    FALL_TOLERANCE of the reference's, the first losses by FALL_TOLERANCE / 10 of themselves. With another optimizer than the
-    reference's, the loss must begin alike and fall."""
+    """'' if the losses begin alike and fall alike, else the difference. The first losses may differ by FALL_TOLERANCE / 10 of
+    the loss, the falls over the check's steps by FALL_TOLERANCE of the reference's fall. With same_optimizer=False the losses
+    must begin alike, and any fall will do."""
     fall, expected = (values[0] - values[-1] for values in (losses, reference))
     if not abs(losses[0] - reference[0]) <= FALL_TOLERANCE / 10 * abs(reference[0]):
         return f"the first loss is {losses[0]:.4f}, the peer's {reference[0]:.4f}"
@@ -233,7 +239,8 @@ def disagreement(losses: Sequence[float], reference: Sequence[float], *, same_op
 
 
 class Worker:
-    """A contender's process. `ask` sends, `answer` waits; {"failed": why} where the process broke or took too long."""
+    """A contender's process. `ask` sends a request, `answer` waits for the result: {"failed": why} if the process failed or
+    took too long."""
 
     def __init__(self, entry: Entry) -> None:
         context = multiprocessing.get_context("spawn")
@@ -266,7 +273,7 @@ class Worker:
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """What a process that starts inside inherits, in the place of malloc's variables here."""
+    """Inside, new processes inherit these variables instead of this process's settings of malloc."""
     ours = dict(os.environ)
     for name in [name for name in os.environ if name.startswith(("MALLOC_", "MIMALLOC_"))]:
         del os.environ[name]
@@ -280,7 +287,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 def _work(there: Connection, entry: Entry) -> None:
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # torch, on a CPU without bf16 instructions
-    os.dup2(sys.stderr.fileno(), 1)  # stdout is the report's
+    os.dup2(sys.stderr.fileno(), 1)  # stdout is for the report
     try:
         measured = Measured(entry)
         there.send(measured.started)

@@ -1,15 +1,15 @@
 """Dilated attention against the gather-based formulation on SDPA: forward + backward, interleaved in one process.
 
-    ours       tilegrad.dilated_attention, buffers of torch's allocator
+    ours       tilegrad.dilated_attention, with buffers from torch's allocator
     managed    the same with an AttentionBufferManager
-    captured   ours as one CUDA graph, replayed: what the device takes where no launch is waited for
+    captured   ours as one replayed CUDA graph: the time of the device, without launches
     gather …   gathered.py on each of SDPA's backends
 
-Ours is checked against the float64 oracle before it is timed, on a small ragged problem of the same heads and rates; if that
-fails there is no time. Times are medians of rounds, in each of which everything runs once; a ratio is the median of the
-rounds' ratios. Memory is the peak of a forward + backward beyond q, k, v, y, their gradients and what stood before: on CUDA
-what torch's allocator counts, including a manager's cache, which starts empty; on a CPU it is not measured. The hit rate is
-the manager's from the third iteration on.
+Ours is checked against the float64 oracle before it is timed, on a small ragged problem with the same heads and rates. If the
+check fails, nothing is timed. Times are medians of rounds, in each of which everything runs once; a ratio is the median of the
+rounds' ratios. Memory is the peak of a forward + backward beyond q, k, v, y, their gradients and earlier allocations. torch's
+allocator counts it on CUDA, including a manager's cache, which starts empty; on a CPU it is not measured. The hit rate is the
+manager's from the third iteration on.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ SEGMENTS, RATES = (2048, 8192, 32768), (1, 4, 16)
 LENGTHS = {"cuda": (32768, 65536, 131072, 262144, 524288), "cpu": (4096, 8192, 16384)}
 CPU_SEGMENTS = (256, 1024, 4096)
 HEADS, HEAD_DIM = 16, 64
-FLAT = 0.20  # of the time for a token, between the shortest and the longest sequence
-FASTER, MEMORY, MANAGED, HIT_RATE = 1.3, 0.5, 0.95, 0.95  # what ours must reach: against gather, against itself
+FLAT = 0.20  # the most by which the time per token may vary over the lengths
+FASTER, MEMORY, MANAGED, HIT_RATE = 1.3, 0.5, 0.95, 0.95  # goals: the first two against gather, the others against ours
 CHECKED_TOKENS = 150
 ERRORS_OF_A_PEER = (RuntimeError, NotImplementedError)
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """q, k, v (B, T, H, D) of a mode; the same heads, segments and rates for every T."""
+    """The sizes of q, k, v (B, T, H, D) and a mode; heads, segments and rates are the same for every T."""
 
     mode: Mode
     t: int
@@ -68,7 +68,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the result; `note` says why there is none."""
+    """One line of the result; without a result `note` says why."""
 
     mode: str
     t: int
@@ -82,7 +82,7 @@ class Row:
 
 
 def check(problem: Problem, dtype: torch.dtype, device: torch.device) -> str:
-    """'' if the closeness rule holds for a short sequence with a tail in every branch, else its complaints."""
+    """'' if the closeness rule holds for a short sequence with a partial segment in every branch, else its complaints."""
     t = CHECKED_TOKENS
     segments = [
         max(1, s * t // (2 * max(problem.segments))) + r for s, r in zip(problem.segments, problem.rates, strict=True)
@@ -137,7 +137,7 @@ def _extra_bytes(step: Thunk, device: torch.device, returned_bytes: int) -> int 
 
 
 def _hit_rate(step: Thunk, manager: AttentionBufferManager) -> float:
-    """From the third iteration on."""
+    """The manager's hit rate from the third iteration on."""
     counts = []
     for steps in (2, 4):
         for _ in range(steps):
@@ -199,7 +199,7 @@ def measure(
 
 
 def _ratio(rows: Sequence[Row], mode: str, t: int, over: str, under: str) -> float | None:
-    """The median over rounds of the time of `over` by that of `under`."""
+    """The median over rounds of the time of `over` / the time of `under`."""
     found = {row.kernel: row.rounds_ms for row in rows if (row.mode, row.t) == (mode, t) and row.rounds_ms}
     if over not in found or under not in found:
         return None
@@ -207,7 +207,7 @@ def _ratio(rows: Sequence[Row], mode: str, t: int, over: str, under: str) -> flo
 
 
 def _spread(rows: Sequence[Row], mode: str, kernel: str) -> float:
-    """How much more the slowest T takes for a token than the fastest."""
+    """The time per token of the slowest T / that of the fastest, minus 1."""
     found = [x for row in rows if (row.mode, row.kernel) == (mode, kernel) and (x := row.ns_per_token) is not None]
     return max(found) / min(found) - 1
 
@@ -217,7 +217,7 @@ def _gib(n: int | None) -> str:
 
 
 def report(rows: Sequence[Row]) -> str:
-    """The table, and below it each thing that must hold with what was found."""
+    """The table, and below it each goal with its result."""
     lines = []
     for row in rows:
         if row.ms is None:

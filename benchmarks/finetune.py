@@ -1,19 +1,22 @@
-"""Fine-tuning with adapters against transformers + Liger + PEFT: `python -m benchmarks.finetune`, on a GPU.
+"""Fine-tuning against transformers + Liger + PEFT: `python -m benchmarks.finetune`, on a GPU.
 
-Adapters of rank 16 on all linear layers of Qwen2.5's shapes, with random weights, in bfloat16. Each contender has its
-own process, so that its memory is measured alone. In a round each contender runs back-to-back steps for `seconds`; every other
-round reverses their order.
+Two trainings of Qwen2.5's shapes, with random weights in bfloat16: adapters of rank 16 on all linear layers, and all weights.
+Each contender has its own process, so that its memory is measured alone. In a round each contender runs back-to-back steps for
+`seconds`; every other round reverses their order. The two trainings are measured in separate rounds.
 
     ours              the engine's step with `lora`, captured
     ours, all saved   the same with no activation recomputed
     ours, budget      the same within --budget GiB (default: `checkpointed_gib` of the shape)
     peer              a step of PEFT with Liger's kernels, SDPA and fused AdamW, as users run it
     peer, checkpoint  the same with gradient checkpointing
+    ours, weights     the engine's step that trains all weights, with float32 masters and moments
+    ours, lean        the same with bfloat16 moments and gradients, and without masters
+    peer, weights     a step of transformers with Liger's kernels; weights, gradients and moments are bfloat16
 
     tokens/s          the median over rounds          ratio       the median over rounds of our tokens/s / the peer's
     peak GiB          torch.cuda.max_memory_allocated of the contender's own process
 
-The peer needs transformers, liger_kernel and peft; without them, or on a CPU, it does not run. --tiny is a quick look on a CPU.
+The peer needs transformers, liger_kernel and peft; without them, or on a CPU, it does not run. --tiny is a quick test on a CPU.
 """
 
 from __future__ import annotations
@@ -35,11 +38,13 @@ from typing import Any
 import torch
 
 from tilegrad import Engine, LoraConfig, ModelConfig
+from tilegrad.model.layer import States
 from tilegrad.text.table import table
 
 Step = Callable[[], object]
 RANK, ALPHA = 16, 32
 PEER_PACKAGES = ("transformers", "liger_kernel", "peft")
+HEADER = ("shape", "contender", "tokens/s", "peak GiB", "ratio")
 WARM_STEPS = 4
 EVERYTHING = 1000.0  # GiB: a budget for which nothing is recomputed
 UNPLANNED_BYTES = 40 << 20  # cuBLAS's workspace and the staged batch, which a budget does not count
@@ -75,9 +80,9 @@ SHAPES = {
 }
 
 
-def ours(shape: Shape, device: str, budget: float | None) -> Step:
+def ours(shape: Shape, device: str, budget: float | None, lora: LoraConfig | None, states: States) -> Step:
     engine = Engine(
-        shape.config(), shape.batch_size, shape.seq_len, device=device, lora=LoraConfig(RANK, ALPHA),
+        shape.config(), shape.batch_size, shape.seq_len, device=device, dtype=torch.bfloat16, lora=lora, states=states,
         memory_budget=None if budget is None else int(budget * _GIB) - (UNPLANNED_BYTES if device == "cuda" else 0),
     )  # fmt: skip
     tokens = torch.randint(0, shape.vocab_size, (shape.batch_size, shape.seq_len), device=device)
@@ -89,7 +94,7 @@ def ours(shape: Shape, device: str, budget: float | None) -> Step:
     return step
 
 
-def peer(shape: Shape, device: str, *, checkpoint: bool) -> Step:
+def peer(shape: Shape, device: str, *, adapters: bool, checkpoint: bool) -> Step:
     liger, peft, transformers = map(import_module, ("liger_kernel.transformers", "peft", "transformers"))
     torch.manual_seed(0)
     config = transformers.Qwen2Config(
@@ -102,7 +107,8 @@ def peer(shape: Shape, device: str, *, checkpoint: bool) -> Step:
     base.config.use_cache = False
     liger.apply_liger_kernel_to_qwen2(model=base)
     layers = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    model = peft.get_peft_model(base, peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=layers))
+    lora = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=layers)
+    model = peft.get_peft_model(base, lora) if adapters else base
     if checkpoint:
         model.gradient_checkpointing_enable()
         model.enable_input_require_grads()
@@ -121,9 +127,12 @@ def peer(shape: Shape, device: str, *, checkpoint: bool) -> Step:
 
 
 def contender(name: str, shape: Shape, device: str, budget: float) -> Step:
+    adapters = not name.endswith(("weights", "lean"))
     if name.startswith("ours"):
-        return ours(shape, device, EVERYTHING if "all saved" in name else budget if "budget" in name else None)
-    return peer(shape, device, checkpoint="checkpoint" in name)
+        limit = EVERYTHING if "all saved" in name else budget if "budget" in name else None
+        states = States("bfloat16", "none", "bfloat16") if "lean" in name else States()
+        return ours(shape, device, limit, LoraConfig(RANK, ALPHA) if adapters else None, states)
+    return peer(shape, device, adapters=adapters, checkpoint="checkpoint" in name)
 
 
 def serve(pipe: Connection, name: str, shape: Shape, device: str, budget: float) -> None:
@@ -167,11 +176,12 @@ def measure(
         mine, theirs = spawn.Pipe()
         process = spawn.Process(target=serve, args=(theirs, name, shape, device, budget), daemon=True)
         process.start()
-        answer = mine.recv()
-        if answer == "ready":
-            workers[name] = mine, process
-        else:
+        workers[name] = mine, process
+    for name in names:
+        answer = workers[name][0].recv()
+        if answer != "ready":
             failed[name] = answer
+            workers.pop(name)
     found: dict[str, list[tuple[float, int]]] = {name: [] for name in workers}
     for i in range(rounds):
         for name in list(workers)[:: -1 if i % 2 else 1]:
@@ -192,7 +202,9 @@ def measure(
 def rows_of(name: str, found: dict[str, list[tuple[float, int]]]) -> list[dict[str, Any]]:
     rows = []
     for who, results in found.items():
-        against = found.get("peer, checkpoint" if "budget" in who else "peer") if "ours" in who else None
+        others = {"ours, budget": "peer, checkpoint", "ours, weights": "peer, weights", "ours, lean": "peer, weights"}
+        other = others.get(who, "peer")
+        against = found.get(other) if "ours" in who else None
         ratio = median(a / b for (a, _), (b, _) in zip(results, against, strict=True)) if against else None
         rate, peak = median(rate for rate, _ in results), max(peak for _, peak in results)
         rows.append({"shape": name, "contender": who, "tokens_per_s": rate, "peak_bytes": peak, "ratio": ratio})
@@ -206,6 +218,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--budget", type=float, help="GiB of `ours, budget`; default: `checkpointed_gib` of the shape")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="contenders, such as 'ours, weights'; default: all")
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--tiny", action="store_true", help="a small shape, 0.2 s for each contender in a round")
     parser.add_argument("--json", action="store_true")
@@ -214,22 +227,31 @@ def main(arguments: list[str] | None = None) -> int:
     with_peer = not args.no_peer and args.device == "cuda" and not missing
     if missing and not args.no_peer:
         print(f"no peer: {', '.join(missing)} not installed", file=sys.stderr)
-    names = ["ours", "ours, all saved", "ours, budget", *(["peer", "peer, checkpoint"] if with_peer else [])]
+    groups = [
+        ["ours", "ours, all saved", "ours, budget", "peer", "peer, checkpoint"],
+        ["ours, weights", "ours, lean", "peer, weights"],
+    ]
     rounds, seconds = (2, 0.2) if args.tiny else (args.rounds, args.seconds)
     rows, broken = [], False
     for name in ["tiny"] if args.tiny else args.shapes or ["0.5B", "1.5B"]:
         shape = SHAPES[name]
         budget = args.budget if args.budget is not None else shape.checkpointed_gib
-        found, failed = measure(shape, args.device, names, rounds, seconds, budget)
-        rows += rows_of(name, found)
-        for who, why in failed.items():
-            broken = True
-            print(f"{name}, {who}: {why}", file=sys.stderr)
+        for group in groups:
+            names = [who for who in group if with_peer or not who.startswith("peer")]
+            names = [who for who in names if args.only is None or who in args.only]
+            if not names:
+                continue
+            found, failed = measure(shape, args.device, names, rounds, seconds, budget)
+            new = rows_of(name, found)
+            print(table(HEADER, [_cells(row) for row in new]), file=sys.stderr, flush=True)
+            rows += new
+            for who, why in failed.items():
+                broken = True
+                print(f"{name}, {who}: {why}", file=sys.stderr)
     if args.json:
         print(json.dumps(rows, indent=1))
     else:
-        header = ("shape", "contender", "tokens/s", "peak GiB", "ratio")
-        print(table(header, [_cells(row) for row in rows]))
+        print(table(HEADER, [_cells(row) for row in rows]))
     return int(broken)
 
 

@@ -1,12 +1,12 @@
-"""`python -m benchmarks.training --losses`: losses of ours and of the peer, from the same parameters, on a text.
+"""`python -m benchmarks.training --losses`: the losses of ours and of the peer, from the same parameters, on a text.
 
-Two seeds; a seed gives the initial parameters and the order of the text's windows, to both alike. Over blocks of BLOCK
-steps, with a bar for a block's mean loss,
+There are two seeds. A seed determines the initial parameters and the order of the text's windows, for both contenders. With
+ours̄ and peer̄ the mean losses over blocks of BLOCK steps,
 
     gap(seed)   rms over blocks of ours̄(seed) − peer̄(seed)         spread   rms over blocks of peer̄(0) − peer̄(1)
 
-The curves agree where both gaps are at most the spread: the curves do not show who trained. The peer has the
-tanh GELU, as the engine does: else it is another function.
+The curves agree if both gaps are at most the spread: then a change of the contender is no larger than a change of the seed.
+The peer has the engine's tanh GELU, because with another GELU it would be another function.
 """
 
 from __future__ import annotations
@@ -57,13 +57,20 @@ def distance(a: Sequence[float], b: Sequence[float]) -> float:
     return math.sqrt(fmean(squares))
 
 
-def measure_curves(case: Case, peer: Kind, limit_s: float, steps: int) -> Curves:
-    """All four runs at once, each in its process: nothing is timed."""
+def measure_curves(case: Case, peer: Kind | Case, limit_s: float, steps: int) -> Curves:
+    """Runs all four at once, each in its own process, because nothing is timed. peer: a peer, or another case of ours."""
     if steps < BLOCK:
         raise ValueError(f"steps: got {steps}; accepted: an int ≥ {BLOCK}, one block")
     form = PeerForm(gelu="tanh")
-    kinds: tuple[Kind, ...] = ("ours", peer)
-    workers = {(kind, seed): Worker(Entry(kind, case, form, seed, check_steps=0)) for kind in kinds for seed in SEEDS}
+    other: Kind = "ours" if isinstance(peer, Case) else peer
+    of_other = peer if isinstance(peer, Case) else case
+    name = of_other.name if isinstance(peer, Case) else peer
+    pairs: dict[str, tuple[Kind, Case]] = {"": ("ours", case), name: (other, of_other)}
+    workers = {
+        (key, seed): Worker(Entry(kind, of_kind, form, seed, check_steps=0))
+        for key, (kind, of_kind) in pairs.items()
+        for seed in SEEDS
+    }
     try:
         for worker in workers.values():
             worker.ask("curve", steps)
@@ -77,8 +84,8 @@ def measure_curves(case: Case, peer: Kind, limit_s: float, steps: int) -> Curves
     finally:
         for worker in workers.values():
             worker.close()
-    ours, theirs = (tuple(answers[kind, seed] for seed in SEEDS) for kind in kinds)
-    return Curves(peer, ours, theirs)
+    ours, theirs = (tuple(answers[key, seed] for seed in SEEDS) for key in pairs)
+    return Curves(name, ours, theirs)
 
 
 def report(curves: Curves) -> str:

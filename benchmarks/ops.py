@@ -1,7 +1,7 @@
-"""`python -m benchmarks.ops`: each kernel of the ops that are bound by memory, as bytes per second against a copy's.
+"""`python -m benchmarks.ops`: bytes per second of each kernel of the ops that are bound by memory, compared with a copy.
 
-The bytes are those that an op must read and write, each once; a kernel that makes several passes is that much slower. Shapes
-are GPT-2's: C = 768 for norms, F = 3072 for activations, N = B·T rows. Kernels of one op run interleaved.
+The bytes are those that an op must read and write, each counted once, so a kernel with several passes reaches a lower rate.
+Shapes are GPT-2's: C = 768 for norms, F = 3072 for activations, N = B·T rows. Kernels of one op run interleaved.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 25}
 
 @dataclass(frozen=True)
 class Case:
-    """A call of an op. `run(kernel, scratch)` makes it, `workspace(kernel)` declares its scratch."""
+    """A call of an op. `run(kernel, scratch)` calls it, `workspace(kernel)` declares its scratch."""
 
     op: str
     columns: int
@@ -99,9 +99,9 @@ def column_sums(n: int, dtype: torch.dtype, device: torch.device) -> Iterator[Ca
 
 
 def activations(n: int, dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    gate_up, h, da, a, again = (torch.randn(n, f, device=device).to(dtype) for f in (2 * F, F, F, F, F))
-    sums = torch.zeros(F, device=device)
-    gate, up, one = gate_up[:, :F], gate_up[:, F:], h.numel() * h.element_size()
+    up_gate, both, h, da, a, again = (torch.randn(n, f, device=device).to(dtype) for f in (2 * F, 2 * F, F, F, F, F))
+    sums, one = torch.zeros(F, device=device), h.numel() * h.element_size()
+    (up, gate), (dup, dgate) = up_gate.chunk(2, 1), both.chunk(2, 1)
     kernels, problem = activation.ACTIVATION, activation.Problem
     for kind in activation.KINDS:
 
@@ -122,17 +122,37 @@ def activations(n: int, dtype: torch.dtype, device: torch.device) -> Iterator[Ca
         yield Case(f"{kind} backward, a, Σ dh", F, 4 * one, kernels, problem(h, kind, (da, a)), fused, workspace)
 
     def swiglu_forward(kernel: str, _scratch: Scratch) -> None:
-        activation.swiglu_fwd(gate, up, a=a, kernel=kernel)
+        activation.swiglu_fwd(up_gate, a=a, kernel=kernel)
 
-    def swiglu_backward(kernel: str, _scratch: Scratch) -> None:
-        activation.swiglu_bwd(da, gate, up, dgate=a, dup=h, kernel=kernel)
+    def swiglu_backward(kernel: str, scratch: Scratch) -> None:
+        activation.swiglu_bwd(da, up_gate, dup_gate=both, scratch=scratch, kernel=kernel)
 
-    def swiglu_fused(kernel: str, _scratch: Scratch) -> None:
-        activation.swiglu_bwd(da, gate, up, dgate=a, dup=h, a=again, kernel=kernel)
+    def swiglu_fused(kernel: str, scratch: Scratch) -> None:
+        activation.swiglu_bwd(da, up_gate, dup_gate=both, a=again, scratch=scratch, kernel=kernel)
 
+    def swiglu_workspace(kernel: str) -> Shapes:
+        return activation.activation_workspace(h, "swiglu", sums=False, kernel=kernel)
+
+    written = problem(gate, "swiglu", (da, up, dup, dgate))
     yield Case("swiglu forward", F, 3 * one, kernels, problem(gate, "swiglu", (up, a)), swiglu_forward)
-    yield Case("swiglu backward", F, 5 * one, kernels, problem(gate, "swiglu", (da, up, a, h)), swiglu_backward)
-    yield Case("swiglu backward, a", F, 6 * one, kernels, problem(gate, "swiglu", (da, up, a, h)), swiglu_fused)
+    yield Case(
+        "swiglu backward",
+        F,
+        5 * one,
+        kernels,
+        written,
+        swiglu_backward,
+        swiglu_workspace,
+    )
+    yield Case(
+        "swiglu backward, a",
+        F,
+        6 * one,
+        kernels,
+        written,
+        swiglu_fused,
+        swiglu_workspace,
+    )
 
 
 FAMILIES = (norms, column_sums, activations)
@@ -146,7 +166,7 @@ def copy_bytes_per_s(device: torch.device) -> float:
 
 
 def measure(case: Case, n: int, copy: float, repeats: int, device: torch.device) -> Iterator[Row]:
-    """A row for each kernel that takes the call unasked."""
+    """A row for each kernel that accepts the call without being named."""
     thunks: dict[str, Callable[[], object]] = {}
     for kernel in case.kernels.rows:
         if kernel.by_name_only is None and kernel.refuses(case.problem) is None:

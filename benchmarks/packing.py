@@ -2,7 +2,7 @@
 
 Lengths of conversations are drawn from an exponential distribution with mean T/4 and cut at T. Steps of the Engine:
 
-    padded   each conversation is a row of T tokens, the rest of the row has no targets
+    padded   each conversation is a row of T tokens; the rest of the row has no targets
     packed   conversations fill rows first-fit, at most `documents` in a row, with their ends in cu_seqlens
     whole    each row is one sequence of T tokens: the cost if attention spans the whole row
 
@@ -135,7 +135,7 @@ def contenders(
 
 
 def disagreement(padded: Contender, packed: Contender, batch_size: int, seq_len: int, dtype: torch.dtype) -> str:
-    """ "" if the packed loss of a batch is that of its conversations in padded rows."""
+    """ "" if the packed loss of a batch equals the loss of its conversations in padded rows."""
     batch, _ = packed.batches[0]
     assert batch.cu_seqlens is not None
     spans = [slice(a, z) for a, z in pairwise(batch.cu_seqlens.tolist())]

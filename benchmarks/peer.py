@@ -1,14 +1,14 @@
 """The peer of a training step: the same model as plain PyTorch, eager or under `torch.compile`.
 
-As nanoGPT trains: float32 parameters under `torch.autocast`, `F.scaled_dot_product_attention`, one fused linear for q, k, v,
-a tied head, cross-entropy on all logits at once, `clip_grad_norm_`, fused AdamW. With fewer heads of k and v they are
-repeated where that gets a better kernel of torch's. Its two choices that are not ours:
+It trains as nanoGPT does: float32 parameters under `torch.autocast`, `F.scaled_dot_product_attention`, one fused linear for q,
+k, v, a tied head, cross-entropy on all logits at once, `clip_grad_norm_`, fused AdamW. With GQA, k and v are repeated if torch
+then selects a better kernel. Two of nanoGPT's choices differ from the engine's:
 
                  nanoGPT                       like for like
-    GELU         exact (erf)                   tanh, as the engine's
-    residual     float32 (autocast leaves it)  bfloat16, as the engine's
+    GELU         exact (erf)                   tanh, as in the engine
+    residual     float32 (autocast leaves it)  bfloat16, as in the engine
 
-Parameters have the engine's names, so that both begin with the same ones.
+Parameters have the engine's names, so that both begin with the same values.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ Gelu = Literal["exact", "tanh"]
 Residual = Literal["float32", "bfloat16"]
 Sdpa = Literal["default", "cudnn", "flash"]
 _SIZES = {"vocab_size", "block_size", "n_layer", "n_head", "n_embd", "n_kv_head", "ffn_dim"}
-# keys of a config that the peer reads; the others must have their defaults
+# the keys of a config that the peer reads; the others must have their defaults
 _READ = _SIZES | {"activation", "norm", "position", "bias", "tie_embeddings", "norm_eps", "rope_theta"}
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
 
 @dataclass(frozen=True, slots=True)
 class PeerForm:
-    """What of the peer may be chosen; the defaults are nanoGPT's. sdpa="default": the kernel that torch selects."""
+    """The peer's options; the defaults are nanoGPT's. sdpa="default": the kernel that torch selects."""
 
     gelu: Gelu = "exact"
     residual: Residual = "float32"
@@ -51,7 +51,7 @@ LIKE_FOR_LIKE = PeerForm(gelu="tanh", residual="bfloat16")
 
 
 def initial_parameters(config: ModelConfig, seed: int) -> dict[str, Tensor]:
-    """The engine's for that seed, float32 on the CPU."""
+    """The engine's initial parameters for this seed, in float32 on the CPU."""
     generator = torch.Generator().manual_seed(seed)
     params = {}
     for name, p in declare(config, 1, 1, torch.float32, "cpu").params.items():
@@ -61,7 +61,7 @@ def initial_parameters(config: ModelConfig, seed: int) -> dict[str, Tensor]:
 
 
 def sdpa_backend(config: ModelConfig, batch_size: int, seq_len: int, device: torch.device, *, gqa: bool) -> str:
-    """The name of the kernel that torch selects here, such as CUDNN_ATTENTION; gqa: k and v with their own few heads."""
+    """The name of the kernel that torch selects here, such as CUDNN_ATTENTION; gqa: k and v keep their own number of heads."""
     heads = config.kv_heads if gqa else config.n_head
     q, k = (
         torch.empty(batch_size, h, seq_len, config.head_dim, dtype=torch.bfloat16, device=device, requires_grad=True)
@@ -69,6 +69,17 @@ def sdpa_backend(config: ModelConfig, batch_size: int, seq_len: int, device: tor
     )
     choice = torch._fused_sdp_choice(q, k, k, is_causal=True, enable_gqa=heads < config.n_head)
     return str(SDPBackend(choice).name)
+
+
+def apart(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The engine's parameters or gradients, up and gate as two."""
+    found: dict[str, Tensor] = {}
+    for name, x in params.items():
+        if ".up_gate." in name:
+            found |= {name.replace("up_gate", part): own for part, own in zip(("up", "gate"), x.chunk(2), strict=True)}
+        else:
+            found[name] = x
+    return found
 
 
 class Norm(nn.Module):
@@ -142,16 +153,16 @@ class Block(nn.Module):
 
 
 class PeerModel(nn.Module):
-    """tokens, targets (B, T) → the mean cross-entropy; −1 has no target."""
+    """tokens, targets (B, T) → the mean cross-entropy; target −1 is ignored."""
 
     def __init__(self, config: ModelConfig, form: PeerForm, *, gqa: bool = True) -> None:
         super().__init__()
         for known in fields(config):
             value = getattr(config, known.name)
             if known.name not in _READ and value != known.default:
-                raise ValueError(f"{known.name}: got {value!r}; accepted: {known.default!r}, as the peer has")
+                raise ValueError(f"{known.name}: got {value!r}; accepted: {known.default!r}, which the peer has")
         if config.activation not in ("gelu", "swiglu"):
-            raise ValueError(f"activation: got {config.activation!r}; accepted: 'gelu' or 'swiglu', as the peer has")
+            raise ValueError(f"activation: got {config.activation!r}; accepted: 'gelu' or 'swiglu', which the peer has")
         self.config, self.residual = config, form.residual
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         if config.position == "learned":
@@ -169,11 +180,12 @@ class PeerModel(nn.Module):
             self.lm_head.weight = self.wte.weight
 
     def load(self, params: Mapping[str, Tensor]) -> None:
-        """The engine's parameters, by the same names."""
-        own = dict(self.named_parameters())  # a tied weight once, as wte's
+        """Copies the engine's parameters, which have the same names, except that up and gate are two layers here."""
+        own = dict(self.named_parameters())  # a tied weight is listed once, as wte's
+        params = apart(params)
         if own.keys() != params.keys():
             other = ", ".join(sorted(own.keys() ^ params.keys()))
-            raise ValueError(f"params: got other names than the peer's: {other}")
+            raise ValueError(f"params: got names that differ from the peer's: {other}; accepted: the engine's names")
         with torch.no_grad():
             for name, p in own.items():
                 p.copy_(params[name])
@@ -194,7 +206,7 @@ class PeerModel(nn.Module):
 
 
 class Peer:
-    """Its step: forward and backward, clipping to norm 1, AdamW. A batch in pinned memory is copied behind the host."""
+    """The peer's training step: forward, backward, clipping to norm 1, AdamW. Copies from pinned memory do not block."""
 
     def __init__(
         self, config: ModelConfig, batch_size: int, seq_len: int, device: torch.device, *, seed: int, form: PeerForm,

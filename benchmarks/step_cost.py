@@ -1,4 +1,4 @@
-"""What a training step must compute and move: FLOPs and bytes of its ops, by group."""
+"""FLOPs and bytes of the ops that a training step needs, by group."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def linears(config: ModelConfig) -> list[tuple[int, int]]:
 
 
 def step_flops(config: ModelConfig, batch_size: int, seq_len: int) -> int:
-    """FLOPs of a training step, as MFU counts them: three times the forward's linears, head and (causal) attention. The
-    backward counts twice the forward, whatever is recomputed; norms, activations and the optimizer count nothing."""
+    """FLOPs of a training step for MFU: three times the forward's linears, head and (causal) attention. The backward counts as
+    two forwards, even if activations are recomputed. Norms, activations and the optimizer are not counted."""
     n, c = batch_size * seq_len, config.n_embd
     products = config.n_layer * sum(i * o for i, o in linears(config)) + config.vocab_size * c
     left = None if config.window is None else config.window - 1
@@ -37,12 +37,12 @@ def step_flops(config: ModelConfig, batch_size: int, seq_len: int) -> int:
 def step_demands(
     config: ModelConfig, batch_size: int, seq_len: int, element_bytes: int, n_params: int
 ) -> dict[str, list[Demand]]:
-    """What a step can't do without, op by op, in the groups of breakdown.py.     N = B·T rows   e = element_bytes
+    """The least work of each op of a step, in the groups of breakdown.py.     N = B·T rows   e = element_bytes
 
-    A linear reads and writes each of its three matrices once; weight gradients are float32. A residual addition and the norm
-    behind it are one pass; the norm's backward writes the norm's output again, the activation's backward the activation. The
-    loss's gradient takes the logits' place. AdamW reads w, g, m, v and writes w, m, v and the compute copy; the clip reads g.
-    Bias gradients ride along.
+    A linear reads or writes each of its three matrices once; weight gradients are float32. A residual addition and the next
+    norm are one pass. The norm's backward writes the norm's output again, the activation's backward the activation. The
+    gradient of the logits overwrites them. AdamW reads w, g, m, v and writes w, m, v and the compute copy; the clip reads g.
+    Bias gradients add nothing.
     """
     n, e, layers = batch_size * seq_len, element_bytes, config.n_layer
     c, f, v, d = config.n_embd, config.ffn, config.vocab_size, config.head_dim
@@ -61,7 +61,7 @@ def step_demands(
     hidden = 2 if config.activation == "swiglu" else 1
     norms = 2 * layers + 1
     rope = 2 * e * n * (config.n_head + config.kv_heads) * d if config.position == "rope" else 0
-    copy = 0 if e == 4 else e  # of the parameters, in the compute dtype
+    copy = 0 if e == 4 else e  # bytes of a parameter's copy in the compute dtype
     return {
         "GEMM forward": forward * layers,
         "GEMM dgrad": forward * layers,

@@ -1,16 +1,17 @@
 """A whole training step against the same model in PyTorch: `python -m benchmarks.training`, on a GPU and on a CPU.
 
 Contenders run in processes of their own (contenders.py) and are interleaved: in a round each runs back-to-back steps on
-fresh tokens for `seconds`, in an order that is reversed every other round. A power-capped card slows down under load, so
-only long runs count.
+new tokens for `seconds`, in an order that is reversed every other round. A power-capped card slows down under load, so the
+runs must be long.
 
     tokens/s    tokens of a round's steps / its seconds; the median over rounds
     speed       the median over rounds of ours / the peer's
+    J/token     joules of the GPU by NVML (energy.py)
     MFU         FLOPs of a step (step_cost.py step_flops) · steps/s / PEAK_FLOPS
     memory      torch.cuda.max_memory_allocated and …_reserved of the contender's own process, over the timed steps; on a CPU
-                peak resident bytes less those after the imports, of a process whose malloc returns what is freed
+                the peak of resident bytes − those after the imports, in a process whose malloc returns freed pages
 
-A contender whose loss does not fall as the first peer's does has no speed (contenders.py disagreement).
+A contender whose loss does not fall as the first peer's loss does gets no speed (contenders.py disagreement).
 """
 
 from __future__ import annotations
@@ -46,17 +47,19 @@ from .peer import LIKE_FOR_LIKE, PeerForm
 from .step_cost import step_demands
 from .training_plots import Drawn, draw
 
-PEAK_FLOPS = 989.5e12  # H100 and H200 SXM, bfloat16 without sparsity, as NVIDIA states it
+PEAK_FLOPS = 989.5e12  # NVIDIA's number for H100 and H200 SXM: bfloat16 without sparsity
 PEERS: tuple[Kind, ...] = ("compiled", "eager")
-GOAL_PEER: dict[str, Kind] = {"cuda": "compiled", "cpu": "eager"}  # whom a case's goals are against
+EVERY_PEER: tuple[Kind, ...] = (*PEERS, "liger", "torchao")  # the last two for Qwen2.5's shapes, by name
+GOAL_PEER: dict[str, Kind] = {"cuda": "compiled", "cpu": "eager"}  # device → the peer of the goals
 LIMIT_S = 400.0
-TITLE = "# Training step"  # what the file --out begins with
+TITLE = "# Training step"  # the first line of the file --out
 _GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings of a run. seconds: of one contender in one round. limit_s: for a process to start (it compiles) or to answer."""
+    """seconds   time of one contender in one round
+    limit_s   the most seconds that a process may take to start, which includes compiling, or to answer"""
 
     device: str = "cuda"
     peers: tuple[Kind, ...] = PEERS
@@ -73,18 +76,18 @@ class Settings:
         for name in ("seconds", "limit_s", "peak_flops"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}: got {getattr(self, name)}; accepted: a number > 0")
-        unknown = sorted(set(self.peers) - set(PEERS))
+        unknown = sorted(set(self.peers) - set(EVERY_PEER))
         if unknown:
-            raise ValueError(f"peers: got {unknown[0]!r}; accepted: {', '.join(PEERS)}")
+            raise ValueError(f"peers: got {unknown[0]!r}; accepted: {', '.join(EVERY_PEER)}")
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One contender's figures; None where there is none, and `note` says why."""
+    """One contender's figures. A missing one is None, and `note` says why."""
 
     case: str
     contender: Kind
-    tokens_per_s: tuple[float, ...] = ()  # of each round
+    tokens_per_s: tuple[float, ...] = ()  # one for each round
     flops_per_token: float = 0.0
     mfu: float | None = None
     allocated_bytes: int | None = None
@@ -94,8 +97,9 @@ class Row:
     check_losses: tuple[float, ...] = ()
     start_s: float | None = None
     sdpa: str | None = None
-    clocks: tuple[str, ...] = ()  # SM clock, power, capped or not: in the middle of each round
-    page_faults: float = 0.0  # of a step, on a CPU
+    clocks: tuple[str, ...] = ()  # SM clock, power, and whether it is capped, in the middle of each round
+    page_faults: float = 0.0  # in a step, on a CPU
+    joules_per_token: float | None = None  # by NVML
     note: str = ""
     wrong: bool = False
 
@@ -106,7 +110,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """Ours over a peer's: tokens/s and peak allocated bytes, with the case's goals where they are against this peer."""
+    """Ours / a peer's: tokens/s and peak allocated bytes, with the case's goals if they are against this peer."""
 
     case: str
     peer: Kind
@@ -121,7 +125,7 @@ class Ratio:
 
 
 def measure(problem: Problem, cases: Sequence[Case], settings: Settings) -> list[Row]:
-    """The peers, then each case, of one problem."""
+    """Rows of the peers, then of each case, for one problem."""
     entries = [Entry(peer, cases[0], settings.form) for peer in settings.peers]
     entries += [Entry("ours", case) for case in cases]
     resident = {entry.name: _resident(entry, settings) for entry in entries if entry.device == "cpu"}
@@ -148,7 +152,7 @@ def measure(problem: Problem, cases: Sequence[Case], settings: Settings) -> list
 
 
 def _resident(entry: Entry, settings: Settings) -> Answer:
-    """Peak bytes of a contender on a CPU, from a process of its own that starts and ends."""
+    """Peak bytes of a contender on a CPU, measured in another process, which only starts and ends."""
     worker = Worker(replace(entry, malloc="return"))
     try:
         answer = _progress(worker, worker.answer(settings.limit_s), "measured alone")
@@ -174,14 +178,16 @@ def row_of(
     faults = median(run["page_faults"] for run in runs) if entry.device == "cpu" else 0.0
     slow_malloc = ""
     if faults * PAGE_BYTES > FAULTS_BYTES:
-        slow_malloc = f"{faults:.0f} page faults a step: malloc did not keep what was freed"
+        slow_malloc = f"{faults:.0f} page faults in a step: malloc did not keep freed pages"
     speeds = tuple(problem.tokens * run["steps"] / run["seconds"] for run in runs)
     peaks = {
         name: max((run[name] for run in runs if run[name] is not None), default=None)
         for name in ("allocated_bytes", "reserved_bytes")
     }
+    spent = [run["joules"] / (problem.tokens * run["steps"]) for run in runs if run.get("joules") is not None]
     return Row(
-        case, entry.kind, tokens_per_s=() if wrong else speeds, flops_per_token=problem.flops / problem.tokens,
+        case, entry.kind, joules_per_token=median(spent) if spent else None,
+        tokens_per_s=() if wrong else speeds, flops_per_token=problem.flops / problem.tokens,
         mfu=None if wrong or entry.device == "cpu" else median(speeds) * problem.flops / problem.tokens / peak_flops,
         planned_bytes=started.get("planned_bytes"), loss=runs[-1]["loss"],
         check_losses=tuple(started["losses"]), start_s=started["start_s"],
@@ -191,7 +197,7 @@ def row_of(
 
 
 def ratios(rows: Sequence[Row], cases: Sequence[Case], peers: Iterable[Kind]) -> list[Ratio]:
-    """Ours over each peer's, for rows of one problem."""
+    """Ratios of ours to each peer, for rows of one problem."""
     found = []
     for case in cases:
         ours = next(row for row in rows if row.contender == "ours" and row.case == case.name)
@@ -221,7 +227,7 @@ def _say(text: str) -> None:
 
 
 def _clock(settings: Settings) -> str:
-    """In the middle of a round: SM clock, power draw, and whether the power cap is active."""
+    """SM clock, power draw, and whether the power cap is active, in the middle of a round."""
     time.sleep(settings.seconds / 2)
     query = "clocks.sm,power.draw,clocks_event_reasons.sw_power_cap"
     with suppress(OSError, subprocess.SubprocessError):
@@ -251,7 +257,7 @@ def measure_breakdown(case: Case, settings: Settings) -> Breakdown:
     demands = step_demands(
         problem.config, problem.batch_size, problem.seq_len, element_bytes, parameter_count(problem.config)
     )
-    return break_down(launches, floors(demands, settings.rates, fp8=case.linear == "fp8"), PROFILED_STEPS)
+    return break_down(launches, floors(demands, settings.rates, fp8=case.linear != "plain"), PROFILED_STEPS)
 
 
 def _answered(worker: Worker, limit_s: float) -> Any:
@@ -269,13 +275,14 @@ def report(rows: Sequence[Row], found: Sequence[Ratio]) -> str:
         [
             row.case if row.contender == "ours" else f"  against {row.case}", row.contender, _number(row.speed, ",.0f"),
             f"{min(row.tokens_per_s):,.0f} … {max(row.tokens_per_s):,.0f}" if row.tokens_per_s else "–",
-            _number(row.mfu, ".1%"), _gib(row.allocated_bytes), _gib(row.reserved_bytes), _gib(row.planned_bytes),
+            _number(row.mfu, ".1%"), _number(row.joules_per_token, ".2e"),
+            _gib(row.allocated_bytes), _gib(row.reserved_bytes), _gib(row.planned_bytes),
             _number(row.loss, ".3f"), _number(row.start_s, ".0f"),
         ]
         for row in rows
     ]  # fmt: skip
     sizes = ("allocated GiB", "reserved GiB", "planned GiB")
-    text = [table(("case", "contender", "tokens/s", "rounds", "MFU", *sizes, "loss", "start s"), lines)]
+    text = [table(("case", "contender", "tokens/s", "rounds", "MFU", "J/token", *sizes, "loss", "start s"), lines)]
     if found:
         verdicts = []
         for r in found:
@@ -310,7 +317,7 @@ def _verdict(value: float | None, goal: float | None, *, least: bool) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a run found: its text, its lines of JSON, its exit code; `drawn` is what a plot shows."""
+    """The results of a run: text, lines of JSON, the data of a plot, and the exit code."""
 
     text: str
     lines: tuple[dict[str, object], ...]
@@ -345,12 +352,14 @@ def breakdowns_report(cases: Sequence[Case], settings: Settings) -> Report:
     return Report("\n\n".join(parts), lines, found)
 
 
-def losses_report(cases: Sequence[Case], settings: Settings, steps: int) -> Report:
-    if not settings.peers:
+def losses_report(cases: Sequence[Case], settings: Settings, steps: int, against: str | None = None) -> Report:
+    """against: a case of ours to compare with, instead of the first peer."""
+    if not settings.peers and against is None:
         raise ValueError("peers: got none; accepted: the one to compare loss curves with, compiled or eager")
     found: dict[str, Curves] = {}
     for case in cases:
-        found[case.name] = measure_curves(case, settings.peers[0], settings.limit_s, steps)
+        other = settings.peers[0] if against is None else cases_of([against], settings.device)[0]
+        found[case.name] = measure_curves(case, other, settings.limit_s, steps)
     text = "\n\n".join(f"{name}: {curves_report(curves)}" for name, curves in found.items())
     lines = tuple({"case": name, "agree": curves.agree} | asdict(curves) for name, curves in found.items())
     return Report(text, lines, found, int(not all(curves.agree for curves in found.values())))
@@ -358,13 +367,15 @@ def losses_report(cases: Sequence[Case], settings: Settings, steps: int) -> Repo
 
 def bench_training(
     *, cases: Sequence[str] | None = None, settings: Settings | None = None, breakdown: bool = False, losses: bool = False,
-    steps: int = 500, json: bool = False, out: Path | None = None, plot: Path | None = None,
+    steps: int = 500, against: str | None = None, json: bool = False, out: Path | None = None, plot: Path | None = None,
 ) -> int:  # fmt: skip
     """Prints tables or JSON lines (the environment, then the results); `out` gets both, `plot` a picture. The exit code is 1
-    where a contender of ours failed or was wrong, or loss curves do not agree."""
+    if a contender of ours failed or was wrong, or if loss curves do not agree."""
     settings = Settings() if settings is None else settings
     if out is not None:
         check_replaceable(out, TITLE)
+    if against is not None and not losses:
+        raise ValueError(f"against: got {against!r} without losses; accepted: None")
     if breakdown and losses:
         raise ValueError("losses: got True with breakdown; accepted: one of the two")
     chosen = cases_of(
@@ -373,7 +384,7 @@ def bench_training(
     if breakdown:
         result = breakdowns_report(chosen, settings)
     else:
-        result = losses_report(chosen, settings, steps) if losses else speed_report(chosen, settings)
+        result = losses_report(chosen, settings, steps, against) if losses else speed_report(chosen, settings)
     return publish(result, settings, json=json, out=out, plot=plot)
 
 
@@ -392,7 +403,7 @@ def publish(result: Report, settings: Settings, *, json: bool, out: Path | None,
 
 
 def command(arguments: Sequence[str]) -> str:
-    """As it was given, but for where the results go."""
+    """The command line without the flags that say where the results go."""
     kept = [
         argument
         for before, argument in zip(("", *arguments), arguments, strict=False)
@@ -408,10 +419,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--case",
         nargs="+",
         metavar="NAME",
-        help="such as 124m-b16 (default: all of the device; a wrong name lists them)",
+        help="such as 124m-b16 (default: all cases of the device; a wrong name lists them)",
     )
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
-    add("--peers", nargs="*", choices=PEERS, help="default: compiled and eager on a GPU, eager on a CPU")
+    add("--peers", nargs="*", choices=EVERY_PEER, help="default: compiled and eager on a GPU, eager on a CPU")
     add("--like-for-like", action="store_true", help="peers with tanh GELU and a bfloat16 residual stream, as ours")
     add(
         "--sdpa",
@@ -419,21 +430,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default="default",
         help="the peers' attention (default: torch's)",
     )
-    add("--seconds", type=float, default=4.0, metavar="S", help="of a contender in a round (default: %(default)s)")
+    add("--seconds", type=float, default=4.0, metavar="S", help="time of a contender in a round (default: %(default)s)")
     add("--rounds", type=int, default=2, metavar="N", help="default: %(default)s")
-    add("--limit-s", type=float, default=LIMIT_S, metavar="S", help="for a process to answer (default: %(default)s)")
+    add("--limit-s", type=float, default=LIMIT_S, metavar="S", help="limit for an answer (default: %(default)s)")
     add("--breakdown", action="store_true", help="our step by group, against each group's floor")
-    add("--losses", action="store_true", help="loss curves on the text that ships, two seeds, against the first peer")
-    add("--steps", type=int, default=500, metavar="N", help="of --losses (default: %(default)s)")
+    add("--losses", action="store_true", help="loss curves on the shipped text, two seeds, against the first peer")
+    add("--steps", type=int, default=500, metavar="N", help="steps of --losses (default: %(default)s)")
+    add("--against", metavar="CASE", help="--losses against another case of ours, such as 124m-b16 of 124m-b16-fp8")
     add(
         "--peak-tflops",
         type=float,
         default=PEAK_FLOPS / 1e12,
         metavar="X",
-        help="the bfloat16 peak, for MFU (%(default)s)",
+        help="the bfloat16 peak, for MFU (default: %(default)s)",
     )
-    add("--floor-tflops", type=float, default=rates.flops / 1e12, metavar="X", help="a bfloat16 GEMM's (%(default)s)")
-    add("--floor-tbytes", type=float, default=rates.bytes / 1e12, metavar="X", help="memory's TB/s (%(default)s)")
+    add("--floor-tflops", type=float, default=rates.flops / 1e12, metavar="X", help="of bfloat16 GEMMs (%(default)s)")
+    add("--floor-tbytes", type=float, default=rates.bytes / 1e12, metavar="X", help="memory bandwidth (%(default)s)")
     add("--json", action="store_true", help="JSON lines instead of the table")
     add("--out", type=Path, metavar="FILE", help="write both to a file")
     add("--plot", type=Path, metavar="FILE", help="draw the result (needs matplotlib)")
@@ -444,7 +456,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = peers if args.peers is None else tuple(args.peers)
     times = (args.seconds, args.rounds, args.limit_s)
     settings = Settings(args.device, chosen, form, *times, 1e12 * args.peak_tflops, rates)
-    given = {name: getattr(args, name) for name in ("breakdown", "losses", "steps", "json", "out", "plot")}
+    given = {name: getattr(args, name) for name in ("breakdown", "losses", "steps", "against", "json", "out", "plot")}
     return bench_training(cases=args.case, settings=settings, **given)
 
 

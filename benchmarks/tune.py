@@ -1,10 +1,10 @@
 """`python -m benchmarks.tune`: times candidate tiles of the Triton kernels and writes kernels/attention/triton/tiles.py.
 
-Every candidate is compiled first, in as many processes as there are cores (Triton keeps what it compiled on disk), then
-timed interleaved at T = 4096 and 16k tokens (float32: 2048 and 4k), hidden 2048. A kernel's time is that of the op
-that needs it alone, less the delta kernel that every backward begins with: the forward, the backward of dk and dv, of dk,
-of dv, of dq; dk and dv are separate passes where that is faster. A tile that does not fit the device, or that spills
-registers, is not taken where another does neither; the tiles taken pass the check against the oracle.
+Every candidate is compiled first, in as many processes as there are cores; Triton caches compiled kernels on disk. Then all
+are timed interleaved at T = 4096 and 16k tokens (float32: 2048 and 4k), hidden 2048. A kernel's time is the time of an op that
+needs only this kernel: the forward, or a backward for dk and dv, for dk, for dv or for dq, minus the delta kernel with which
+every backward begins. dk and dv become separate passes if that is faster. A tile that does not fit the device is left out, and
+one that spills registers is used only if all others do. The chosen tiles must pass the check against the oracle.
 """
 
 from __future__ import annotations
@@ -66,18 +66,18 @@ def candidates(bits: int, head_dim: int) -> dict[str, tuple[Tile, ...]]:
 
 
 def with_tile(row: Tiles, kernel: str, tile: Tile) -> Tiles:
-    """`row` with one tile changed, dk and dv as separate passes if it is theirs."""
+    """`row` with one tile changed. If the tile is for dk or dv alone, they become separate passes."""
     apart = tile if kernel in ("dk", "dv") else None
     return row._replace(dk=apart, dv=apart)._replace(**{kernel: tile})
 
 
 def shape_for(key: Key) -> Shape:
     _, bits, head_dim, band = key
-    return Shape(TOKENS[bits] // T[bits], max(1, HIDDEN // head_dim), T[bits], head_dim, causal=band)
+    return Shape(TOKENS[bits] // T[bits], max(1, HIDDEN // head_dim), T[bits], head_dim, causal=bool(band))
 
 
 def _thunk(inputs: Inputs, kernel: str) -> Thunk:
-    """The op that runs this kernel and, of those with products, no other; 'delta' is a backward with none of them."""
+    """A call that runs this kernel and no other with GEMMs; 'delta' is a backward without GEMMs."""
     forward, _, out = inputs.ours("triton")
     if kernel == "fwd":
         return forward
@@ -94,7 +94,7 @@ def _thunk(inputs: Inputs, kernel: str) -> Thunk:
 
 
 def compile_tile(key: Key, row: Tiles, kernel: str, dtype: torch.dtype, device: str) -> tuple[int, str]:
-    """(words spilled, what is wrong), from a process of its own: the compiled kernel stays on disk."""
+    """(words spilled, error), in a process of its own; the compiled kernel stays in Triton's cache on disk."""
     from triton.runtime.errors import OutOfResources
 
     from tilegrad.kernels.attention.triton.fit import fits
@@ -103,7 +103,7 @@ def compile_tile(key: Key, row: Tiles, kernel: str, dtype: torch.dtype, device: 
     _, _, head_dim, band = key
     tile = getattr(row, kernel)
     try:
-        _thunk(Inputs(Shape(1, 1, 256, head_dim, causal=band), dtype, torch.device(device)), kernel)()
+        _thunk(Inputs(Shape(1, 1, 256, head_dim, causal=bool(band)), dtype, torch.device(device)), kernel)()
     except (OutOfResources, ValueError) as error:
         return 0, str(error)
     fit = [fit for fit in fits.values() if fit.kernel == kernel][-1]
@@ -160,7 +160,7 @@ def tune_tiles(device: torch.device, dtype: torch.dtype, head_dims: tuple[int, .
 
 
 def _taken(row: Tiles, best: dict[str, tuple[float, Tile]]) -> Tiles:
-    """dk and dv apart only where both were timed and take less than dkdv."""
+    """The row with the best tiles. dk and dv are separate only if both were timed and together take less time than dkdv."""
     for kernel, (_, tile) in best.items():
         if kernel not in ("dk", "dv"):
             row = row._replace(**{kernel: tile})
@@ -179,7 +179,7 @@ def _run_with(key: Key, row: Tiles, run: Thunk) -> Thunk:
 
 
 def _rewritten(lines: list[str]) -> Iterator[str]:
-    """tiles.py with the rows between its two marks replaced by what TABLE holds now."""
+    """The lines of tiles.py, with the rows between its two marks replaced by those of TABLE."""
     inside = False
     for line in lines:
         if line.strip() == "# table begins":

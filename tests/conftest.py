@@ -49,7 +49,7 @@ def hits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     """The buffer manager's hits go by C++, or all through Python."""
     if request.param == "Python":
         for name in ("allocate", "deallocate"):
-            monkeypatch.setattr(manager.AttentionBufferManager, name, hit.in_python[name])
+            monkeypatch.setattr(manager.AttentionBufferManager, name, hit.python_methods[name])
     elif isinstance(hit.load(), str):
         pytest.skip(f"C++ for the manager's hits {hit.load()}")
     return str(request.param)
@@ -140,7 +140,7 @@ def pytest_configure(config: pytest.Config) -> None:
         native_library.library.cache_clear()
     for what, home, take in (
         ("eager calls", eager, dispatch.load_fast_path),
-        ("the manager's hits", hit, manager.take_hits),
+        ("the manager's hits", hit, manager.use_fast_path),
     ):
         if native_build.compiler() and isinstance(home.load(), str) and "PYTEST_XDIST_WORKER" not in os.environ:
             print(f"compiling {what} against this torch, once, up to half a minute …", flush=True)

@@ -565,7 +565,7 @@ def _print(verdict: Verdict, to: Path | None) -> None:
 
 
 def _watch_all(trees: Sequence[Tree], files: list[str], kept: Path | None, *, interpreter: bool) -> list[Watched]:
-    """What step 1 finds; `kept` has {what was watched: (its tests that pass, the names of others)} and is written each time."""
+    """What step 1 finds; `kept` has {what was watched: (its tests that pass, other names)} and is written each time."""
     wanted: list[tuple[str, str, tuple[str, ...]]] = [(file, "", ()) for file in files]
     if trees[0].gpu:
         names = {file: gpu_tests_of(trees[0], file) for file in files}

@@ -14,12 +14,14 @@ from .native import openmp as openmp  # before torch: sets a variable that the O
 if TYPE_CHECKING:
     from . import flash as flash
     from . import integrations as integrations
+    from . import masks as masks
     from . import memory as memory
     from . import nn as nn
     from .dist.mesh import Mesh
     from .engine.engine import Engine
     from .functional import attention, attention_varlen, explain, sdpa
     from .functional.dilated.functional import dilated_attention
+    from .functional.linear_cross_entropy import linear_cross_entropy
     from .kernels.attention.api import attention_bwd, attention_fwd, attention_workspace
     from .kernels.attention.mask import Mask
     from .kernels.muon import MuonConfig
@@ -40,6 +42,7 @@ _HOME = {
     "explain": "functional",
     "sdpa": "functional",
     "dilated_attention": "functional.dilated.functional",
+    "linear_cross_entropy": "functional.linear_cross_entropy",
     "attention_fwd": "kernels.attention.api",
     "attention_bwd": "kernels.attention.api",
     "attention_workspace": "kernels.attention.api",
@@ -91,6 +94,7 @@ __all__ = [
     "free_attention",
     "generate",
     "init_attention",
+    "linear_cross_entropy",
     "load",
     "logprobs",
     "presets",
@@ -100,7 +104,7 @@ __all__ = [
 ]
 
 
-_MODULES = ("flash", "integrations", "memory", "nn")
+_MODULES = ("flash", "integrations", "masks", "memory", "nn")
 
 
 def __getattr__(name: str) -> Any:

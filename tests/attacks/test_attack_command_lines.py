@@ -393,7 +393,7 @@ def test_a_plot_overwrites_nothing(
     monkeypatch.chdir(tmp_path)
     Path("mine.png").write_bytes(b"mine")
     assert main(["bench", "attention", *ALWAYS["bench attention"], "--plot", "mine.png"]) == 2
-    assert capsys.readouterr().err == "tilegrad: mine.png: got a file that is there already; accepted: a new name\n"
+    assert capsys.readouterr().err == "tilegrad: mine.png: got a file that already exists; accepted: a new name\n"
     assert Path("mine.png").read_bytes() == b"mine"
 
 

@@ -24,6 +24,15 @@ K = torch.zeros(2, 2, 5, 8)
 P = torch.zeros(6, 4, 8)
 ENDS = torch.tensor([0, 2, 6], dtype=torch.int32)
 
+
+def rows(*shape: int, at: tuple[int, ...] | None = None, is_: int = 0) -> torch.Tensor:
+    """Empty intervals, but for the number at `at`."""
+    x = torch.zeros(shape, dtype=torch.int32)
+    if at is not None:
+        x[at] = is_
+    return x
+
+
 DENSE: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"q": [1]}, TypeError, "q: got list; accepted: a tensor"),
     ({"q": Q.numpy()}, TypeError, "q: got ndarray; accepted: a tensor .torch.from_numpy converts"),
@@ -54,9 +63,9 @@ DENSE: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"v": K.half()}, TypeError, "v: got torch.float16"),
     ({"v": K.to("meta")}, ValueError, "v: got meta, and q is on cpu"),
     ({"bias": torch.zeros(1, device="meta")}, ValueError, "bias: got meta"),
-    ({"q": torch.zeros(2, 4, 6, 257)}, ValueError, "q: got shape .* accepted: a head dimension of 1 to 256"),
+    ({"q": torch.zeros(2, 4, 6, 513)}, ValueError, "q: got shape .* accepted: a head dimension of 1 to 512"),
     ({"q": torch.zeros(2, 4, 6, 0)}, ValueError, "q: got shape"),
-    ({"v": torch.zeros(2, 2, 5, 300)}, ValueError, "v: got shape"),
+    ({"v": torch.zeros(2, 2, 5, 600)}, ValueError, "v: got shape"),
     ({"k": torch.zeros(2, 2, 5, 7), "v": K}, ValueError, "k: got shape .* accepted: q's head dimension"),
     ({"k": K[:1], "v": K[:1]}, ValueError, "k: got shape .* accepted: q's batch size"),
     ({"v": K[:, :, :4]}, ValueError, "v: got shape .* accepted: k's shape"),
@@ -71,6 +80,31 @@ DENSE: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"alibi_slopes": torch.zeros(2)}, ValueError, r"alibi_slopes: got shape \(2,\), and B = 2, Hq = 4"),
     ({"sinks": torch.zeros(4).double()}, TypeError, "sinks: got torch.float64"),
     ({"sinks": torch.zeros(2)}, ValueError, r"sinks: got shape \(2,\), and Hq = 4"),
+    ({"intervals": [0, 1]}, TypeError, "intervals: got list"),
+    ({"intervals": torch.zeros(1, 1, 5, 2)}, TypeError, "intervals: got torch.float32; accepted: int32"),
+    ({"intervals": torch.zeros(1, 1, 5, 2).long()}, TypeError, r"torch.int64; .*call .to\(torch.int32\)"),
+    ({"intervals": rows(1, 1, 6, 2)}, ValueError, r"\(1, 1, 6, 2\) for B = 2, Hkv = 2, Tk = 5; accepted"),
+    ({"intervals": rows(1, 1, 5, 3)}, ValueError, r"intervals: got shape \(1, 1, 5, 3\)"),
+    ({"intervals": rows(1, 4, 5, 2)}, ValueError, "intervals: .* accepted: int32, .B or 1, Hkv or 1, Tk, 2 or 4"),
+    ({"intervals": rows(3, 1, 5, 2)}, ValueError, "intervals: got shape"),
+    ({"intervals": rows(1, 5, 2)}, ValueError, "intervals: got shape"),
+    ({"intervals": rows(1, 1, 5, 4)[..., ::2]}, ValueError, r"intervals: got strides .*call .contiguous\(\)"),
+    ({"intervals": rows(1, 1, 5, 2).to("meta")}, ValueError, "intervals: got meta, and q is on cpu"),
+    (
+        {"intervals": rows(2, 1, 5, 4, at=(1, 0, 3, 3), is_=7)},
+        ValueError,
+        r"intervals: got \[0, 7\) in \[1, 0, 3, 2 : 4\]; accepted: 0 ≤ start ≤ end ≤ 6, the rows of q",
+    ),
+    (
+        {"intervals": rows(1, 2, 5, 2, at=(0, 1, 4, 0), is_=1)},
+        ValueError,
+        r"got \[1, 0\) in \[0, 1, 4, 0 : 2\]",
+    ),
+    (
+        {"intervals": rows(1, 1, 5, 2, at=(0, 0, 0, 0), is_=-1)},
+        ValueError,
+        r"got \[-1, 0\) in \[0, 0, 0, 0 : 2\]",
+    ),
 ]
 
 PACKED: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -131,6 +165,7 @@ UNKNOWN: list[tuple[str, Any, str]] = [
     ("sm_scale", 1.0, "sm_scale: got 1.0; accepted: scale= here$"),
     ("casual", True, r"casual: got True; accepted: causal=\? Or any of causal, window, scale"),
     ("xyz", 1, "xyz: got 1; accepted: causal, window, scale, softcap, bias"),
+    ("interval", 1, r"interval: got 1; accepted: intervals=\? Or any of causal"),
 ]
 
 
@@ -147,6 +182,7 @@ def test_names_of_other_libraries_lead_to_options_that_exist() -> None:
     assert not functional._ELSEWHERE.keys() & DENSE_OPTIONS
     for name, message in (
         ("is_causal", "accepted: causal= here"),
+        ("intervals", "accepted: None for packed sequences; tilegrad.masks.documents"),
         ("attn_mask", "accepted: causal, window, scale, softcap, a"),
     ):
         with pytest.raises(TypeError, match=f"{name}: got True; {message}"):
@@ -173,10 +209,11 @@ MORE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"sinks": META}, {}),
     ({"alibi_slopes": META}, {}),
     ({"seed": META}, {}),
-    ({"k": torch.zeros(2, 2, 5, 300)}, {}),
+    ({"k": torch.zeros(2, 2, 5, 600)}, {}),
     ({"k": K.mT.contiguous().mT}, {}),
     ({"v": K.mT.contiguous().mT}, {}),
     ({"bias": torch.zeros(1)}, PACKED_CALL),
+    ({"intervals": rows(1, 1, 6, 2)}, PACKED_CALL),
     ({"cu_seqlens_k": 1}, PACKED_CALL),
     ({"max_seqlen_k": None}, PACKED_CALL),
     ({"cu_seqlens_q": ENDS.to("meta")}, PACKED_CALL),
@@ -246,10 +283,10 @@ def test_a_wrong_output_or_scratch_is_named() -> None:
 def test_values_of_lengths_are_read_on_a_device_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     mask = tilegrad.Mask(cu_seqlens_q=ENDS.to("meta"), cu_seqlens_k=ENDS.to("meta"), max_seqlen_q=1, max_seqlen_k=1)
     q = P.to("meta")
-    checks.check_lengths(q, q, mask)
+    checks.check_values(q, q, mask)
     monkeypatch.setenv("TILEGRAD_CHECK", "1")
     with pytest.raises(NotImplementedError):
-        checks.check_lengths(q, q, mask)
+        checks.check_values(q, q, mask)
 
 
 def forward(q: torch.Tensor, mask: tilegrad.Mask, kernel: str | None = None) -> None:

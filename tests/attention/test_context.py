@@ -254,6 +254,7 @@ def test_hopper_leaves_float32_dk_and_dv_to_triton() -> None:
     [
         (Mask(), "causal: got False; accepted: True"),
         (Mask(causal=True, bias=torch.zeros(1, 1, 8, 8)), "bias: got a tensor; accepted: None"),
+        (Mask(causal=True, intervals=torch.zeros(1, 1, 8, 2).int()), "intervals: got a tensor; accepted: None"),
         (Mask(causal=True, dropout_p=0.1, seed=1), "dropout_p: got 0.1; accepted: 0.0"),
         (
             Mask(causal=True, cu_seqlens_q=torch.zeros(2, dtype=torch.int32)),

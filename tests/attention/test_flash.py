@@ -265,5 +265,5 @@ def test_what_is_not_there_is_named(name: str) -> None:
     with pytest.raises(TypeError, match="v_cache: got ndarray"):
         flash_attn_with_kvcache(q, q, array)
     with pytest.raises(ValueError, match="head dimension"):
-        flash_attn_func(*torch.zeros(3, 1, 1, 1, 512))
+        flash_attn_func(*torch.zeros(3, 1, 1, 1, 520))
     assert tilegrad.flash.flash_attn_func is flash_attn_func

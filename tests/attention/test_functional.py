@@ -29,15 +29,26 @@ GRADCHECK = {
     "alibi": Case(alibi="bh"),
     "sinks": Case(sinks=True),
     "dropout": Case(dropout_p=0.3),
+    "intervals": Case(intervals="bh4", group=2),
     "rows that see nothing": Case(causal=True, tq=7, tk=5, sinks=True),
-    "all": Case(causal=True, window=(4, None), softcap=2.0, bias="hqk", alibi="h", sinks=True, group=2, dropout_p=0.2),
+    "all": Case(
+        causal=True,
+        window=(4, None),
+        softcap=2.0,
+        bias="hqk",
+        alibi="h",
+        sinks=True,
+        group=2,
+        dropout_p=0.2,
+        intervals="h2",
+    ),
     "packed": Case(lengths=((3, 4), (0, 2), (2, 0), (4, 4)), causal=True, sinks=True, group=2, dropout_p=0.2),
 }
 
 
 def options(mask: Mask) -> dict[str, Any]:
     names = ("causal", "window", "scale", "softcap", "alibi_slopes", "dropout_p", "seed")
-    varlen = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k") if mask.varlen else ()
+    varlen = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k") if mask.varlen else ("intervals",)
     return {name: getattr(mask, name) for name in (*names, *varlen)}
 
 
@@ -114,6 +125,7 @@ def op_arguments(**mask: Any) -> tuple[Any, ...]:
         "seed": None,
         "cu_seqlens_q": None,
         "cu_seqlens_k": None,
+        "intervals": None,
     }
     m |= {"max_seqlen_q": 0, "max_seqlen_k": 0, "causal": True, "left": 9, "right": None, "scale": None}
     m |= {"softcap": 2.0, "dropout_p": 0.0} | mask
@@ -125,7 +137,8 @@ def test_opcheck_forward() -> None:
     extra = {"bias": torch.randn(4, 1, 24), "sinks": torch.randn(4), "alibi_slopes": torch.rand(4)}
     extra["bias"].requires_grad_()
     extra["sinks"].requires_grad_()
-    arguments = op_arguments(**extra, dropout_p=0.1, seed=torch.tensor(3))
+    intervals = build(Case(intervals="bh4", tq=20, tk=24)).mask.intervals
+    arguments = op_arguments(**extra, dropout_p=0.1, seed=torch.tensor(3), intervals=intervals)
     torch.library.opcheck(torch.ops.tilegrad.attention_fwd.default, (q, k, v, *arguments))
     transposed = tuple(x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in (q, k, v))
     torch.library.opcheck(torch.ops.tilegrad.attention_fwd.default, (*transposed, *op_arguments()))
@@ -159,6 +172,7 @@ def test_opcheck_backward() -> None:
 def test_compile_whole_graph(dynamic: bool) -> None:
     q, k, v = qkv()
     bias, sinks = torch.randn(4, 1, 24, requires_grad=True), torch.randn(4, requires_grad=True)
+    intervals = build(Case(intervals="h4", tq=20, tk=24)).mask.intervals
 
     def f(*x: Tensor) -> Tensor:
         o, lse = tilegrad.attention(
@@ -168,6 +182,7 @@ def test_compile_whole_graph(dynamic: bool) -> None:
             softcap=3.0,
             bias=x[3],
             sinks=x[4],
+            intervals=intervals,
             dropout_p=0.1,
             seed=5,
             return_lse=True,
@@ -180,6 +195,18 @@ def test_compile_whole_graph(dynamic: bool) -> None:
         torch.compile(f, backend="aot_eager", fullgraph=True, dynamic=dynamic)(*inputs), inputs
     )
     assert all(torch.equal(a, b) for a, b in zip(eager, compiled, strict=True))
+
+
+def test_export_keeps_intervals_as_an_input() -> None:
+    class Attend(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, intervals: Tensor) -> Tensor:
+            return attention(q, k, v, intervals=intervals)
+
+    q, k, v = qkv(requires_grad=False)
+    first, second = (build(Case(intervals="h4", tq=20, tk=24), seed).mask.intervals for seed in (0, 1))
+    program = torch.export.export(Attend(), (q, k, v, first)).module()
+    assert torch.equal(program(q, k, v, second), attention(q, k, v, intervals=second))
+    assert not torch.equal(program(q, k, v, second), program(q, k, v, first))
 
 
 def test_compile_draws_its_own_seed_and_takes_packed_sequences() -> None:
@@ -226,11 +253,14 @@ def test_functional_call() -> None:
 
 def test_autocast_casts_q_k_v_and_gradients_come_back_in_float32() -> None:
     q, k, v = qkv()
-    bias = torch.randn(4, 20, 24)
+    masks: dict[str, Any] = {
+        "bias": torch.randn(4, 20, 24),
+        "intervals": build(Case(intervals="h4", tq=20, tk=24)).mask.intervals,
+    }
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        o, lse = tilegrad.attention(q, k, v, bias=bias, return_lse=True)
+        o, lse = tilegrad.attention(q, k, v, **masks, return_lse=True)
     assert o.dtype == torch.bfloat16 and lse.dtype == torch.float32
-    short = attention(*(x.detach().bfloat16() for x in (q, k, v)), bias=bias)
+    short = attention(*(x.detach().bfloat16() for x in (q, k, v)), **masks)
     assert torch.equal(o, short)
     o.float().sum().backward()
     assert q.grad is not None and q.grad.dtype == torch.float32

@@ -63,6 +63,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"q": Handle((2, 4, 512, 36))}, {}, "16 to 256 in steps of 8, not 36 for q and 64 for v"),
     ({"q": Handle((2, 4, 512, 8)), "v": Handle((2, 4, 512, 8))}, {}, "not 8 for q"),
     ({"v": WIDE}, {}, "takes one head dimension"),
+    (dict.fromkeys("qkv", Handle((2, 4, 512, 264))), {}, "16 to 256 in steps of 8, not 264 for q"),
     ({}, {"bias": X}, "takes no bias"),
     ({}, {"alibi_slopes": X}, "takes no alibi_slopes"),
     ({}, {"dropout_p": 0.1}, "takes no dropout"),

@@ -214,7 +214,7 @@ def test_deterministic_tiles_begin_in_the_order_in_which_they_may_add() -> None:
     for index in range(heads * t // N):
         head, n = scheduler.head_and_column.fn(index, of, t // N)
         idle = ends[0]
-        started[head, n] = max(idle, started.get((head, n - 1), -1) + 1)  # a tile of rows behind
+        started[head, n] = max(idle, started.get((head, n - 1), -1) + 1)  # one tile of rows later
         waits.append(started[head, n] - idle)
         heapq.heapreplace(ends, started[head, n] + rows)
     assert sum(waits[132:]) < 0.02 * rows * len(waits[132:])

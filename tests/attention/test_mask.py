@@ -7,7 +7,17 @@ import itertools
 import pytest
 import torch
 
-from tilegrad.kernels.attention.mask import Mask, attends, distance, four_dims, interned_mask, packed, sequences
+from tilegrad.kernels.attention.mask import (
+    Mask,
+    attends,
+    distance,
+    four_dims,
+    interned_mask,
+    interval_edges,
+    masked_by,
+    packed,
+    sequences,
+)
 
 SIDES = (None, 0, 1, 3)
 
@@ -52,6 +62,39 @@ def test_ranges_of_rows_and_columns_and_whole_tiles(tq: int, tk: int) -> None:
             assert mask.whole(range(a, b), range(c, d), tq, tk) == bool(seen[a:b, c:d].all())
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_intervals_mask_out_the_rows_that_they_name(n: int) -> None:
+    """Every pair of starts and ends up to 4, of the first and the second interval, one by one."""
+    rows, runs = 4, [(a, b) for a in range(5) for b in range(a, 5)]
+    columns = list(itertools.product(runs, repeat=n))
+    intervals = torch.tensor([[[x for run in column for x in run] for column in columns]] * 2).int()[:, None]
+    want = [[any(a <= i < b for a, b in column) for column in columns] for i in range(rows)]
+    assert masked_by(intervals, torch.arange(rows)).tolist() == [[want]] * 2
+
+
+def test_edges_say_which_tiles_are_masked_out_and_which_are_unmasked() -> None:
+    g = torch.Generator().manual_seed(0)
+    rows, reached = 9, set()
+    for tile, columns, n in itertools.product((1, 2, 3), (0, 1, 4, 7), (1, 2)):
+        for _ in range(40):
+            intervals = torch.randint(0, rows + 1, (1, 2, columns, n, 2), generator=g).sort(-1).values.flatten(3).int()
+            edges = interval_edges(intervals, tile)
+            assert edges.shape == (1, 2, -(-columns // tile), n, 4)
+            masked = masked_by(intervals, torch.arange(rows))
+            for h, t in itertools.product(range(2), range(edges.shape[2])):
+                for a, b in itertools.combinations(range(rows + 1), 2):
+                    pairs_of_tile = masked[0, h, a:b, t * tile : (t + 1) * tile]
+                    of = edges[0, h, t].tolist()
+                    out = any(last <= a and b <= least for _, last, least, _ in of)
+                    unmasked = all(b <= first or most <= a for first, _, _, most in of)
+                    assert not out or pairs_of_tile.all()
+                    assert not unmasked or not pairs_of_tile.any()
+                    if tile == 1 and n == 1:  # one column and one interval: the edges say all
+                        assert out == pairs_of_tile.all() and unmasked != pairs_of_tile.any()
+                    reached.add((out, unmasked))
+    assert reached == {(True, False), (False, True), (False, False)}
+
+
 def test_views_of_a_bias_of_slopes_and_of_packed_sequences() -> None:
     bias = torch.zeros(5, 7)
     assert four_dims(bias).shape == (1, 1, 5, 7) and four_dims(bias[None, None]).shape == (1, 1, 5, 7)
@@ -77,11 +120,14 @@ def test_what_a_mask_says_of_itself() -> None:
     assert Mask(cu_seqlens_q=ends).varlen and not Mask().varlen
     assert not Mask().has_tensors and Mask(seed=1).has_tensors and Mask(sinks=of_float).has_tensors
     assert [id(x) for x in Mask(bias=of_float, seed=3, cu_seqlens_k=ends).tensors] == [id(of_float), id(ends)]
+    assert [id(x) for x in Mask(intervals=ends, sinks=of_float).tensors] == [id(of_float), id(ends)]
+    assert Mask(intervals=ends).has_tensors and Mask(intervals=ends).cache_key is Mask().cache_key
     interned = interned_mask(causal=True, window=None, scale=None, softcap=0.0, dropout_p=0.0)
     assert Mask(causal=True).cache_key is Mask(causal=True, sinks=of_float).cache_key is interned
     assert Mask(causal=True).cache_key != Mask(causal=1).cache_key  # type: ignore[arg-type]
     assert Mask(window=[1, 2]).cache_key is None  # type: ignore[arg-type]
     assert repr(Mask()) == (
         "Mask(causal=False, window=None, scale=None, softcap=0.0, bias=None, alibi_slopes=None, sinks=None, dropout_p=0.0, "
-        "seed=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0)"
+        "seed=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0, "
+        "intervals=None)"
     )

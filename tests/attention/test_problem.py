@@ -64,7 +64,7 @@ def test_aligned_rows_are_those_that_begin_at_multiples_of_16_bytes() -> None:
 
 
 def test_head_dimensions_are_padded_to_powers_of_two() -> None:
-    for d, want in ((1, 32), (31, 32), (32, 32), (33, 64), (64, 64), (65, 128), (128, 128), (129, 256), (256, 256)):
+    for d, want in ((1, 32), (31, 32), (32, 32), (33, 64), (64, 64), (65, 128), (128, 128), (129, 256), (257, 512)):
         q, v = torch.empty(1, 1, 1, d), torch.empty(1, 1, 1, 1)
         assert Problem(q, q, v, Mask()).sizes.block_d == want
         assert Problem(v, v, q, Mask()).sizes.block_dv == want

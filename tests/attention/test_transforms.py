@@ -71,6 +71,21 @@ def test_a_bias_with_a_batch_is_folded_for_no_sample() -> None:
         torch.testing.assert_close(got[i], tilegrad.attention(Q[i], K[i], V[i], bias=bias), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("shape", [(N, 1, 2, 7, 4), (2, 2, 7, 2), (1, 1, 7, 2)], ids=str)
+def test_intervals_of_each_sample_of_a_batch_and_of_all(shape: tuple[int, ...]) -> None:
+    intervals = torch.randint(0, 6, shape, generator=torch.Generator().manual_seed(1)).int()
+    intervals = intervals.unflatten(-1, (-1, 2)).sort(-1).values.flatten(-2)
+    own = len(shape) == 5
+
+    def f(q: Tensor, k: Tensor, v: Tensor, intervals: Tensor) -> Tensor:
+        return tilegrad.attention(q, k, v, intervals=intervals)
+
+    got = torch.func.vmap(f, (0, 0, 0, 0 if own else None))(Q, K, V, intervals)
+    for i in range(N):
+        want = f(Q[i], K[i], V[i], intervals[i] if own else intervals)
+        torch.testing.assert_close(got[i], want, rtol=1e-12, atol=1e-12)
+
+
 def test_samples_are_one_call_where_they_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
     from tilegrad.kernels.attention import tiled
 

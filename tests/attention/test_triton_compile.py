@@ -158,12 +158,59 @@ def test_the_whole_matrix(compile_for: Compile, architecture: int, d: int, causa
         check_tuned(found, d)
 
 
+WIDE = {  # spilled bytes of heads of 512 on Hopper: descriptors of shared memory, of which the forward's loop reads six again
+    "_attention_fwd_kernel": 56,
+    "_dq_kernel": 48,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", [80, 89, 90, 100, 120])
+def test_the_widest_head(compile_for: Compile, architecture: int) -> None:
+    found = compile_for(architecture, case(512, causal=True))
+    check(found, architecture)
+    for name, kernel in found.items():
+        most = WIDE.get(name, 0) if architecture == 90 else 0
+        assert kernel.spilled_bytes <= most, f"{name} spills {kernel.spilled_bytes} bytes"
+        if architecture == 90 and name != "_delta_kernel":
+            assert "HGMMA" in kernel.sass, f"{name} does not use Hopper's products of warpgroups"
+
+
+SPILLED_WITH_INTERVALS = {(64, "_dkdv_kernel"): 64, (128, "_attention_fwd_kernel"): 16, (128, "_dkdv_kernel"): 16}
+
+
+@pytest.mark.parametrize(("d", "backward"), [(64, False), slowly((64, True)), slowly((128, True))])
+def test_intervals(compile_for: Compile, d: int, backward: bool) -> None:
+    """Two kernels precede each kernel with products. Its loops hold a list's runs in registers, and still copy ahead."""
+    found = compile_for(90, case(d, causal=True, intervals="h4"), backward=backward)
+    check(found, 90)
+    lists = {"_edges_kernel", "_list_kernel"}
+    again = {f"{name} again" for name in lists} if backward else set()
+    products = {"_attention_fwd_kernel", *(("_dkdv_kernel", "_dq_kernel") if backward else ())}
+    assert found.keys() == lists | again | products | ({"_delta_kernel"} if backward else set())
+    for name, kernel in found.items():
+        most = SPILLED_WITH_INTERVALS.get((d, name), 0)
+        assert kernel.spilled_bytes <= most, f"{name} spills {kernel.spilled_bytes} bytes"
+        if name in products:
+            assert "HGMMA" in kernel.sass and "LDGSTS" in kernel.sass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", [80, 89, 100, 120])
+def test_intervals_elsewhere(compile_for: Compile, architecture: int) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        check(compile_for(architecture, case(64, causal=True, intervals="2", dtype=dtype)), architecture)
+
+
 @pytest.mark.slow
 def test_every_feature_at_once(compile_for: Compile) -> None:
     found = compile_for(
         90,
-        case(64, causal=True, window=(90, 2), softcap=3.0, bias="hk", alibi="bh", sinks=True, dropout_p=0.2, dlse=True),
-    )
+        case(
+            64, causal=True, window=(90, 2), softcap=3.0, bias="hk", alibi="bh", sinks=True, dropout_p=0.2, dlse=True,
+            intervals="bh4",
+        ),
+    )  # fmt: skip
     check(found, 90)
     assert found.keys() >= {"_dbias_kernel", "_dsinks_kernel"}
 
@@ -175,6 +222,7 @@ PREPARED = {
     ),
     "a mask, a window, a softcap": replace(PLAIN, bias="HQK", window=(7, 3), softcap=2.0, layout="fused"),
     "a bias of rows in float32": replace(PLAIN, dtype=torch.float32, bias="hq", dlse=True, layout="bthd", scale=-0.3),
+    "intervals": replace(PLAIN, intervals="bh4", causal=True),
     "packed": replace(PLAIN, lengths=((3, 40), (30, 1)), dv=32, sinks=True),
     "few rows": replace(PLAIN, tq=2, tk=4096),
 }

@@ -50,6 +50,8 @@ def test_table_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "B1 H2 T64 D16 causal" in out and "tiled" in out and "sdpa" in out
     assert "geometric mean" in out and "of its limit" in out
+    assert "calls public functions through autograd on (B T H D) memory: wall time" in out
+    assert "tiled on buffers" in out and "tiled on buffers /" not in out and "/ tiled on buffers" not in out
 
 
 def test_json_lines_carry_device_versions_and_commit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,7 +62,9 @@ def test_json_lines_carry_device_versions_and_commit(tmp_path: Path, capsys: pyt
     ours = calls.kernels_on(torch.device("cpu"), torch.float32)
     assert "tiled" in ours
     assert {(line["kernel"], line["direction"]) for line in lines} == {
-        (kernel, direction) for kernel in (*ours, "sdpa") for direction in ("forward", "backward")
+        (kernel, direction)
+        for kernel in (*ours, *(f"{name} on buffers" for name in ours), "sdpa")
+        for direction in ("forward", "backward")
     }
     assert all({"device", "torch", "triton", "commit", "date", "tflops", "p20_ms"} <= line.keys() for line in lines)
 
@@ -189,7 +193,7 @@ def test_plot(tmp_path: Path) -> None:
         ({"shapes": ["1,2,64,16,window=4,window=5"]}, "\\(window is given twice\\)"),
         ({"shapes": ["1,3,64,16,hkv=2"]}, "\\(hkv=2 does not divide H=3\\)"),
         ({"shapes": ["1,2,64,16,hkv=4"]}, "\\(hkv=4 does not divide H=2\\)"),
-        ({"shapes": ["1,2,64,300"]}, "\\(D=300 is more than 256\\)"),
+        ({"shapes": ["1,2,64,600"]}, "\\(D=600 is more than 512\\)"),
         ({"shapes": ["1,2,64,16,casual"]}, "shapes: got '1,2,64,16,casual' \\(unknown 'casual'\\)"),
         ({"shapes": ["1,0,64,16"]}, "shapes: got '1,0,64,16' \\(a number is 0\\)"),
         ({"shapes": ["1,2,64,16"], "preset": "laptop"}, "shapes: got .* and the preset 'laptop'; accepted: one of"),
@@ -266,12 +270,14 @@ def test_the_check_takes_right_kernels_and_sees_a_wrong_scale(
     monkeypatch: pytest.MonkeyPatch, shape: Shape, scores: int
 ) -> None:
     monkeypatch.setitem(calls.CHECKED_SCORES, "cpu", scores)
-    for kernel in ("tiled", "reference"):
+    contenders: tuple[calls.Contender, ...] = ("public", "buffers")
+    for kernel, contender in itertools.product(("tiled", "reference"), contenders):
         for dtype in (torch.float32, torch.bfloat16):
-            assert calls.check(kernel, shape, dtype, torch.device("cpu")) == ""
+            assert calls.check(kernel, shape, dtype, torch.device("cpu"), contender) == ""
     scores_of = tiled.Slab.scores
     monkeypatch.setattr(tiled.Slab, "scores", lambda slab, q, *given, **kept: scores_of(slab, 1.01 * q, *given, **kept))
     assert "lse" in calls.check("tiled", shape, torch.bfloat16, torch.device("cpu"))
+    assert "dq" in calls.check("tiled", shape, torch.bfloat16, torch.device("cpu"), "public")
 
 
 def test_the_order_of_a_round_changes_from_round_to_round() -> None:
@@ -280,6 +286,54 @@ def test_the_order_of_a_round_changes_from_round_to_round() -> None:
     ms = timing.interleaved(thunks, 3, torch.device("cpu"))
     rounds = ["".join(ran[i : i + 3]) for i in range(6, 15, 3)]  # after two to warm up
     assert rounds == ["abc", "bca", "cab"] and all(len(each) == 3 for each in ms.values())
+
+
+def test_tensors_are_in_a_models_memory_order() -> None:
+    inputs = calls.Inputs(Shape(2, 4, 40, 16, hkv=2), torch.float32, torch.device("cpu"))
+    _, _, out = inputs.ours("tiled")
+    for x in (inputs.q, inputs.k, inputs.v, inputs.do, *(out[name] for name in ("o", "dq", "dk", "dv"))):
+        assert x.transpose(1, 2).is_contiguous() and x.stride(1) == 16
+
+
+def test_on_a_gpu_the_device_flushes_its_cache_and_sleeps_while_the_host_enqueues(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The events of CUDA and its sleep are fakes that note their order; a cycle of the sleep is a nanosecond."""
+    done: list[Any] = []
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            done.append("event")
+
+        def synchronize(self) -> None:
+            done.append("wait")
+
+        def elapsed_time(self, _end: Event) -> float:
+            return timing.CALIBRATION_CYCLES / 1e6
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: done.append(cycles))
+    monkeypatch.setattr(timing, "FLUSH_BYTES", 64)
+    device_time = timing.DeviceTime(torch.device("cpu"))
+    monkeypatch.setattr(device_time, "_flush", types.SimpleNamespace(zero_=lambda: done.append("flush")))
+    done.clear()
+
+    def run() -> None:
+        time.sleep(0.01)
+        done.append("run")
+
+    ms, host_ms = device_time.ms(run, 0.0)
+    assert done == ["flush", 1e6 * timing.SLEEP_MS, "event", "run", "event", "wait"]
+    assert ms == timing.CALIBRATION_CYCLES / 1e6 and host_ms >= 10
+    done.clear()
+    device_time.ms(lambda: None, host_ms)
+    assert done[1] == int(1e6 * 2 * host_ms)
+    done.clear()
+    device_time.ms(lambda: None, 1e9)
+    assert done[1] == 1e6 * timing.LONGEST_SLEEP_MS
 
 
 def test_a_wrong_peer_has_no_time_and_is_no_fault_of_ours(
@@ -317,7 +371,7 @@ def test_flash_attention_4_is_a_peer_where_it_imports(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(cute=cute, __spec__=object()))
     monkeypatch.setitem(sys.modules, "flash_attn.cute", cute)
     assert "fa4" in calls.peers_on(torch.device("cuda"))
-    assert calls.check("fa4", shape, torch.float32, torch.device("cpu"), own=False, deterministic=True) == ""
+    assert calls.check("fa4", shape, torch.float32, torch.device("cpu"), "peer", deterministic=True) == ""
     assert asked[0] == {"window_size": (None, None), "deterministic": True}
 
 

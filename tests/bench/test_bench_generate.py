@@ -15,14 +15,17 @@ SMALL = ["bench", "generate", "--preset", "tiny", "--max-tokens", "3", "--repeat
 
 def test_a_line_for_each_batch_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "lines.jsonl"
-    arguments = [*SMALL, "--device", "cpu", "--batch-size", "1", "2", "--no-peers", "--json", "--out", str(out)]
+    more = ["--batch-size", "1", "2", "--prefill", "9", "--no-peers", "--json", "--out", str(out)]
+    arguments = [*SMALL, "--device", "cpu", *more]
     assert main(arguments) == 0
     printed = capsys.readouterr().out
     assert out.read_text(encoding="utf-8") == printed
-    one, two = map(json.loads, printed.splitlines())
+    one, two, prefill, forward = map(json.loads, printed.splitlines())
     assert (one["batch_size"], two["batch_size"]) == (1, 2)
     assert one["contender"] == "tilegrad" and one["ours_times_as_fast"] == 1.0
     assert one["share_of_bound"] > 0 and two["share_of_bound"] is None
+    assert (prefill["contender"], forward["contender"]) == ("tilegrad", "training's forward")
+    assert (prefill["prompts"], prefill["length"]) == (8, 9) and forward["tokens_per_second"] > 0
 
 
 def test_transformers_writes_in_the_same_rounds(capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,6 +48,7 @@ def test_rates_and_ratios_are_medians_over_the_rounds() -> None:
         (["--max-tokens", "97"], "max_tokens: got 97; accepted: 1 … 96"),
         (["--repeats", "1"], "repeats: got 1; accepted: at least 2"),
         (["--batch-size", "0"], "batch_size: got 0"),
+        (["--prefill", "129"], "prefill: got 129; accepted: 0 (none) … 128"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(more: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

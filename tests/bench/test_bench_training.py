@@ -16,7 +16,7 @@ from benchmarks.cases import CASES, Case, Problem, cases_of
 from benchmarks.contenders import Batches, Entry, Kind, Measured, Ours, disagreement
 from benchmarks.loss_curves import BLOCK, Curves, distance
 from benchmarks.loss_curves import report as curves_report
-from benchmarks.peer import LIKE_FOR_LIKE, Peer, PeerForm, PeerModel, initial_parameters
+from benchmarks.peer import LIKE_FOR_LIKE, Peer, PeerForm, PeerModel, apart, initial_parameters
 from benchmarks.step_cost import step_demands, step_flops
 from benchmarks.training import (
     Ratio,
@@ -70,7 +70,7 @@ def test_the_peer_is_the_reference_model(config, gqa):
     expected, grads = reference.gradients(params, tokens, targets, config)
     torch.testing.assert_close(loss.detach(), expected)
     for name, p in model.named_parameters():
-        torch.testing.assert_close(p.grad, grads[name], rtol=1e-4, atol=1e-6, msg=name)
+        torch.testing.assert_close(p.grad, apart(grads)[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
 def test_the_peer_begins_with_the_engines_parameters():
@@ -97,7 +97,7 @@ def test_the_forms_of_the_peer_are_different_functions():
     "changes", [{"dropout": 0.1}, {"window": 4}, {"projection": "per_head"}, {"activation": "relu"}]
 )
 def test_the_peer_refuses_what_it_is_not(changes):
-    with pytest.raises(ValueError, match=f"{next(iter(changes))}: got .*as the peer has"):
+    with pytest.raises(ValueError, match=f"{next(iter(changes))}: got .*which the peer has"):
         PeerModel(replace(GPT, **changes), PeerForm())
 
 
@@ -168,7 +168,7 @@ def test_a_malloc_that_does_not_obey_is_named():
     started: dict[str, Any] = {"losses": [4.0, 3.9], "start_s": 1.0}
     run = {"steps": 1, "seconds": 1.0, "loss": 4.0, "allocated_bytes": 1, "reserved_bytes": None, "page_faults": 1e5}
     found = row_of(Entry("eager", SMALL), SMALL.problem, started, [run], None, 1e12)
-    assert found.note == "100000 page faults a step: malloc did not keep what was freed" and found.speed
+    assert found.note == "100000 page faults in a step: malloc did not keep freed pages" and found.speed
 
 
 def test_disagreement():
@@ -224,14 +224,22 @@ def test_ratios_and_goals():
 
 
 def test_the_table_of_cases():
-    assert len(CASES) == 15 and {case.device for case in CASES.values()} == {"cuda", "cpu"}
+    assert len(CASES) == 36 and {case.device for case in CASES.values()} == {"cuda", "cpu"}
     config = CASES["124m-b64"].problem.config
     assert config.vocab_size == 50304 and parameter_count(config) == 124_475_904
     assert abs(parameter_count(CASES["llama-125m-b16"].problem.config) - 125e6) < 1e6
     assert parameter_count(CASES["1.5b-b8"].problem.config) == pytest.approx(1.557e9, rel=1e-2)
     assert CASES["124m-t32k"].problem.tokens == 32768
     for case in CASES.values():
-        assert case.problem.batch_size % case.micro_batches == 0 and case.speed and case.memory
+        assert case.problem.batch_size % case.micro_batches == 0
+        assert (case.speed and case.memory) or "fp8" in case.name or "qwen" in case.name
+        assert "qwen" not in case.name or case.problem.tokens == 262_144
+    assert [
+        parameter_count(CASES[f"qwen2.5-{size}"].problem.config) // 10**6 for size in ("0.5b", "1.5b", "3b", "7b")
+    ] == [494, 1543, 3085, 7614]
+    assert len(cases_of(None, "cuda")) == 12 and "124m-b64-fp8-all-head" in {
+        case.name for case in cases_of(None, "cuda")
+    }
     assert [case.name for case in cases_of(["124m-b16", "124m-b64"], "cuda")] == ["124m-b64", "124m-b16"]
     with pytest.raises(ValueError, match="case: got 'huge'; accepted: 124m-b64, "):
         cases_of(["huge"], "cuda")
@@ -285,7 +293,7 @@ def test_bad_settings_are_named():
 # ── the breakdown ──
 
 
-RECORDED = {  # the group before the loss and behind it; GEMMs and ours as recorded on an H200, CUDA 13.0
+RECORDED = {  # the groups before and after the loss; GEMMs and ours as recorded on an H200, CUDA 13.0
     "nvjet_sm90_tst_192x192_64x4_2x1_v_bz_coopB_bias_TNN": ("GEMM forward", "GEMM forward"),
     "nvjet_sm90_qqtst_256x128_128x4_1x2_h_bz_coopA_bias_TNT": ("GEMM forward", "GEMM forward"),
     "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT": ("GEMM forward", "GEMM dgrad"),

@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tilegrad import masks as interval_masks
 from tilegrad.integrations import torch as integration
+from tilegrad.memory import AttentionBufferManager as Manager
 from tilegrad.nn import Attention
 
 D = torch.float64
@@ -234,6 +236,29 @@ def test_causal_self_attention_without_a_batch() -> None:
     want = theirs(x, x, x, attn_mask=hidden, need_weights=False)[0]
     for got in (ours(x, is_causal=True), ours(x, x, x, attn_mask=hidden, is_causal=True), ours(x, attn_mask=hidden)):
         torch.testing.assert_close(got[0], want, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("managed", [False, True])
+def test_intervals_are_those_of_attention(managed: bool) -> None:
+    documents = interval_masks.documents([0, 3, 10])
+    attended = interval_masks.from_bool(torch.block_diag(torch.ones(3, 3), torch.ones(7, 7)).bool())["intervals"]
+    module = Attention(32, 4, batch_first=True, num_kv_heads=2, dtype=D, manager=Manager() if managed else None)
+    x = torch.randn(2, 10, 32, dtype=D, requires_grad=True)
+    for causal, intervals in ((True, documents["intervals"]), (False, attended)):
+        together, _ = module(x, is_causal=causal, intervals=intervals)
+        apart = torch.cat([module(part, is_causal=causal)[0] for part in x.split((3, 7), 1)], 1)
+        torch.testing.assert_close(together, apart)
+        both = [torch.autograd.grad(y.sin().sum(), (x, *module.parameters())) for y in (together, apart)]
+        for a, b in zip(*both, strict=True):
+            torch.testing.assert_close(a, b)
+    with pytest.raises(ValueError, match="query: got a nested tensor"):
+        module(torch.nested.nested_tensor([x[0].detach()], layout=torch.jagged), intervals=attended)
+    no_first = (torch.arange(10) == 0).expand(
+        10, 10
+    )  # with intervals, is_causal is no hint about attn_mask: both mask out
+    by_mask, _ = module(x, attn_mask=no_first, is_causal=True, intervals=documents["intervals"])
+    by_padding, _ = module(x, key_padding_mask=no_first[:2], is_causal=True, intervals=documents["intervals"])
+    torch.testing.assert_close(by_mask, by_padding)
 
 
 @pytest.mark.parametrize(

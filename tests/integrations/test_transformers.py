@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -18,7 +19,8 @@ transformers = pytest.importorskip("transformers", minversion="5.0", reason="nee
 from support.architectures import DECODER, DECODERS, MODELS, VOCABULARY, apart, batch_of, model_of, results  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM, DataCollatorWithFlattening  # noqa: E402
 
-from tilegrad import functional  # noqa: E402
+from tilegrad import functional, masks  # noqa: E402
+from tilegrad.integrations import transformers as integration  # noqa: E402
 from tilegrad.integrations.transformers import Attends, _restarts, attention_forward, mask, register  # noqa: E402
 
 register()
@@ -40,7 +42,7 @@ def quick_or_slow(names: Any) -> list[Any]:
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The calls of attention, each with its bias."""
+    """The calls of attention, each with its bias and its intervals."""
     calls: list[str] = []
 
     def spy_on(name: str) -> None:
@@ -49,6 +51,8 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         def spy(*arguments: Any, **options: Any) -> Any:
             bias = options.get("bias")
             calls.append(name + ("" if bias is None else f" {bias.dtype} {tuple(bias.shape)}"))
+            if options.get("intervals") is not None:
+                calls[-1] += f" intervals {tuple(options['intervals'].shape)}"
             return run(*arguments, **options)
 
         monkeypatch.setattr(functional, name, spy)
@@ -85,6 +89,69 @@ def test_which_call_is_made(name: str, padding: str | None, call: str, ran: list
     results(model_of(name, "tilegrad"), batch_of(name, padding))
     others = {"attention"} if name.startswith("bart") else set()  # its decoder is not padded
     assert set(ran) == {call} | others
+
+
+@pytest.mark.parametrize(
+    ("attends", "call"),
+    [
+        (lambda i, j: (j <= i) & (i // 9 == j // 9), "attention intervals (2, 1, 24, 2)"),
+        (lambda i, j: i // 9 == j // 9, "attention intervals (2, 1, 24, 4)"),
+        (lambda i, j: (j <= i) & (i // 2 % 2 == j % 2) | (i == j), "attention torch.bool (2, 1, 24, 24)"),
+    ],
+)
+def test_a_bool_mask_of_the_caller_becomes_intervals_once(
+    attends: Any, call: str, ran: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[Tensor] = []
+
+    def spy(x: Tensor) -> masks.IntervalMask | str:
+        found.append(x)
+        return masks.intervals_of_bool(x)
+
+    monkeypatch.setattr(integration, "intervals_of_bool", spy)
+    attended = attends(torch.arange(24)[:, None], torch.arange(24)).repeat(2, 1, 1, 1)
+    added = torch.zeros(attended.shape).masked_fill(~attended, torch.finfo(torch.float32).min)
+    tokens = torch.randint(3, VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(3))
+    for own in (attended, attended.clone()):
+        got = model_of("llama", "tilegrad")(tokens, attention_mask=own, use_cache=False).logits
+    want = model_of("llama", "eager")(tokens, attention_mask=added, use_cache=False).logits
+    assert float((got - want).detach().abs().max()) < LOGITS * float(want.detach().abs().max())
+    assert set(ran) == {call} and len(ran) > 2 and len(found) == 2  # a mask is read once, not in every layer
+
+
+def forward_with(own: Tensor, device: str = "cpu") -> Tensor:
+    """One call with 4 query heads and 2 kv heads."""
+    q, k = torch.ones(2, 4, 24, 16, device=device), torch.ones(2, 2, 24, 16, device=device)
+    return attention_forward(SimpleNamespace(is_causal=True), q, k, k, own.to(device))[0]
+
+
+def test_a_bool_mask_without_values_stays_a_bias(ran: list[str]) -> None:
+    own = torch.ones(2, 1, 24, 24, dtype=torch.bool)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert forward_with(own).shape == (2, 24, 4, 16)
+    assert forward_with(own, "meta").shape == (2, 24, 4, 16)
+    assert set(ran) == {"attention torch.bool (2, 1, 24, 24)"}
+
+
+def test_a_bool_mask_of_each_kv_head_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"bias: got shape \(2, 2, 24, 24\)"):
+        forward_with(torch.ones(2, 2, 24, 24, dtype=torch.bool))
+
+
+def test_two_threads_have_their_own_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = torch.ones(1, 1, 24, 24, dtype=torch.bool), torch.ones(1, 1, 24, 24, dtype=torch.bool).tril()
+    q = torch.ones(1, 1, 24, 16)
+
+    def read_by_another_thread_now() -> Tensor:
+        monkeypatch.setattr(
+            integration, "_read_bias", (lambda: second, second._version, masks.intervals_of_bool(second))
+        )
+        return first
+
+    read = (read_by_another_thread_now, first._version, masks.intervals_of_bool(first))
+    monkeypatch.setattr(integration, "_read_bias", read)
+    found = integration._intervals(first, q, q)
+    assert found is not None and not found["causal"]
 
 
 class Largest(TorchDispatchMode):
@@ -173,13 +240,13 @@ def test_a_mask_of_a_moving_cache_is_whole_where_its_place_cannot_be_read(
     """A static cache has its length on the device. A prompt reads that once; a decoded token and a compiler do not."""
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: tracing)
     made = mask(1, q_length, 12, q_offset, attention_mask=None)
-    assert (made.bias is not None) == whole
     if whole:
-        assert made.bias is not None and made.bias.shape == (1, 1, q_length, 12) and made.columns == 12
+        assert isinstance(made, Tensor) and made.shape == (1, 1, q_length, 12)
     else:
-        assert made.band == (None, 0) and made.used == int(q_offset) + q_length
+        assert isinstance(made, Attends) and made.bias is None
+        assert made.band == (None, 0) and made.before == int(q_offset) and made.columns == 12
     unknown = mask(1, 3, 12, 9, mask_function=lambda _b, _h, i, j: (i + j) % 2 == 0)
-    assert unknown.bias is not None and unknown.bias.shape == (1, 1, 3, 12)
+    assert isinstance(unknown, Attends) and unknown.bias is not None and unknown.bias.shape == (1, 1, 3, 12)
 
 
 def test_positions_are_read_as_packed_sequences_only_where_they_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,11 +289,8 @@ def test_what_is_refused_is_named() -> None:
     bloom = AutoConfig.for_model("bloom", vocab_size=VOCABULARY, hidden_size=32, n_layer=1, n_head=4)
     with pytest.raises(NotImplementedError, match="computes attention itself"):
         AutoModelForCausalLM.from_config(bloom, attn_implementation="tilegrad")(tokens)
-    model = model_of("llama", "tilegrad", num_hidden_layers=1)
-    with pytest.raises(ValueError, match="output_attentions: got True"):
-        model(tokens, output_attentions=True)
-    with pytest.raises(ValueError, match="a head dimension of 1 to 256"):
-        model_of("llama", "tilegrad", head_dim=264)(tokens)
+    with pytest.raises(ValueError, match="a head dimension of 1 to 512"):
+        model_of("llama", "tilegrad", head_dim=520)(tokens)
     with pytest.raises(ValueError, match=r"attention_mask: got a mask for 3 columns; accepted: 4, as this layer has"):
         attention_forward(None, x, x, x, Attends(columns=3))
 

@@ -35,13 +35,13 @@ def in_python() -> Iterator[list[str]]:
     def seen(name: str) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
             calls.append(name)
-            return hit.in_python[name](*arguments, **options)
+            return hit.python_methods[name](*arguments, **options)
 
         return call
 
     module.fall_back(seen("allocate"), seen("deallocate"))
     yield calls
-    module.fall_back(*hit.in_python.values())
+    module.fall_back(*hit.python_methods.values())
 
 
 @pytest.fixture(params=[True, False], ids=["lightweight", "tracked"])
@@ -160,7 +160,7 @@ def test_managers_that_write_down_more_go_through_python(in_python: list[str]) -
 def test_wrong_calls_raise_what_python_raises(manager: AttentionBufferManager, wrong: Callable[..., object]) -> None:
     with pytest.raises(TypeError):
         wrong(manager)
-    for name, function in hit.in_python.items():
+    for name, function in hit.python_methods.items():
         both = (inspect.signature(x).parameters for x in (getattr(AttentionBufferManager, name), function))
         assert len(set(map(tuple, both))) == 1
         assert getattr(AttentionBufferManager, name).__doc__ == function.__doc__
@@ -225,8 +225,8 @@ def test_the_same_state_as_pythons_after_every_call(
     lightweight: bool, max_bytes: int | None, in_python: list[str]
 ) -> None:
     class InPython(AttentionBufferManager):
-        allocate = hit.in_python["allocate"]
-        deallocate = hit.in_python["deallocate"]
+        allocate = hit.python_methods["allocate"]
+        deallocate = hit.python_methods["deallocate"]
 
     calls = 0
     assert not isinstance(InPython.allocate, type(AttentionBufferManager.allocate))

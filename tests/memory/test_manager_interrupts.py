@@ -71,7 +71,7 @@ def buffers(manager: AttentionBufferManager) -> tuple[list[Slot], list[Slot]]:
 
 
 def check(manager: AttentionBufferManager, held: list[Tensor]) -> None:
-    """All that must be true whenever no call is under way and the caller holds these buffers."""
+    """All that must be true whenever no call is running and the caller holds these buffers."""
     cache = manager._cache
     stats = manager.get_stats()
     in_use, cached = buffers(manager)

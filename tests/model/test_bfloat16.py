@@ -149,9 +149,10 @@ def loss_of(
         return linear(f"{name}.proj", o.transpose(1, 2).reshape(b, t, -1))
 
     def feed_forward(name: str, x: Tensor) -> Tensor:
-        h = linear(f"{name}.up", x)
         if config.activation == "swiglu":
-            return linear(f"{name}.down", rounded(rounded(torch.nn.functional.silu(linear(f"{name}.gate", x))) * h))
+            h, g = linear(f"{name}.up_gate", x).chunk(2, dim=-1)
+            return linear(f"{name}.down", rounded(rounded(torch.nn.functional.silu(g)) * h))
+        h = linear(f"{name}.up", x)
         return linear(f"{name}.down", rounded(torch.nn.functional.gelu(h, approximate="tanh")))
 
     x = p["wte.weight"][tokens]

@@ -58,7 +58,7 @@ def test_a_config_is_plain_data_and_back() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"head_size": 300}, r"head_size: got 300; accepted: None or an int ≥ 1, at most 256"),
+        ({"head_size": 600}, r"head_size: got 600; accepted: None or an int ≥ 1, at most 512"),
         ({"head_size": 6, "projection": "per_head", "n_kv_head": None}, "head_size: got 6; accepted: None or n_embd / n_head"),
         ({"window_layers": (3,)}, r"window_layers: got \(3,\); accepted: None, or numbers of blocks, 0 … 2"),
         ({"qkv_bias": 2}, "qkv_bias: got 2; accepted: None, True or False"),

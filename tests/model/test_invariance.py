@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from tilegrad import Engine, ModelConfig
+from tilegrad.engine.batch import check_invariant
+from tilegrad.kernels import gpu
 from tilegrad.kernels.cpu import library
 from tilegrad.model.lora import LoraConfig
 
@@ -147,3 +149,17 @@ def test_without_the_library_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         ValueError, match=r"^invariant: got True without the native library, which was not built; accepted: F"
     ):
         Engine(GPT2, 2, 8, invariant=True)
+
+
+def test_on_a_device_every_kernel_must_be_tritons(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms of rows that Triton's kernel does not take are torch's."""
+    pytest.importorskip("triton", reason="needs Triton")
+    monkeypatch.setattr(gpu, "capability", lambda _device: (9, 0))
+    device, wide = torch.device("cuda:5"), replace(GPT2, n_embd=1 << 15, head_size=64)
+    for dtype in (torch.bfloat16, torch.float32):
+        check_invariant(GPT2, dtype, device, invariant=True)
+        with pytest.raises(ValueError, match=r"^invariant: got True on cuda:5 without .* norms .* 32768; accepted: F"):
+            check_invariant(wide, dtype, device, invariant=True)
+    with pytest.raises(ValueError, match=r"with dtype torch\.float64"):
+        check_invariant(GPT2, torch.float64, device, invariant=True)
+    gpu._refusal.cache_clear()

@@ -121,10 +121,10 @@ FREEZES: tuple[tuple[str, ...], ...] = (
     ("blocks.0.*", "wte.*", "wpe.*"),
     ("*.bias",),
     ("*.weight",),
-    ("*.gate.bias", "*.proj.weight", "*.ln1.*"),
+    ("*.up_gate.bias", "*.proj.weight", "*.ln1.*"),
     ("blocks.*",),
     ("blocks.*", "wte.*", "wpe.*", "ln_f.*"),
-    ("*.up.*", "*.q.weight", "*.q_norm.*"),
+    ("*.up*", "*.q.weight", "*.q_norm.*"),
 )
 
 
@@ -195,13 +195,14 @@ def test_frozen_parameters_take_their_value_and_nothing_else(dtype: torch.dtype,
 
 
 def test_saved_activations_that_only_a_frozen_weight_needs_are_not_kept() -> None:
-    """Only the weight gradients of the next layers read the output of a norm."""
+    """Only the weight gradients of the next layers read the output of a norm. The peaks are at other ops, so one of the twelve
+    may be missing from the difference."""
     spec = StepSpec(replace(LLAMA, n_layer=6), 8, 16, torch.float32, CPU)
     arenas = [
         plan_model(replace(spec, freeze=freeze)).arenas["activations"].arena_bytes
-        for freeze in ((), ("*.qkv.weight", "*.up.weight", "*.gate.weight"), ("blocks.*", "wte.*"))
+        for freeze in ((), ("*.qkv.weight", "*.up*.weight"), ("blocks.*", "wte.*"))
     ]
-    assert arenas[0] - arenas[1] >= 2 * 6 * 8 * 16 * 16 * 4 and arenas[1] > 2 * arenas[2]
+    assert arenas[0] - arenas[1] >= (2 * 6 - 1) * 8 * 16 * 16 * 4 and arenas[1] > 2 * arenas[2]
 
 
 def test_merged_weights_are_the_same_model() -> None:
@@ -217,8 +218,9 @@ def test_merged_weights_are_the_same_model() -> None:
                     name = f"blocks.{i}.{adapter.name.split('.')[0]}.{part}.weight"
                     start = 0
                     if name not in merged:
-                        name = name.replace(f".{part}.", ".qkv.")
-                        start = {"q": 0, "k": adapter.widths["q"], "v": adapter.widths["q"] + width}[part]
+                        order = ["up", "gate"] if part in ("up", "gate") else ["q", "k", "v"]
+                        name = name.replace(f".{part}.", ".up_gate." if "up" in order else ".qkv.")
+                        start = sum(adapter.widths[before] for before in order[: order.index(part)])
                     merged[name][start : start + width] += lora.scale * engine.params[adapter.b_name(i, part)] @ a
         plain = Engine(config, 2, 9, dtype=torch.float64)
         for name, p in plain.params.items():

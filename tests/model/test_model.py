@@ -103,7 +103,7 @@ def test_parameter_names_and_shapes() -> None:
     per_head = replace(config, n_kv_head=None, projection="per_head", activation="swiglu", bias=True)
     names = {name: tuple(p.shape) for name, p in Engine(per_head, 1, 4).params.items()}
     assert names["blocks.0.attn.q.weight"] == (4, 2, 2) and names["blocks.0.attn.v.bias"] == (4, 2)
-    assert names["blocks.0.ffn.gate.weight"] == (32, 8) and "blocks.0.attn.qkv.weight" not in names
+    assert names["blocks.0.ffn.up_gate.weight"] == (64, 8) and "blocks.0.attn.qkv.weight" not in names
 
 
 def test_initial_values() -> None:
@@ -135,7 +135,7 @@ BAD = [
     ({"vocab_size": 0}, "vocab_size: got 0; accepted: an int ≥ 1"),
     ({"n_layer": 1.5}, "n_layer: got 1.5"),
     ({"n_head": 3}, r"n_head: got 3; accepted: a divisor of n_embd \(8\)"),
-    ({"n_embd": 1024, "n_head": 2}, "n_head: got 2; .* ≤ 256"),
+    ({"n_embd": 2048, "n_head": 2}, "n_head: got 2; .* ≤ 512"),
     ({"n_kv_head": 3}, r"n_kv_head: got 3; accepted: a divisor of n_head \(4\)"),
     ({"n_kv_head": 2, "projection": "per_head"}, "n_kv_head: got 2; .*per_head"),
     ({"activation": "gelu2"}, "activation: got 'gelu2'; accepted: 'gelu' or 'tanh' or 'relu' or 'swiglu'"),

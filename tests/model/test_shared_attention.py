@@ -285,8 +285,8 @@ def test_bad_arguments_are_named() -> None:
         tilegrad.init_attention(0, 6, 2, is_causal=True)
     with pytest.raises(ValueError, match="n_head: got 4 for d_model 6"):
         tilegrad.init_attention(5, 6, 2, is_causal=True, n_head=4)
-    with pytest.raises(ValueError, match="n_head: got 1 for d_model 512"):
-        tilegrad.init_attention(5, 512, 2, is_causal=True)
+    with pytest.raises(ValueError, match="n_head: got 1 for d_model 520"):
+        tilegrad.init_attention(5, 520, 2, is_causal=True)
     with pytest.raises(TypeError, match=r"dtype: got torch\.int32"):
         tilegrad.init_attention(5, 6, 2, is_causal=True, dtype=torch.int32)
     with pytest.raises(TypeError, match="predecessor: got int"):
@@ -324,7 +324,7 @@ def test_save_and_load(tmp_path: Path) -> None:
 
 
 def test_twelve_sharing_layers_need_the_backward_memory_of_one() -> None:
-    """Counted as bytes of distinct storages behind the backward buffers."""
+    """Counted as bytes of the distinct storages of the backward buffers."""
     first = tilegrad.init_attention(64, 64, 2, is_causal=True, n_head=2)
     layers = [first]
     for _ in range(11):

@@ -235,7 +235,26 @@ def test_bad_inputs_say_what_is_accepted() -> None:
         ),
         (lambda: adamw_step(norm, 1e-3, 6, **arenas), "scratch: adamw got no 'torch.grad_scale'"),
         (lambda: global_norm(x, norm=norm.float()), "norm: got .*float32"),
-        (lambda: global_norm(x.to(torch.bfloat16), norm=norm), "grads: got .*bfloat16.*accepted: .*float32"),
+        (lambda: global_norm(x.to(torch.float16), norm=norm), "grads: got .*float16.*accepted: .*float32"),
     ):
         with pytest.raises(ValueError, match=match):
             fn()
+
+
+@pytest.mark.parametrize(
+    ("params", "copy", "message"),
+    [
+        (torch.float32, torch.float32, "rounded: got .*float32.*; accepted: .*bfloat16"),
+        (torch.bfloat16, torch.bfloat16, "rounded: got a copy of bfloat16 params; accepted: None"),
+    ],
+)
+def test_a_copy_that_a_kernel_of_lean_states_cannot_write_is_refused(
+    params: torch.dtype, copy: torch.dtype, message: str
+) -> None:
+    states: dict[str, Any] = {"params": torch.zeros(8, dtype=params), "grads": torch.zeros(8)}
+    states |= {name: torch.zeros(8, dtype=torch.bfloat16) for name in "mv"}
+    with pytest.raises(ValueError, match=message):
+        adamw_step(
+            torch.ones(()), 1e-3, 0, seed=torch.tensor(0), **states,
+            step=torch.zeros(()), rounded=torch.zeros(8, dtype=copy),
+        )  # fmt: skip

@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from tilegrad import Engine
 from tilegrad.kernels import residual
 from tilegrad.kernels.muon import MuonConfig
 from tilegrad.kernels.op import Call, observe, op
+from tilegrad.model.config import ModelConfig
+from tilegrad.model.layer import States
 from tilegrad.model.lora import LoraConfig
 
 GPT = replace(CONFIG, n_layer=1, n_embd=64)
@@ -28,7 +31,7 @@ CONFIGS = (
     replace(GPT, loss="embedding_mse", activation="tanh"),
 )
 # float8 ops: a CPU has only the kernel that checks the GPU's, which allocates
-ON_A_GPU = {"fp8_activation_fwd", "fp8_linear_fwd", "fp8_quantize_fwd", "fp8_scale_step"}
+ON_A_GPU = {"fp8_activation_fwd", "fp8_cross_entropy_step", "fp8_product_fwd", "fp8_quantize_fwd", "fp8_scale_step"}
 
 JOINED = {
     "join_fwd",
@@ -54,12 +57,15 @@ def largest_allocations(dtype: torch.dtype) -> dict[str, int]:
     def measure(call: Call) -> None:
         largest[call.name] = max(largest.get(call.name, 0), allocated_bytes(call.run))
 
-    for config, lora, muon in (
-        *((config, None, None) for config in CONFIGS),
-        *((config, LoraConfig(4, 8), None) for config in CONFIGS[1:2]),
-        *((config, None, MuonConfig(cautious=True)) for config in CONFIGS[1:2]),
-    ):
-        engine = Engine(config, 8, 16, dtype=dtype, lora=lora, muon=muon, ema=0.9)
+    lean = States("bfloat16", "none", "bfloat16") if dtype == torch.bfloat16 else States("bfloat16")
+    hows: list[tuple[ModelConfig, dict[str, Any]]] = [
+        *((config, {"ema": 0.9}) for config in CONFIGS),
+        *((config, {"ema": 0.9, "lora": LoraConfig(4, 8)}) for config in CONFIGS[1:2]),
+        *((config, {"ema": 0.9, "muon": MuonConfig(cautious=True)}) for config in CONFIGS[1:2]),
+        *((config, {"states": lean}) for config in CONFIGS),
+    ]
+    for config, how in hows:
+        engine = Engine(config, 8, 16, dtype=dtype, **how)
         tokens, targets = batch(config, 8, 16)
         with observe(measure):
             engine.step(tokens, targets, learning_rate=1e-3)

@@ -73,7 +73,7 @@ class Step(NamedTuple):
 AXES: dict[str, tuple[object, ...]] = {
     "dtype": (torch.float64, torch.float32, torch.bfloat16, torch.float16),
     "heads": ((2, 1), (1, 3), (1, 9)),  # of keys and values, and how many of queries for each
-    "d": (1, 16, 97, 256),
+    "d": (1, 16, 97, 300),
     "window": (None, (0, 0), (7, None), (70, 3)),
     "scale": (None, 0.3, -0.2),
     "softcap": (0.0, 2.0),
@@ -111,12 +111,13 @@ def same(x: Tensor, y: Tensor) -> bool:
     return torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
 
 
-def check(step: Step, kernel: str | None, given: Tensor | None = None) -> None:
-    """The cache has the new rows and is otherwise as before; o, or `given`, is under the closeness rule for each sequence."""
+def check(step: Step, kernel: str | None, given: Tensor | None = None) -> Tensor:
+    """The cache has the new rows and is otherwise as before; o, or `given`, is under the closeness rule for each sequence. The
+    result is o."""
     b, hkv, capacity, d = step.k_cache.shape
     hq, before = step.n_head, (step.k_cache.clone(), step.v_cache.clone())
-    o = step.run(kernel)
-    o = (o if given is None else given).view(b, hq, 1, d)
+    found = step.run(kernel)
+    o = (found if given is None else given).view(b, hq, 1, d)
     q, k, v = step.q, step.k, step.v
     if k is None or v is None:
         q, k, v = step.q.split([hq * d, hkv * d, hkv * d], 1)
@@ -134,6 +135,7 @@ def check(step: Step, kernel: str | None, given: Tensor | None = None) -> None:
         check_call(Call(one, k_n, v_n, torch.ones_like(one), None, mask), {"o": o[n : n + 1]}, exp_error)
     for cache, wanted in zip((step.k_cache, step.v_cache), before, strict=True):
         torch.testing.assert_close(cache, wanted, rtol=0, atol=0, equal_nan=True)
+    return found
 
 
 def allowed(spec: Spec) -> bool:
@@ -341,6 +343,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "not causal": ({"causal": False}, "causal: got False; accepted: True, because a new token"),
     "dropout": ({"dropout_p": 0.1, "seed": 1}, "dropout_p: got 0.1; accepted: 0, because generation"),
     "bias": ({"bias": torch.zeros(1, 130)}, r"bias: got shape \(1, 130\); accepted: None, because"),
+    "intervals": (
+        {"intervals": torch.zeros(1, 1, 130, 2).int()},
+        r"intervals: got shape \(1, 1, 130, 2\); accepted: None, because",
+    ),
     "packed": ({"cu_seqlens_q": torch.zeros(2).int()}, r"cu_seqlens_q: got shape \(2,\); accepted: None, because"),
     "softcap": ({"softcap": -1.0}, "softcap: got -1.0; accepted"),
     "sinks": ({"sinks": torch.zeros(3)}, "sinks: got .*; accepted"),
@@ -397,18 +403,28 @@ def test_the_table() -> None:
     assert CACHE_ATTENTION.select(cpu).name == ("torch" if isinstance(MISSING, str) else "native")
 
 
-@pytest.mark.parametrize(
-    ("capacity", "d", "dtype", "share"),
-    [
-        (1, 64, torch.bfloat16, 64),
-        (2048, 64, torch.bfloat16, 64),
-        (2049, 64, torch.bfloat16, 128),
-        (4097, 256, torch.float32, 144),
-    ],
-)
-def test_splits_depend_on_the_capacity_alone(capacity: int, d: int, dtype: torch.dtype, share: int) -> None:
-    pytest.importorskip("triton", reason="needs Triton")
+SPLITS: dict[str, Spec] = {  # over PLAIN; group 17 has two blocks of rows in float32
+    "float32": {"dtype": torch.float32, "heads": (1, 17), "window": None, "capacity": 330},
+    "window": {"dtype": torch.bfloat16, "heads": (1, 2), "window": (150, None), "capacity": 700, "sinks": False},
+    "softcap": {
+        "dtype": torch.bfloat16,
+        "heads": (1, 2),
+        "window": None,
+        "capacity": 333,
+        "softcap": 2.0,
+        "alibi": "bh",
+    },
+}
+
+
+@pytest.mark.parametrize("kernel", ["triton"])
+@pytest.mark.parametrize("name", SPLITS)
+def test_splits(kernel: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several splits, more than are loaded together. Neither the capacity nor what is after the position changes a bit."""
     from tilegrad.kernels.cache_attention import triton_ops
 
-    for b in (1, 64):
-        assert triton_ops._share(Form((b, 2, capacity, d), dtype, CPU)) == share
+    monkeypatch.setattr(triton_ops, "SPLIT", 64)
+    o, step = check(step_of(PLAIN | SPLITS[name]), kernel), step_of(PLAIN | SPLITS[name])
+    k_cache, v_cache = (torch.cat((x, torch.full_like(x, torch.inf)), 2) for x in (step.k_cache, step.v_cache))
+    longer = step._replace(k_cache=k_cache, v_cache=v_cache)
+    assert same(longer.run(kernel)[:3], o[:3])  # in a longer cache the fourth position is inside

@@ -135,13 +135,14 @@ def build(op: str, device: str, dtype: torch.dtype) -> Built:
 
         return out, call
     if op == "swiglu":
-        dup = torch.zeros_like(x)
+        up_gate, dup_gate = torch.cat([dy, x], 1), torch.zeros(N, 2 * x.shape[1], dtype=x.dtype, device=x.device)
 
         def call() -> None:
-            swiglu_fwd(x, dy, a=out["y"])
-            swiglu_bwd(dy, x, dy, dgate=out["dx"], dup=dup)
+            swiglu_fwd(up_gate, a=out["y"])
+            swiglu_bwd(dy, up_gate, dup_gate=dup_gate)
+            out["dx"].copy_(dup_gate[:, x.shape[1] :])
 
-        return out | {"dup": dup}, call
+        return out | {"dup": dup_gate[:, : x.shape[1]]}, call
     if op == "rope":
         cos, sin = torch.empty(N, 16, dtype=wide, device=device), torch.empty(N, 16, dtype=wide, device=device)
         rope_table(1e4, 32, N, cos=cos, sin=sin)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any, cast
 
 import pytest
 import torch
 from support import bounds
+from support.interpreter import interpreting
 from support.ops import DTYPES, RAGGED, acc, allocated_bytes, allowed_bytes, assert_true, poisoned, randn
 from torch import Tensor
 
@@ -29,6 +31,7 @@ from tilegrad.kernels.linear import (
     per_head_linear_fwd,
     tiled,
 )
+from tilegrad.kernels.norm import rmsnorm_fwd
 
 
 @pytest.fixture(autouse=True, params=["native", "torch"])
@@ -334,3 +337,55 @@ def test_tables_choose_by_dtype_and_a_name_runs_or_raises(monkeypatch: pytest.Mo
         linear_bwd(y.float(), x.float(), w.float(), dx=x.float(), kernel="tiled")
     with pytest.raises(ValueError, match=r"kernel: got 'native', which can't run this call: .*; accepted: 'torch'"):
         column_sum_fwd(randn(4, 5), sums=randn(5), kernel="native")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("n", "cin", "cout"), [(1, 37, 70), (2, 2500, 9), (3, 515, 33), (4, 1, 1)])
+def test_a_few_rows_in_triton(n: int, cin: int, cout: int, dtype: torch.dtype) -> None:
+    """With gaps between the rows, with and without b, and scaled."""
+    pytest.importorskip("triton", reason="needs Triton")
+    x, w, b = randn(n, cin + 3, dtype=dtype)[:, :cin], randn(cout, cin, dtype=dtype), randn(cout, dtype=dtype, seed=1)
+    exact, y = x.double() @ w.double().t(), bounds.of(x) @ bounds.of(w).mT
+    got = {name: torch.full((n, cout + 5), torch.nan, dtype=dtype)[:, :cout] for name in ("y", "y + b", "2y")}
+    with interpreting():
+        linear_fwd(x, w, None, y=got["y"], kernel="few_rows")
+        linear_fwd(x, w, b, y=got["y + b"], kernel="few_rows")
+        linear_fwd(x, w, None, y=got["2y"], scale=2.0, kernel="few_rows")
+    right = bounds.bounds(dtype, {"y": y, "y + b": y + bounds.of(b), "2y": y * 2.0})
+    assert_close(got, {"y": exact, "y + b": exact + b.double(), "2y": 2 * exact}, right)
+    with interpreting(), pytest.raises(ValueError, match="is for up to 4 rows"):
+        linear_fwd(randn(5, cin, dtype=dtype), w, None, y=torch.empty(5, cout, dtype=dtype), kernel="few_rows")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("n", "cin", "cout"), [(1, 768, 2304), (4, 3072, 768), (3, 8960, 1536), (2, 768, 50257)])
+def test_a_few_rows_on_the_device(n: int, cin: int, cout: int, dtype: torch.dtype) -> None:
+    """Also in a graph of a chain in which each kernel reads what the one before it wrote, and starts before that one ends."""
+    x, w, b = randn(n, cin, dtype=dtype), randn(cout, cin, dtype=dtype), randn(cout, dtype=dtype, seed=1)
+    on_device = [z.cuda() for z in (x, w, b)]
+    y = torch.full((n, cout), torch.nan, dtype=dtype, device="cuda")
+    linear_fwd(*on_device, y=y, kernel="few_rows")
+    exact = bounds.of(x) @ bounds.of(w).mT + bounds.of(b)
+    assert_close({"y": y.cpu()}, {"y": x.double() @ w.double().t() + b.double()}, bounds.bounds(dtype, {"y": exact}))
+    back = randn(cin, cout, dtype=dtype, seed=2).cuda() / cout**0.5
+    buffers = [torch.zeros(n, cin, dtype=dtype, device="cuda") for _ in range(9)]
+    ones, rstd = torch.ones(cin, dtype=dtype, device="cuda"), torch.zeros(n, device="cuda")
+
+    def chain() -> None:
+        buffers[0].copy_(on_device[0])
+        for before, after in pairwise(buffers):
+            linear_fwd(before, on_device[1], None, y=y)
+            linear_fwd(y, back, None, y=after)
+            rmsnorm_fwd(after, ones, 1e-5, y=after, rstd=rstd)
+
+    chain()
+    want = [z.clone() for z in buffers]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain()
+    for _ in range(20):
+        for z in (*buffers, y):
+            z.fill_(torch.nan)
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(buffers, want, strict=True))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +29,7 @@ from tilegrad.kernels.sampling import (
     torch_ops,
 )
 from tilegrad.kernels.sampling.elementary import CONSTANTS, exp_, log_, mass_bits
+from tilegrad.kernels.scratch import larger
 from tilegrad.kernels.table import Problem
 
 Array = NDArray[np.float64]
@@ -238,6 +241,115 @@ def test_every_kernel_has_the_same_bits(kernel: str, v: int, scale: float) -> No
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True) if a is not None and b is not None)
 
 
+SMALL = {
+    "CHUNK_TILE": 16,
+    "SEGMENTS": 32,
+    "FEW": 16,
+    "LISTED": 32,
+    "PROGRAMS": 5,
+}  # 20 segments of 8 logits where V = 150
+
+
+class Case(NamedTuple):
+    """A row of logits with its settings, and what the token is chosen from: the list of candidates, the whole row, or the best
+    token of each chunk."""
+
+    logits: Tensor
+    settings: tuple[float, ...]
+    source: str
+
+
+def cases_of_lists() -> list[Case]:
+    v = 150
+    random, equal, spread = 3 * randn(v, dtype=torch.float32, seed=7), torch.full((v,), 2.0), torch.arange(v)
+    some = random.clamp(max=5.0).masked_fill(spread % 7 == 0, 6.0)  # 22 equal ones are the largest
+    peaked = torch.where(spread % 40 == 3, 9.0 + spread / 100, 0.1 * random)  # 4 tokens have 99 % of the mass
+    few = torch.where(spread % 50 == 1, random, -torch.inf)
+    close = 1.0 + 2.0**-20 * (spread % 9)  # at T = 200 many have equal e
+    return [
+        Case(random, (90.0, 5.0, 1.0, 0.0, 1.5), "list"),
+        Case(random, (90.0, 12.0, 0.7, 0.0, 1.0), "list"),
+        Case(random, (9.0, 20.0, 0.6, 0.0, 1.0), "row"),  # every token is above the smallest of the maxima
+        Case(random, (9.0, 21.0, 1.0, 0.0, 1.0), "row"),  # more than the segments
+        Case(random, (0.05, 149.0, 0.9, 0.0, 1.0), "list"),  # e is 0 for most
+        Case(some, (90.0, 5.0, 1.0, 0.0, 1.0), "list"),
+        Case(some, (90.0, 16.0, 0.5, 0.0, 1.0), "list"),
+        Case(equal, (1.0, 5.0, 1.0, 0.0, 1.0), "row"),
+        Case(0.1 * random, (1.0, 0.0, 0.9, 0.0, 1.0), "row"),
+        Case(0.1 * random, (1.0, 0.0, 0.01, 0.0, 1.0), "list"),  # two tokens
+        Case(close, (200.0, 0.0, 0.05, 0.0, 1.0), "row"),
+        Case(peaked, (1.0, 0.0, 0.9, 0.0, 1.0), "list"),
+        Case(peaked, (1.0, 0.0, 0.9, 0.4, 1.3), "list"),
+        Case(peaked, (1.0, 0.0, 0.999, 0.0, 1.0), "row"),
+        Case(few, (9.0, 40.0, 1.0, 0.0, 1.0), "list"),
+        Case(few, (9.0, 0.0, 0.9, 0.0, 1.0), "list"),
+        Case(random, (0.0, 5.0, 0.5, 0.0, 1.0), "chunks"),
+        Case(random, (9.0, 0.0, 1.0, 0.3, 1.0), "chunks"),
+    ]
+
+
+def of_cases(cases: list[Case]) -> Inputs:
+    x = inputs(len(cases), 150, seed=6)
+    settings = torch.tensor([case.settings for case in cases])
+    return x._replace(logits=torch.stack([case.logits for case in cases]), settings=settings)
+
+
+def draw_by(module: Any, x: Inputs, monkeypatch: pytest.MonkeyPatch) -> tuple[Drawn, Tensor]:
+    """What a module of Triton kernels draws, and the rows that it read as a whole: only those use the scratch `row`."""
+    for name, value in SMALL.items():
+        monkeypatch.setattr(module, name, value)
+    with running("triton"):
+        b, scratch = len(x.logits), poisoned(module.workspace(x.logits, draw=True))
+        got = Drawn(torch.full((b,), -7), torch.full((b,), torch.nan), x.seen.clone())
+        module.fwd(*x[:5], **got._asdict(), scratch=scratch)
+    return got, ~scratch["row"].isnan().all(1)
+
+
+def test_tokens_of_a_list_of_candidates_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row has two chunks of five tiles, and two rows draw none."""
+    pytest.importorskip("triton", reason="needs Triton")
+    from tilegrad.kernels.sampling import triton_ops
+
+    x = of_cases(cases := cases_of_lists())
+    x.drawn[[2, 9]] = -1
+    want, (got, whole_row) = draw(*x, kernel="torch"), draw_by(triton_ops, x, monkeypatch)
+    assert torch.equal(got.tokens, want.tokens) and torch.equal(got.logprobs.nan_to_num(), want.logprobs.nan_to_num())
+    assert got.seen is not None and want.seen is not None and torch.equal(got.seen, want.seen)
+    read = [case.source == "row" and int(before) >= 0 for case, before in zip(cases, x.drawn, strict=True)]
+    assert whole_row.tolist() == read
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "row"),
+    [
+        ("_kth_largest(keys, segments_n, rank,", "_kth_largest(keys, segments_n, 1,", 0),
+        pytest.param("(top_k > 0) | (least > limit)", "(top_k > 0) | (least >= 0.0)", 8, marks=pytest.mark.slow),
+        pytest.param(
+            'tl.atomic_add(counts + b, n, sem="relaxed") +',
+            "0 * tl.atomic_add(counts + b, n) +",
+            5,
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_canary_a_wrong_list_is_seen(
+    old: str, new: str, row: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A bound that is too high, a list that is not enough for top_p, chunks that write to one place. The interpreter reads the
+    source of a kernel from its file."""
+    pytest.importorskip("triton", reason="needs Triton")
+    from tilegrad.kernels.sampling import triton_ops
+
+    source = Path(triton_ops.__file__).read_text(encoding="utf-8")
+    assert source.count(old) == 1, old
+    (path := tmp_path / "triton_ops.py").write_text(source.replace(old, new), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("tilegrad.kernels.sampling.changed", path)
+    assert spec is not None and spec.loader is not None
+    spec.loader.exec_module(changed := importlib.util.module_from_spec(spec))
+    x = of_cases(cases_of_lists()[row : row + 1] * 2)
+    assert not torch.equal(draw_by(changed, x, monkeypatch)[0].tokens, draw(*x, kernel="torch").tokens)
+
+
 def test_one_token_too_many_would_be_drawn() -> None:
     """At a high temperature the few kept tokens are equally likely, so one that is kept by mistake is drawn soon."""
     with running("native"):
@@ -254,7 +366,7 @@ def test_one_token_too_many_would_be_drawn() -> None:
 @pytest.mark.parametrize("masses", [False, True])
 def test_the_smallest_kept_key_in_triton(masses: bool) -> None:
     pytest.importorskip("triton", reason="needs Triton")
-    from support.sampling import smallest_key
+    from support.sampling import smallest_key, smallest_listed_key
 
     for n in (0, 1, 5, 8, 11):
         x = 10.0 ** (n % 3) * randn(12, dtype=torch.float32, seed=n).repeat(2)  # every number twice
@@ -266,6 +378,10 @@ def test_the_smallest_kept_key_in_triton(masses: bool) -> None:
         bound = 0.08 * n * float(mass.sum()) + 0.5 if masses else float(2 * n + 1)
         want = min(key for key in keys if mass[keys > key].sum() < bound)
         assert smallest_key(x, bound, scale, masses=masses) == want, n
+        for more in (0, 3):
+            listed = smallest_listed_key(x, bound, scale, masses=masses, more=more)
+            assert listed == want or not masses and listed < want and (keys >= listed).sum() <= bound + more, n
+            assert masses or more or (keys >= listed).sum() == (keys >= want).sum(), n
 
 
 def kept_by_draws(logits: Tensor, settings: tuple[float, ...], seen: Tensor, kernel: str | None) -> list[int]:
@@ -624,7 +740,7 @@ def test_on_the_device_bits_are_those_of_the_cpu(kernel: str, v: int) -> None:
     reads = [t.cuda() for t in x[:5]]
     tokens, logprobs, again = torch.empty(8, dtype=torch.int64).cuda(), torch.empty(8).cuda(), torch.empty(8).cuda()
     seen = x.seen.cuda()
-    shapes = sample_workspace(reads[0], kernel=kernel) | logprobs_workspace(reads[0], kernel=kernel)
+    shapes = larger(sample_workspace(reads[0], kernel=kernel), logprobs_workspace(reads[0], kernel=kernel))
     scratch = {name: buffer.cuda() for name, buffer in poisoned(shapes).items()}
 
     def run() -> None:

@@ -18,6 +18,9 @@ pytestmark = pytest.mark.skipif(
 )
 SPILLED_BYTES = {("3.9", "_norm_bwd_kernel"): 24}  # of the stack, at C 8192; none by others: kernels/triton_version.py
 
+# of sampling: its tokens do not depend on the order of the candidates; of float8: a count
+ATOMICS = {"_gather_kernel", "_scale_kernel"}
+
 
 def check(found: dict[str, Compiled], architecture: int, names: set[str]) -> None:
     assert found.keys() == names
@@ -26,7 +29,8 @@ def check(found: dict[str, Compiled], architecture: int, names: set[str]) -> Non
         most = SPILLED_BYTES.get((triton.__version__[:3], name), 0)
         assert kernel.spilled_bytes <= most, f"{name} spills {kernel.spilled_bytes} bytes"
         assert kernel.shared_bytes <= SHARED_MEMORY_BYTES[architecture], name
-        assert "ATOM" not in kernel.sass and "RED." not in kernel.sass, f"{name} has atomics"
+        atomics = "ATOM" in kernel.sass or "RED." in kernel.sass
+        assert not atomics or name.removesuffix(" again") in ATOMICS, f"{name} has atomics"
 
 
 def norm(x: Tensor, *, rms: bool, architecture: int, folder: Path) -> dict[str, Compiled]:
@@ -90,14 +94,14 @@ def test_column_sums(architecture: int, dtype: torch.dtype, tmp_path: Path) -> N
 def test_activations(architecture: int, kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     from tilegrad.kernels.activation import triton_ops
 
-    gate_up, sums = torch.empty(64, 6144, dtype=dtype), torch.empty(3072)
-    gate, up, h = gate_up[:, :3072], gate_up[:, 3072:], torch.empty(64, 3072, dtype=dtype)
+    up_gate, sums = torch.empty(64, 6144, dtype=dtype), torch.empty(3072)
+    up, gate, h = up_gate[:, :3072], up_gate[:, 3072:], torch.empty(64, 3072, dtype=dtype)
     with compiling(architecture, tmp_path) as found:
         for again, summed in ((None, None), (h, sums)):
             scratch = poisoned(triton_ops.workspace(h, kind))
             options: Any = {"a": again, "accumulate": True, "scratch": scratch}
             if kind == "swiglu":
-                triton_ops.swiglu_bwd(h, gate, up, dgate=h, dup=h, dgate_sum=summed, dup_sum=summed, **options)
+                triton_ops.swiglu_bwd(h, gate, up, dgate=gate, dup=up, dgate_sum=summed, dup_sum=summed, **options)
             else:
                 triton_ops.bwd(h, h, kind, dh=h, dh_sum=summed, **options)
         if kind == "swiglu":
@@ -109,6 +113,26 @@ def test_activations(architecture: int, kind: str, dtype: torch.dtype, tmp_path:
     check(found, architecture, {forward, backward, f"{backward} again", "_add_partials_kernel"})
     wide = (kernel for name, kernel in found.items() if name != "_add_partials_kernel")
     assert all(".128" in kernel.sass for kernel in wide), "loads are not of 16 bytes"
+
+
+@pytest.mark.parametrize("kind", ["", slowly("gelu"), "swiglu"])
+def test_float8_rounding(kind: str, tmp_path: Path) -> None:
+    """Reads and both writes are of whole vectors: the transpose is through shared memory."""
+    from tilegrad.kernels.fp8_linear import scaled_mm
+    from tilegrad.kernels.fp8_linear.state import STATE
+
+    n, c = 64, 3072
+    x, state = torch.empty(n, 2 * c if kind == "swiglu" else c, dtype=torch.bfloat16), torch.empty(STATE)
+    x8, x8t = (torch.empty(shape, dtype=torch.float8_e4m3fn) for shape in ((n, c), (c, n)))
+    with compiling(90, tmp_path) as found:
+        if kind:
+            scaled_mm.activation(x, kind, a8=x8, a8t=x8t, state=state, scratch={})
+        else:
+            scaled_mm.quantize(x, x8=x8, x8t=x8t, state=state, scratch={})
+        scaled_mm.scale_step(states=[state], jumps=torch.empty(()), scratch={})
+    check(found, 90, {"_quantize_kernel", "_scale_kernel"})
+    sass = found["_quantize_kernel"].sass
+    assert "LDG.E.128" in sass and "STG.E.128" in sass and "F2FP" in sass
 
 
 ONES = [(1, 1), slowly((1, 768)), slowly((1023, 1))]
@@ -153,17 +177,37 @@ def test_cross_entropy(architecture: int, dtype: torch.dtype, v: int, tmp_path: 
 
 
 @pytest.mark.parametrize("architecture", [slowly(80), 90])
-@pytest.mark.parametrize("on_device", [False, True])
-def test_adamw(architecture: int, on_device: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, slowly(torch.float32)])
+def test_cross_entropy_with_every_term(architecture: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    from tilegrad.kernels.cross_entropy import Outputs, triton_ops
+    from tilegrad.kernels.cross_entropy.terms import Terms
+
+    v, terms = 50304, Terms(30.0, 0.1, 1e-4)
+    x, w, bias = (torch.empty(*shape, dtype=dtype) for shape in ((2, 8), (v, 8), (v,)))
+    scratch = poisoned(triton_ops.workspace(x, w, bias=bias, terms=terms, backward=True))
+    targets, by_row, losses = torch.zeros(2, dtype=torch.int64), torch.ones(2), torch.empty(2)
+    out = Outputs(None, torch.empty_like(x), torch.empty(v, 8), losses=losses, dbias=torch.empty(v))
+    with compiling(architecture, tmp_path) as found:
+        triton_ops.run(x, w, targets, by_row, bias=bias, terms=terms, out=out, scratch=scratch)
+    check(found, architecture, {"_softmax_kernel"})
+    assert ".128" in found["_softmax_kernel"].sass, "loads are not of 16 bytes"
+
+
+@pytest.mark.parametrize("architecture", [slowly(80), 90])
+@pytest.mark.parametrize(
+    ("on_device", "lean"), [(False, ()), (True, ()), slowly((True, ("m", "v"))), (True, ("params", "grads", "m", "v"))]
+)
+def test_adamw(architecture: int, on_device: bool, lean: tuple[str, ...], tmp_path: Path) -> None:
     from tilegrad.kernels.adamw import Range, triton_ops
     from tilegrad.kernels.global_norm import triton_ops as norm_ops
 
     p, one = torch.empty(1 << 20), torch.ones(())
-    copy, rate = (p.bfloat16(), one) if on_device else (None, 1e-3)
+    copy, rate = (p.bfloat16(), one) if on_device and "params" not in lean else (None, 1e-3)
+    params, grads, m, v = (p.bfloat16() if name in lean else p for name in ("params", "grads", "m", "v"))
     with compiling(architecture, tmp_path) as found:
-        norm_ops.fwd([p], norm=one, scratch=poisoned(norm_ops.workspace(p)))
+        norm_ops.fwd([grads], norm=one, scratch=poisoned(norm_ops.workspace(p)))
         triton_ops.step(
-            one, rate, 0.1, 1.0, (0.9, 0.95), 1e-8, ranges=[Range(p, p, p, p, copy, 1 << 19)], step=one,
+            one, rate, 0.1, 1.0, (0.9, 0.95), 1e-8, one.long(), ranges=[Range(params, grads, m, v, copy, 1 << 19)], step=one,
             scratch=poisoned(triton_ops.workspace(p)),
         )  # fmt: skip
     check(found, architecture, {"_squares_kernel", "_root_kernel", "_decide_kernel", "_adamw_kernel"})
@@ -228,8 +272,9 @@ def test_sampling(architecture: int, v: int, without: bool, tmp_path: Path) -> N
                 tokens=numbers, logprobs=torch.empty(4), seen=given, scratch=scratch,
             )  # fmt: skip
         triton_ops.logprobs(logits, numbers, logprobs=torch.empty(4), scratch={})
-    again = {"_sample_kernel again"} if without else set()
-    check(found, architecture, {"_sample_kernel", "_logprobs_kernel"} | again)
+    names = {"_maxima_kernel", "_gather_kernel", "_choose_kernel"}
+    again = {f"{name} again" for name in names} if without else set()
+    check(found, architecture, names | {"_logprobs_kernel"} | again)
 
 
 @pytest.mark.parametrize("architecture", [slowly(80), 90, slowly(100)])
@@ -312,6 +357,62 @@ def test_products_in_a_fixed_order(architecture: int, n: int, tmp_path: Path) ->
     assert len(products) == 1 and (architecture < 90 or "HGMMA" in products.pop())
 
 
+@pytest.mark.parametrize("n", [1, slowly(4)])
+@pytest.mark.parametrize(("m", "k"), [(2304, 768), slowly((768, 3072)), slowly((1536, 8960))])
+def test_products_of_few_rows(n: int, m: int, k: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program reads its first tile of w before it waits for the previous kernel."""
+    from tilegrad.kernels.linear import few_rows
+
+    monkeypatch.setattr(few_rows, "dependent", lambda _x, _rows: {"DEPENDENT": True, "launch_pdl": True})
+    monkeypatch.setattr(few_rows, "multiprocessors", lambda _device: 132)
+    x, w, b, y = (torch.empty(*shape, dtype=torch.bfloat16) for shape in ((n, k), (m, k), (m,), (n, m)))
+    with compiling(90, tmp_path) as found:
+        few_rows.fwd(x, w, b, y=y, scale=1.0, scratch={})
+    check(found, 90, {"_few_rows_kernel"})
+    before, after = found["_few_rows_kernel"].sass.split("ACQBULK")
+    assert "LDG.E.128" in before and "LDG" in after and "STG" not in before
+
+
+def test_kernels_of_a_step_wait_for_the_previous_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a kernel reads or writes what another one may write or read, it waits."""
+    from tilegrad.kernels.activation import triton_ops as activation
+    from tilegrad.kernels.norm import triton_ops as norm_ops
+    from tilegrad.kernels.rope import triton_ops as rope
+
+    for module in (activation, norm_ops, rope):
+        monkeypatch.setattr(module, "dependent", lambda _x, _rows: {"DEPENDENT": True, "launch_pdl": True})
+    x, table, heads = torch.empty(1, 64), torch.empty(1, 32), torch.empty(1, 1, 1, 64)
+    with compiling(90, tmp_path) as found:
+        norm_ops.fwd(x, x, x[0], x[0], 1e-5, x1=x, y=x, mean=x[0], rstd=x[0], scratch={})
+        activation.fwd(x, "gelu", a=x, scratch={})
+        activation.swiglu_fwd(x, x, a=x, scratch={})
+        rope.rotate(heads, table, table, None, -1.0, y=heads, scratch={})
+    check(found, 90, {"_norm_fwd_kernel", "_activation_fwd_kernel", "_swiglu_fwd_kernel", "_rotate_kernel"})
+    for name, kernel in found.items():
+        before, _ = kernel.sass.split("ACQBULK")
+        assert "LDG" not in before and "STG" not in before and "PREEXIT" in before, name
+
+
+def test_norms_and_rope_have_the_same_arithmetic_for_any_number_of_rows(tmp_path: Path) -> None:
+    """Triton compiles another program where a size is 1 or a multiple of 16."""
+    from tilegrad.kernels.norm import triton_ops as norm
+    from tilegrad.kernels.rope import triton_ops as rope
+
+    arithmetic = re.compile(r"\b(?:FFMA|FMUL|FADD|SHFL|MUFU\.RSQ)[.\w]*")  # MUFU.RCP also divides ints
+    table, w = torch.empty(64, 32), torch.empty(256, dtype=torch.bfloat16)
+    found: dict[str, set[tuple[str, ...]]] = {"_norm_fwd_kernel": set(), "_rotate_kernel": set()}
+    for b, t, packed in ((1, 1, True), (7, 1, True), (4, 16, False)):
+        x, rows = torch.empty(b, t, 4, 64, dtype=torch.bfloat16), torch.empty(b * t)
+        positions = torch.zeros(b, t, dtype=torch.int64) if packed else None
+        with compiling(90, tmp_path) as compiled:
+            y = x.view(b * t, 256)
+            norm.fwd(y, y, w, w, 1e-5, x1=y, y=y, mean=rows, rstd=rows, scratch={})
+            rope.rotate(x, table, table, positions, 1.0, y=x, scratch={})
+        for name, kernel in compiled.items():
+            found[name].add(tuple(sorted(arithmetic.findall(kernel.sass))))
+    assert all(len(programs) == 1 and programs != {()} for programs in found.values())
+
+
 ELSEWHERE = {"_low_rank_kernel", "_sum_parts_kernel"}  # test_ops_low_rank.py
 
 
@@ -319,7 +420,9 @@ def test_ci_compiles_every_kernel() -> None:
     """Every kernel is named by a test here, and every test has a case that is not slow."""
     from tilegrad import kernels
 
-    sources = [path.read_text(encoding="utf-8") for path in Path(kernels.__file__).parent.glob("*/triton_ops.py")]
+    folder = Path(kernels.__file__).parent
+    paths = [path for name in ("triton_ops", "few_rows") for path in folder.glob(f"*/{name}.py")]
+    sources = [path.read_text(encoding="utf-8") for path in paths]
     every = {name for text in sources for name in re.findall(r"^def (\w+_kernel)\(", text, re.MULTILINE)}
     named = set(re.findall(r'"(_\w+_kernel)"', Path(__file__).read_text(encoding="utf-8")))
     assert len(every) > 20 and every <= named

@@ -107,18 +107,18 @@ DECLARED: dict[str, str] = {
     ),
     "column_sum": "ones 30, part 7",
     "column_sum, bfloat16": "ones 30, part 7, tile 16·4",
-    "cross_entropy": "index 11 int64, logits 11·9, part 1, statistics 4·11, valid 11 bool",
-    "cross_entropy, bfloat16": "block 4·9, index 22 int64, logits 22·9 bfloat16, part 1, statistics 4·22, valid 22 bool",
-    "cross_entropy backward": "index 11 int64, logits 11·9, part 1, statistics 4·11, valid 11 bool, x_scaled 11·7",
+    "cross_entropy": "ignored 11 bool, index 11 int64, logits 11·9, part 1, statistics 4·11",
+    "cross_entropy, bfloat16": "block 4·9, ignored 22 bool, index 22 int64, logits 22·9 bfloat16, part 1, statistics 4·22",
+    "cross_entropy backward": "ignored 11 bool, index 11 int64, logits 11·9, part 1, statistics 4·11, x_scaled 11·7",
     "cross_entropy backward, bfloat16": (
-        "block 4·9, index 22 int64, linear.bf16.dw16 9·7 bfloat16, linear.bf16.dw32 9·7, logits 22·9 bfloat16, "
-        "part 1, statistics 4·22, valid 22 bool, w 9·7 bfloat16, x32 22·7, x_scaled 22·7 bfloat16"
+        "block 4·9, ignored 22 bool, index 22 int64, linear.bf16.dw16 9·7 bfloat16, linear.bf16.dw32 9·7, "
+        "logits 22·9 bfloat16, part 1, statistics 4·22, w 9·7 bfloat16, x32 22·7, x_scaled 22·7 bfloat16"
     ),
     "dropout": "counter 2 int64, dropped 5·7 bool, index 30 int64, philox 6·5·7 int64",
     "embedding": "x32 5·7",
     "embedding, float32": "",
-    "embedding_mse": "chosen 5·7 bfloat16, chosen32 5·7, e 5·7, index 5 int64, part 1, statistics 2·5, valid 5 bool",
-    "embedding_mse, float32": "chosen 5·7, e 5·7, index 5 int64, part 1, statistics 2·5, valid 5 bool",
+    "embedding_mse": "chosen 5·7 bfloat16, chosen32 5·7, e 5·7, ignored 5 bool, index 5 int64, part 1, statistics 2·5",
+    "embedding_mse, float32": "chosen 5·7, e 5·7, ignored 5 bool, index 5 int64, part 1, statistics 2·5",
     "mix": "mixed 4·6·8, part 4·6·8, share 4·6",
     "mix, float32": "mixed 4·6·8, share 4·6",
     "norm": "b 7, w 7, x 5·7, y 5·7",

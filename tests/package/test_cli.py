@@ -506,7 +506,7 @@ def test_init_writes_every_key_and_overwrites_nothing(
     assert keys["data"] == {f.name for f in fields(DataConfig)}
     assert keys["lora"] == {f.name for f in fields(AdapterConfig)}
     assert main(["init", "my.toml"]) == 2
-    assert "my.toml: got a file that is there already" in capsys.readouterr().err
+    assert "my.toml: got a file that already exists" in capsys.readouterr().err
     assert Path("my.toml").read_text(encoding="utf-8") == shown
 
 

@@ -50,7 +50,7 @@ def test_a_file_that_is_no_module_is_refused_by_name(
         found = home.load()
         assert isinstance(found, str) and reason in found and "run: tilegrad doctor --build" in found
         assert main(["doctor"]) == 0
-        assert f"through Python: C++ for them {found}" in capsys.readouterr().out
+        assert f"through Python: the C++ module {found}" in capsys.readouterr().out
 
 
 def test_a_build_that_fails_says_why(

@@ -20,8 +20,9 @@ import torch
 from support.ops import DTYPES, acc, allocated_bytes
 
 import tilegrad
-from tilegrad import functional, nn
+from tilegrad import functional, masks, nn
 from tilegrad.engine import sampling, spec
+from tilegrad.functional import linear_cross_entropy as loss
 from tilegrad.integrations import flash_attn as flash
 from tilegrad.kernels.scratch import new_scratch
 from tilegrad.model import config
@@ -67,7 +68,7 @@ def test_modules_are_reached_by_the_package_and_loaded_when_they_are_used() -> N
 
 
 @pytest.mark.parametrize(
-    "module", [flash, functional, nn.attention, nn.dilated, shared_attention, config, spec, sampling, api]
+    "module", [flash, functional, masks, loss, nn.attention, nn.dilated, shared_attention, config, spec, sampling, api]
 )
 def test_examples_in_docstrings(module: ModuleType) -> None:
     done = doctest.testmod(module)

@@ -61,6 +61,24 @@ def test_a_bar_has_them_too_and_fits_into_80_columns(monkeypatch: pytest.MonkeyP
     assert max(map(len, plain.splitlines()[3:])) <= 80
 
 
+def test_time_left_follows_from_the_mean_speed_when_sequences_end_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich")
+    clock = [1000.0]
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("rich.console.monotonic", lambda: clock[0])
+    out = Terminal()
+    with watch(out) as show:
+        show("generate", {"sequence": 0, "sequences": 400, "tokens": 0, "tokens_per_second": 0.0})
+        for batch in (1, 2, 3):
+            clock[0] += 40.0
+            for number in range(4 * batch - 3, 4 * batch + 1):
+                clock[0] += 0.001
+                numbers = {"sequence": number, "sequences": 400, "tokens": number, "tokens_per_second": 1.0}
+                show("generate", numbers)
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue())
+    assert re.search(r"12/400 .* 1:04:4\d left", plain), plain  # 388 more, at 120 s for 12
+
+
 def test_a_terminal_without_rich_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "find_spec", lambda _name: None)
     out = Terminal()

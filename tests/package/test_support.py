@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections import Counter
 from pathlib import Path
 
 import conftest
 import pytest
+from support.forked import python
 from support.sweep import Verdict, report
 
 from tilegrad.kernels.cpu import library
@@ -22,6 +24,16 @@ def test_a_sweep_is_reported_as_json(tmp_path: Path) -> None:
     assert (found["shapes"], found["passed"]) == (5, 4)
     assert [row["specification"] for row in found["specifications"]] == [0, 1]
     assert found["specifications"][1]["specialised"] == {"fwd": 2}
+
+
+def test_code_in_a_forked_process_is_heard_as_in_one_of_its_own() -> None:
+    done = python("import sys; print(sys.argv[1:]); sys.exit(3)", "a", "b")
+    assert (done.stdout, done.stderr, done.returncode) == ("['a', 'b']\n", "", 3)
+    done = python("1 / 0")
+    assert done.returncode == 1 and "ZeroDivisionError" in done.stderr
+    assert python("import os, signal; os.kill(os.getpid(), signal.SIGKILL)").returncode == -9
+    with pytest.raises(subprocess.TimeoutExpired):
+        python("import time; time.sleep(60)", timeout=0.1)
 
 
 def test_the_first_run_says_that_it_compiles(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import re
 import tokenize
@@ -41,7 +42,13 @@ IN_PROSE = {  # what to say instead → the habit, in comments, strings and page
     "is, has the address": re.compile(r"\blies\b"),
     "is": re.compile(r"\bstands\b"),
     "got, given": re.compile(r"\btold\b"),
+    "instead of": re.compile(r"\bin the place of\b"),
+    "in flight, running": re.compile(r"\bunder way\b"),
+    "not any more": re.compile(r"\bno more[.,;:)]"),
+    "of the rest, of the other …": re.compile(r"\bof others\b|\beach its own\b"),
+    "after, next": re.compile(r"(?<!\bis )(?<!\bare )(?<!\bbe )(?<!\bstays )(?<!\bleft )\bbehind\b"),
 }
+ACCEPTS_NOTHING = re.compile(r"accepted:\s*(?:[;)]|$)")
 IN_RESULTS = {
     "run": re.compile(r"\bleases?\b", re.IGNORECASE),
     "goal": re.compile(r"\bbars?\b|\basked was\b", re.IGNORECASE),
@@ -88,9 +95,23 @@ def habits(text: str, kind: str, *, results: bool = False) -> list[str]:
     ]
 
 
+def without_a_value(node: ast.AST) -> Iterator[int]:
+    """The lines of the strings in which no value follows "accepted:". A value in an f-string counts as a word."""
+    if isinstance(node, ast.JoinedStr | ast.Constant):
+        parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+        if ACCEPTS_NOTHING.search(
+            "".join(str(part.value) if isinstance(part, ast.Constant) else "x" for part in parts)
+        ):
+            yield node.lineno
+    else:
+        for child in ast.iter_child_nodes(node):
+            yield from without_a_value(child)
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(HERE / "src" / "tilegrad")))
 def test_words_not_used(path: Path) -> None:
-    assert not found(path.read_text(encoding="utf-8"))
+    text = path.read_text(encoding="utf-8")
+    assert not found(text) and not list(without_a_value(ast.parse(text)))
 
 
 def test_habits_of_prose() -> None:
@@ -135,10 +156,23 @@ def test_other_meanings_are_left() -> None:
         (".cpp", "int x;  // drawn anew\n"),
         (".py", "raise ValueError(f'{x}: what is told')\n"),
         (".md", "beside\n"),
+        (".py", "x = 1  # read in the place of y, and needed no longer\n"),
+        (".md", "One step is under way.\n"),
+        (".md", "It needs the folder no more.\n"),
+        (".py", '"""The kernel behind the loss."""\n'),
+        (".py", "x = 1  # a copy of others\n"),
     ],
 )
 def test_canary_a_habit_is_found(kind: str, text: str) -> None:
     assert len(habits(text, kind)) == 1
+
+
+@pytest.mark.parametrize(
+    "text", ['f"{x}: got 1; accepted:"', '"x: got 1; accepted: ; give y"', 'f"{x}: got" "1; accepted: "']
+)
+def test_canary_an_error_without_a_value_is_found(text: str) -> None:
+    assert list(without_a_value(ast.parse(text))) == [1]
+    assert not list(without_a_value(ast.parse(text.replace("accepted:", "accepted: a name"))))
 
 
 def test_canary_results_speak_to_readers() -> None:
@@ -149,3 +183,4 @@ def test_what_is_no_habit_is_left() -> None:
     assert not habits("told = [x for x in y, for z]  # of it, for comparisons, and beneath\n", ".py")
     assert not habits("Kept, for example, for text whose order is time; `beside`.\n```\nbeside\n```\n", ".md")
     assert not habits("int beside, told;  // next to it\n", ".cpp")
+    assert not habits("Rank 1 is behind; there are no more than two.\n", ".md")

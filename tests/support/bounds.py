@@ -24,12 +24,13 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from tilegrad.kernels import cross_entropy as cross_entropy_op
 from tilegrad.kernels import linear as linear_op
 from tilegrad.kernels.closeness import Bound, rounding, roundoff
+from tilegrad.kernels.cross_entropy.reference import bounds as bounds_of_cross_entropy
 from tilegrad.kernels.scratch import accumulation_dtype
 
 Operand: TypeAlias = "Number | Tensor | float"
+cross_entropy = bounds_of_cross_entropy
 ELEMENTARY = 4.0  # units that exp, tanh and σ err by: vector libraries promise 3.5 to 4
 
 
@@ -245,62 +246,6 @@ def embedding_mse(x: Tensor, w: Tensor, targets: Tensor, inv_total: float) -> di
     dx = e * (2 / x.shape[1]) * inv_total
     loss = ((e * e).sum(1) * (1 / x.shape[1]) * inv_total).sum(0)
     return bounds(x.dtype, {"loss": loss, "dx": dx, "dw": dx.scattered(index, w.shape[0])})
-
-
-def cross_entropy(x: Tensor, w: Tensor, targets: Tensor, inv_total: float) -> dict[str, Bound]:
-    """In bfloat16, d = p − onehot, inv_total x and d w are rounded on their way, on a CPU and by Triton's kernel the logits
-    before them, and where _products_rounded each chunk's dw. Roundings ρ of a row of logits change pᵢ by pᵢ (ρᵢ − Σ p ρ), and
-    dx by Σ ρᵢ pᵢ (wᵢ − Σ p w).
-    """
-    dtype, half, on_cpu = x.dtype, x.dtype == torch.bfloat16, x.device.type == "cpu"
-    row = cross_entropy_op.CROSS_ENTROPY.select(cross_entropy_op.Problem(x, w))
-    chunks = list(row.load().chunks_of(x, w)) if _products_rounded(x) else []
-    kept, index = (targets >= 0).double()[:, None], targets.clamp(min=0)[:, None]
-    a = roundoff(accumulation_dtype(dtype))
-    x, w = x.double(), w.double()
-    logits = x @ w.t()
-    p, lse = logits.softmax(-1), logits.logsumexp(-1, keepdim=True)
-    d = kept * p.scatter_add(1, index, -torch.ones_like(index, dtype=torch.float64))
-    nothing = torch.zeros_like(p)
-    var_l = kept * rounding(logits, dtype) if half and (on_cpu or row.name == "triton") else nothing
-    var_d, var_x = (rounding(y, dtype) if half else torch.zeros_like(y) for y in (d, inv_total * x))
-    raw, dw = d @ w, d.t() @ (inv_total * x)
-    var_raw = rounding(raw, dtype) if half else torch.zeros_like(raw)
-    var_dw = sum((rounding(d[i].t() @ (inv_total * x[i]), dtype) for i in chunks), torch.zeros_like(dw))
-    of_rows = (p**2 * var_l).sum(1, keepdim=True)
-    var_p = (var_l * (1 - 2 * p) + of_rows).clamp(min=0)  # of p, over p²
-
-    def along(c: Tensor) -> Tensor:
-        """The variance of Σ c d."""
-        return (var_l * (p * (c - (p * c).sum(1, keepdim=True))) ** 2).sum() + (var_d * c**2).sum()
-
-    b_l = _of_a_sum(logits, x**2 @ (w**2).t(), x.shape[1]) + 2 * logits.abs()
-    b_row = (
-        (p * b_l).sum(1, keepdim=True) + _of_a_sum(torch.ones_like(lse), (p**2).sum(1, keepdim=True), w.shape[0]) + 4
-    )
-    b_d = kept * (p * (b_l + b_row) + d.abs())
-    nll = kept * (lse - logits.gather(1, index))
-    b_nll = kept * (b_l.gather(1, index) + b_row + lse.abs() + nll)
-    centred = (var_l * p**2) @ w**2 - 2 * (p @ w) * ((var_l * p**2) @ w) + of_rows * (p @ w) ** 2
-    dx = inv_total * raw
-    var = {
-        "loss": (inv_total**2 * (var_l * d**2).sum(), None),
-        "dx": (
-            inv_total**2 * (var_d @ w**2 + centred.clamp(min=0) + var_raw),
-            along(inv_total * (dx @ w.t())) + (var_raw * (inv_total * dx) ** 2).sum(),
-        ),
-        "dw": (
-            (var_d + p**2 * var_p).t() @ (inv_total * x) ** 2 + (d**2).t() @ var_x + var_dw,
-            along(inv_total * (x @ dw.t())) + (var_x * (d @ dw) ** 2).sum() + (var_dw * dw**2).sum(),
-        ),
-    }  # fmt: skip
-    b = {
-        "loss": inv_total * (b_nll.sum() + _of_a_sum(nll.sum(), (nll**2).sum(), len(x))),
-        "dx": inv_total * (b_d @ w.abs() + _of_a_sum(raw, d**2 @ w**2, w.shape[0]) + raw.abs()),
-        "dw": inv_total * (b_d.t() @ x.abs() + 2 * d.t().abs() @ x.abs())
-        + _of_a_sum(dw, (d**2).t() @ (inv_total * x) ** 2, len(x)),
-    }
-    return {name: Bound(v.sqrt(), a * b[name], None if s is None else s.sqrt()) for name, (v, s) in var.items()}
 
 
 @dataclass

@@ -40,6 +40,7 @@ class Case:
     bias_dtype: torch.dtype = torch.float32
     alibi: str = ""  # "h" or "bh"
     sinks: bool = False
+    intervals: str = ""  # which of "bh" are kept, then how many numbers a column has: "2", "h4", "bh2" …
     dropout_p: float = 0.0
     dlse: bool = False
     scores: float = 1.0  # how large they are: q and k are multiplied by its root
@@ -116,6 +117,8 @@ def _build(case: Case, seed: int) -> Call:
         )
     if case.sinks:
         extra["sinks"] = randn(case.hq, dtype=torch.float32)
+    if case.intervals:
+        extra["intervals"] = _intervals(case, g).to(case.device)
     if case.dropout_p:
         extra["seed"] = torch.tensor(0x1234_5678_9ABC_DEF0 + seed, device=case.device)
     if case.lengths:
@@ -127,6 +130,30 @@ def _build(case: Case, seed: int) -> Call:
     _, lse_shape = output_shapes(q, v, mask)
     dlse = randn(*lse_shape, dtype=lse_dtype(case.dtype)) if case.dlse else None
     return Call(q, k, v, do, dlse, mask)
+
+
+def _intervals(case: Case, g: torch.Generator) -> Tensor:
+    """Runs of up to 40 neighbouring columns have the same intervals, so that whole tiles are masked out; some of a run's are
+    empty, some have every row, and every fourth column has its own. A row of the first head attends to nothing."""
+    b, h, pairs = (
+        case.b if "b" in case.intervals else 1,
+        case.hkv if "h" in case.intervals else 1,
+        int(case.intervals[-1]) // 2,
+    )
+
+    def draw(n: int) -> Tensor:
+        x = torch.randint(-case.tq // 2, case.tq * 3 // 2 + 1, (b, h, n, pairs, 2), generator=g)
+        return x.clamp(0, case.tq).sort(-1).values.flatten(3)
+
+    run = torch.randint(0, 40, (), generator=g).item() + 1
+    same, own = draw(case.tk // int(run) + 1).repeat_interleave(int(run), 2)[:, :, : case.tk], draw(case.tk)
+    every_fourth = torch.randint(0, 4, (b, h, case.tk, 1), generator=g) == 0
+    intervals = torch.where(every_fourth, own, same).int()
+    row = case.tq // 2
+    if row < case.tq:
+        intervals[0, 0, :, 0].clamp_(max=row)
+        intervals[0, 0, :, 1].clamp_(min=row + 1)
+    return intervals
 
 
 def _laid_out(x: Tensor, layout: str) -> Tensor:
@@ -171,7 +198,7 @@ def by_face(call: Call, **more: Any) -> Tensors:
     """Outputs and gradients of a call through autograd."""
     q, k, v = (x.detach().requires_grad_() for x in (call.q, call.k, call.v))
     mask, leaves = call.mask, {"dq": q, "dk": k, "dv": v}
-    names = ("causal", "window", "scale", "softcap", "alibi_slopes", "dropout_p", "seed")
+    names = ("causal", "window", "scale", "softcap", "alibi_slopes", "dropout_p", "seed", "intervals")
     options = {name: getattr(mask, name) for name in names} | more
     if mask.sinks is not None:
         options["sinks"] = leaves["dsinks"] = mask.sinks.detach().requires_grad_()
@@ -182,6 +209,7 @@ def by_face(call: Call, **more: Any) -> Tensors:
     face = attention
     if mask.varlen:
         face = attention_varlen  # type: ignore[assignment]
+        del options["intervals"]
         options |= {
             name: getattr(mask, name) for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
         }
@@ -225,6 +253,7 @@ AXES: dict[str, tuple[object, ...]] = {  # every option of a call, and sizes aro
     "bias_dtype": ("float32", "own"),
     "alibi": ("", "h", "bh"),
     "sinks": (False, True),
+    "intervals": ("", "2", "bh2", "h4", "b4"),
     "dropout_p": (0.0, 0.25),
     "dlse": (False, True),
     "layout": ("bhtd", "bthd", "fused"),
@@ -237,6 +266,7 @@ UNPACKED = {
     "bias_dtype": "float32",
     "t": (33, 33),
     "layout": "bhtd",
+    "intervals": "",
     "b": 1,
 }  # packed sequences have none of them
 
@@ -294,4 +324,5 @@ def cases(draw: st.DrawFn) -> Case:
         lengths = st.tuples(st.integers(0, 40), st.integers(0, 40))
         return replace(case, lengths=tuple(draw(st.lists(lengths, min_size=1, max_size=4))))
     bias = draw(st.sampled_from(("", "", "bhqk", "hqk", "qk", "bk", "h", "BHQK", "BK", "QK")))
-    return replace(case, bias=bias, bias_dtype=draw(st.sampled_from((torch.float32, dtype))))
+    intervals = draw(st.sampled_from(("", "2", "h2", "b4", "bh4")))
+    return replace(case, bias=bias, bias_dtype=draw(st.sampled_from((torch.float32, dtype))), intervals=intervals)

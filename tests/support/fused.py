@@ -95,7 +95,7 @@ def check_fused_norm(
 
 
 def check_fused_activation(kind: str, n: int, c: int, dtype: torch.dtype, *, device: str, kernel: str | None) -> None:
-    """The output comes again over h, or over the gate; gradients are added up."""
+    """The output comes again over h, or over da, whose gradients are then over up and gate; gradients are added up."""
     h, up, da = (3 * randn(n, c, dtype=dtype, seed=seed).to(device) for seed in (0, 1, 2))
     scratch = spoiled(activation_workspace(h, kind, kernel=kernel), h)
 
@@ -107,12 +107,14 @@ def check_fused_activation(kind: str, n: int, c: int, dtype: torch.dtype, *, dev
     sums: dict[str, Any]
     a, over, again = out(n, c), da.clone(), h.clone()
     if kind == "swiglu":
-        plain = {"dgate": out(n, c), "dup": out(n, c)}
-        fused = {"dgate": over, "dup": out(n, c)}
-        sums = {f"{name}_sum": out(c, kind=acc(dtype)) for name in plain}
-        swiglu_fwd(h, up, a=a, kernel=kernel)
-        swiglu_bwd(da, h, up, **plain, kernel=kernel)
-        swiglu_bwd(over, again, up, **fused, a=again, **sums, accumulate=False, scratch=scratch, kernel=kernel)
+        up_gate = torch.cat([up, h], 1)
+        in_place = up_gate.clone()
+        plain, fused = {"dup_gate": out(n, 2 * c)}, {"dup_gate": in_place}
+        sums = {"dup_gate_sum": out(2 * c, kind=acc(dtype))}
+        swiglu_fwd(up_gate, a=a, kernel=kernel)
+        swiglu_bwd(da, up_gate, **plain, scratch=scratch, kernel=kernel)
+        again = over
+        swiglu_bwd(over, in_place, **fused, a=again, **sums, accumulate=False, scratch=scratch, kernel=kernel)
     else:
         plain, fused, sums = {"dh": out(n, c)}, {"dh": over}, {"dh_sum": out(c, kind=acc(dtype))}
         activation_fwd(h, kind, a=a, kernel=kernel)

@@ -52,7 +52,7 @@ def interpreting() -> Iterator[None]:
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
-    for file in (*KERNELS.glob("*/triton_ops.py"), *KERNELS.glob("*/scaled_mm.py")):
+    for file in (file for name in ("triton_ops", "few_rows", "scaled_mm") for file in KERNELS.glob(f"*/{name}.py")):
         # @triton.jit of a module that is imported inside would interpret for ever
         importlib.import_module(f"tilegrad.kernels.{file.parent.name}.{file.stem}")
     made: dict[Any, Any] = {}
@@ -77,7 +77,7 @@ def interpreting() -> Iterator[None]:
 
 @contextmanager
 def run_by(kernels: str, request: pytest.FixtureRequest) -> Iterator[None]:
-    """Inside, tables choose Triton's kernels, interpreted, where kernels is "triton"; else they choose as ever."""
+    """Inside, tables choose Triton's kernels, interpreted, where kernels is "triton"; else they choose as usual."""
     if kernels != "triton":
         yield
         return

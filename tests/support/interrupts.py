@@ -76,7 +76,7 @@ def interrupted(act: Callable[[], object], here: Here, at: int) -> bool:
 
 
 def _closed_twice(error: BaseException | None) -> bool:
-    """Whether shutil.rmtree turned the interrupt into an OSError: after one that comes right behind its `os.close`, it closes
+    """Whether shutil.rmtree turned the interrupt into an OSError: after one that comes right after its `os.close`, it closes
     the descriptor again. A run ends with RunEnded then, as after any OSError."""
     while error is not None:
         if (

@@ -15,6 +15,14 @@ from tilegrad.native import build
 
 MISSING = library.library()
 needs_library = pytest.mark.skipif(isinstance(MISSING, str), reason=f"the native library {MISSING}")
+ISAS = () if isinstance(MISSING, str) else library.supported()
+each_isa = pytest.mark.parametrize(
+    "isa",
+    [
+        pytest.param(isa, marks=pytest.mark.skipif(isa not in ISAS, reason=f"library or CPU has no {isa}"))
+        for isa in library.ISAS
+    ],
+)
 
 
 @contextmanager

@@ -107,7 +107,7 @@ bool check(int64_t isa, int number) {
     const int64_t dtype = pick({tilegrad::FLOAT32, tilegrad::FLOAT32, tilegrad::BFLOAT16, tilegrad::FLOAT64});
     const int64_t b = pick({1, 2}), hkv = pick({1, 2}), group = pick({1, 1, 2, 3}), hq = hkv * group;
     const int64_t tq = pick({0, 1, 2, 17, 33, 64, 65, 130}), tk = pick({0, 1, 5, 16, 31, 64, 113, 200});
-    const int64_t d = pick({1, 3, 8, 32, 40, 64, 97, 128}), dv = pick({d, d, 5, 24, 64});
+    const int64_t d = pick({1, 3, 8, 32, 40, 64, 97, 128, 300}), dv = pick({d, d, 5, 24, 64});
     const bool by_token = generator() % 2, causal = generator() % 2, has_sinks = generator() % 2, has_dlse = generator() % 2;
     const int64_t statistic = dtype == tilegrad::FLOAT64 ? tilegrad::FLOAT64 : tilegrad::FLOAT32;
     Tensor q(b, hq, tq, d, dtype, by_token, true), k(b, hkv, tk, d, dtype, by_token, true), v(b, hkv, tk, dv, dtype, by_token, true);
@@ -144,6 +144,21 @@ bool check(int64_t isa, int number) {
     if (kind) call.bias = broadcast(bias);
     if (kind == 1) call.dbias = broadcast(dbias);
     if (kind == 2) call.bias.data = attends.data();
+    // One or two intervals of rows for each column, of which runs of columns have the same: tiles are masked out.
+    const int64_t runs = pick({0, 0, 1, 2}), ib = pick({1, b}), ih = pick({1, hkv});
+    std::vector<int32_t> intervals(size_t(ib * ih * tk * 2 * runs));
+    for (size_t n = 0; n < intervals.size(); n += 2) {
+        const size_t before = size_t(2 * runs);
+        if (n >= before && generator() % 9) {
+            intervals[n] = intervals[n - before];
+            intervals[n + 1] = intervals[n + 1 - before];
+        } else {
+            intervals[n] = int32_t(generator() % (tq + 1));
+            intervals[n + 1] = intervals[n] + int32_t(generator() % (tq + 1 - intervals[n]));
+        }
+    }
+    const View of_columns{reinterpret_cast<char*>(intervals.data()), ib == 1 ? 0 : ih * tk * 2 * runs, ih == 1 ? 0 : tk * 2 * runs, 2 * runs, 1};
+    if (!intervals.empty()) call.intervals = of_columns;
     call.dropout_p = double(pick({0, 0, 1})) / 4;
     call.dropout_threshold = int64_t(call.dropout_p * 4294967296.0);
     call.seed = int64_t(0x123456789abcdef0);
@@ -177,7 +192,12 @@ bool check(int64_t isa, int number) {
                         keep[j] = word < call.dropout_threshold ? 0 : 1 / (1 - call.dropout_p);
                     }
                     const bool seen = (kind != 2 || attends[at(call.bias, x, h, i, j)]) && (call.left < 0 || distance <= call.left) && (call.right < 0 || distance >= -call.right);
-                    s[j] = seen ? std::exp(y) : 0;
+                    bool masked = false;
+                    for (int64_t n = 0; call.intervals.data && n < runs; ++n) {
+                        const int32_t* run = intervals.data() + at(call.intervals, x, kv, j, 2 * n);
+                        masked |= run[0] <= i && i < run[1];
+                    }
+                    s[j] = seen && !masked ? std::exp(y) : 0;
                     sum += s[j];
                 }
                 double delta = has_dlse && sum > 0 ? -dlse.at(x, h, i, 0) : 0;
@@ -222,9 +242,9 @@ bool check(int64_t isa, int number) {
     for (const Error& e : {eo, el, edq, edk, edv, es, eb}) {
         if (!(e.worst <= allowed)) {
             std::printf("call %d isa %ld dtype %ld b %ld hq %ld hkv %ld tq %ld tk %ld d %ld dv %ld left %ld right %ld cap %g sinks %d alibi %d"
-                        " bias %ld form %ld dropout %g threads %ld: %s is off by %g of %g\n", number, long(isa), long(dtype), long(b), long(hq), long(hkv), long(tq),
+                        " bias %ld form %ld intervals %ld dropout %g threads %ld: %s is off by %g of %g\n", number, long(isa), long(dtype), long(b), long(hq), long(hkv), long(tq),
                         long(tk), long(d), long(dv), long(call.left), long(call.right), call.softcap, has_sinks,
-                        call.slopes.data != nullptr, long(kind), long(form), call.dropout_p, long(call.threads), names[n], e.worst, largest);
+                        call.slopes.data != nullptr, long(kind), long(form), long(runs), call.dropout_p, long(call.threads), names[n], e.worst, largest);
             good = false;
         }
         ++n;

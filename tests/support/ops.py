@@ -26,7 +26,7 @@ from tilegrad.kernels.cross_entropy.logprobs import token_logprobs_fwd, token_lo
 from tilegrad.kernels.embedding_mse import embedding_mse_scores_fwd, embedding_mse_scores_workspace
 from tilegrad.kernels.low_rank import Part, low_rank_add_fwd, low_rank_workspace
 from tilegrad.kernels.mix import mix_fwd, mix_workspace
-from tilegrad.kernels.residual import add_fwd, copy_fwd
+from tilegrad.kernels.residual import add_fwd, copy_fwd, keep_gradient, keep_gradient_workspace
 from tilegrad.kernels.rope import rope_bwd, rope_fwd, rope_table, rope_workspace
 from tilegrad.kernels.sampling import logprobs_fwd, logprobs_workspace, sample_fwd, sample_workspace
 
@@ -137,6 +137,10 @@ def calls_outside_models(dtype: torch.dtype) -> None:
     )
     column_sum_fwd(x, sums=sums, scratch=poisoned(column_sum_workspace(x)))
     copy_fwd(x, y=y)
+    grad = torch.zeros(x.shape)
+    for accumulate in (False, True):
+        scratch = poisoned(keep_gradient_workspace(grad))
+        keep_gradient(grad, total=grad.bfloat16(), accumulate=accumulate, scratch=scratch)
     add_fwd(x, x, y=y)
     w, heads = randn(h * d, h * d, dtype=dtype), randn(h, d, d, dtype=dtype)
     scratch = poisoned(linear.linear_workspace(x, w, backward=True))

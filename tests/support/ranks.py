@@ -8,7 +8,6 @@ traceback, and the next `run` starts new processes: what is left of the others m
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import traceback
 from collections.abc import Callable
@@ -19,11 +18,10 @@ from typing import Any
 
 import torch
 
+from support.forked import CONTEXT
 from tilegrad.dist.mesh import Mesh
 
 LIMIT_S = 120.0
-CONTEXT = multiprocessing.get_context("forkserver")  # ranks are forked from a process that has imported what takes long
-CONTEXT.set_forkserver_preload(["torch", "torch.distributed.checkpoint", "pytest"])
 
 
 class Ranks:

@@ -59,6 +59,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "train.device": ('"cpu"', ABSENT),
     "train.dtype": ('"auto"', '"float32"', '"float64"', '"bfloat16"'),
     "train.linear": ('"plain"', ABSENT),
+    "train.head": ('"plain"', ABSENT),
     "train.deterministic": YES_NO,
     "train.invariant": ("false", "true"),
     "train.seed": ("0", "12345678901"),
@@ -70,6 +71,8 @@ KEYS: dict[str, tuple[str, ...]] = {
     "train.schedule": ('"cosine"', '"linear"', '"wsd"', '"trapezoid"'),
     "train.decay_steps": (ABSENT, "-1", "0", "2"),
     "train.stages": ("[]", "[{steps = 1, batch_size = 1, window = 3}, {}]", '[{steps = 2, seq_len = 8}, {window = "none"}]'),
+    "train.masters": ('"float32"', '"none"'),
+    "train.gradients": ('"float32"', '"bfloat16"'),
     "optimizer.name": ('"adamw"', '"muon"'),
     "optimizer.momentum": (ABSENT, "0.5"),
     "optimizer.nesterov": (ABSENT, "false"),
@@ -78,6 +81,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "optimizer.matrix_learning_rate": ("none", "0.01"),
     "optimizer.cautious": (ABSENT, "true"),
     "optimizer.ema": ("0.0", "0.9"),
+    "optimizer.moments": ('"float32"', '"bfloat16"'),
     "data.files": ('["text.txt"]', '["lines.jsonl", "text.txt"]', '"folder"', '["text.txt.gz"]', "[]"),
     "data.text_field": ('"text"', '"body"'),
     "data.format": ('"auto"', '"text"'),  # tests/train/test_finetune.py has conversations
@@ -137,6 +141,7 @@ AXES: dict[str, tuple[object, ...]] = {"family": tuple(FAMILIES), "stop": (0, 1,
 
 
 Rule = Callable[..., bool]
+OF_MUON = ("name", "momentum", "nesterov", "orthogonalization", "scale", "matrix_learning_rate", "cautious")
 REFUSED: Mapping[tuple[str, ...], Rule] = {  # which values of these keys are refused together
     ("model.n_head", "model.n_kv_head"): lambda heads, kv: kv != "none" and int(heads) % int(kv) != 0,
     ("model.projection", "model.n_kv_head", "model.n_head"): lambda projection, kv, heads: (
@@ -178,21 +183,31 @@ REFUSED: Mapping[tuple[str, ...], Rule] = {  # which values of these keys are re
     ("train.learning_rate", "optimizer.matrix_learning_rate"): lambda adamw, muon: float(adamw) == 0 and muon != "none",
     **{
         ("optimizer.name", f"optimizer.{key}"): lambda name, value: name == '"adamw"' and value not in (ABSENT, "none")
-        for key in ("momentum", "nesterov", "orthogonalization", "scale", "matrix_learning_rate", "cautious")
+        for key in OF_MUON[1:]
+    },
+    ("optimizer.moments", "train.dtype"): lambda moments, dtype: moments == '"bfloat16"' and dtype == '"float64"',
+    ("train.masters", "optimizer.ema"): lambda masters, ema: masters == '"none"' and ema != "0.0",
+    **{
+        (f"train.{key}", "train.dtype"): lambda kept, dtype: kept != '"float32"' and dtype != '"bfloat16"'
+        for key in ("masters", "gradients")
+    },
+    **{
+        (f"train.{kept}", f"lora.{key}"): lambda kept, value: kept != '"float32"' and value not in (ABSENT, "none")
+        for kept in ("masters", "gradients")
+        for key in ("rank", "alpha", "layers", "dropout", "adapter")
+    },
+    **{
+        (kept, f"optimizer.{of_muon}"): lambda kept, muon: (
+            kept != '"float32"' and muon not in (ABSENT, "none", '"adamw"')
+        )
+        for kept in ("optimizer.moments", "train.masters", "train.gradients")
+        for of_muon in OF_MUON
     },
     **{
         (f"optimizer.{of_muon}", f"lora.{key}"): lambda muon, value: (
             muon not in (ABSENT, "none", '"adamw"') and value not in (ABSENT, "none")
         )
-        for of_muon in (
-            "name",
-            "momentum",
-            "nesterov",
-            "orthogonalization",
-            "scale",
-            "matrix_learning_rate",
-            "cautious",
-        )
+        for of_muon in OF_MUON
         for key in ("rank", "alpha", "layers", "dropout", "adapter")
     },
     **{
@@ -201,11 +216,14 @@ REFUSED: Mapping[tuple[str, ...], Rule] = {  # which values of these keys are re
     },
 }
 
+RULES = [(frozenset(keys), keys, rule) for keys, rule in REFUSED.items()]
+
 
 def refused_together(spec: Spec) -> tuple[str, ...] | None:
     """The keys whose values are refused together; None where all go. A specification need not have all keys."""
-    for keys, rule in REFUSED.items():
-        if all(key in spec for key in keys) and rule(*(spec[key] for key in keys)):
+    given = spec.keys()
+    for names, keys, rule in RULES:
+        if names <= given and rule(*(spec[key] for key in keys)):
             return keys
     return None
 

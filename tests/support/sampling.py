@@ -1,4 +1,4 @@
-"""`_smallest` of Triton's sampling, in a kernel of its own."""
+"""`_smallest`, `_kth_largest` and `_smallest_mass` of Triton's sampling, each in a kernel of its own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilegrad.kernels.gpu import launch
-from tilegrad.kernels.sampling.triton_ops import _smallest
+from tilegrad.kernels.sampling.triton_ops import LEAST_KEY, _kth_largest, _mass, _ordered, _smallest, _smallest_mass
 
 
 @triton.jit
@@ -19,4 +19,24 @@ def _smallest_kernel(x, key, V, bound, scale, MASSES: tl.constexpr, TILE: tl.con
 def smallest_key(x: Tensor, bound: float, scale: float, *, masses: bool) -> int:
     key, limit = torch.zeros((), dtype=torch.int32), torch.tensor(bound, dtype=torch.float64)
     launch(_smallest_kernel, (1,), x, key, len(x), limit, scale, MASSES=masses, TILE=16)
+    return int(key)
+
+
+@triton.jit
+def _smallest_listed_kernel(x, key, n, bound, most, scale, MASSES: tl.constexpr, TILE: tl.constexpr):
+    i = tl.arange(0, TILE)
+    listed = tl.load(x + i, mask=i < n, other=0.0)
+    if MASSES:
+        found = _smallest_mass(listed, _mass(listed, scale), tl.load(bound)).to(tl.int32, bitcast=True)
+    else:
+        keys = tl.where(i < n, _ordered(listed), LEAST_KEY)
+        found = _kth_largest(keys, n, tl.load(bound).to(tl.int32), most)
+    tl.store(key, found)
+
+
+def smallest_listed_key(x: Tensor, bound: float, scale: float, *, masses: bool, more: int) -> int:
+    """The keys are in registers. A search by count ends when at most bound + more keys are kept."""
+    key, limit = torch.zeros((), dtype=torch.int32), torch.tensor(bound, dtype=torch.float64)
+    most = int(bound) + more
+    launch(_smallest_listed_kernel, (1,), x, key, len(x), limit, most, scale, MASSES=masses, TILE=32)
     return int(key)

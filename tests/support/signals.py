@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 def hear_interrupts() -> None:
-    """A shell script starts what it puts behind `&` with SIGINT ignored, and every process of a test would ignore it too: one
+    """A shell script starts a command with `&` with SIGINT ignored, and every process of a test would ignore it too: one
     that is interrupted would never end."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -103,8 +103,9 @@ def test_merged_weights_are_w_plus_s_b_a(kind: str) -> None:
     weights = {name for name in params if name.startswith("blocks.") and ".ln" not in name and name.endswith("weight")}
     assert changed == weights
     a, b = adapters["blocks.1.ffn.in.lora_a"], adapters["blocks.1.ffn.up.lora_b"]
-    want = before["blocks.1.ffn.up.weight"].double() + 2.0 * b.double() @ a[-4:].double()
-    assert torch.equal(params["blocks.1.ffn.up.weight"], want.float())
+    up = "blocks.1.ffn.up.weight" if kind == "gpt2" else "blocks.1.ffn.up_gate.weight"
+    want = before[up][: len(b)].double() + 2.0 * b.double() @ a[-4:].double()
+    assert torch.equal(params[up][: len(b)], want.float())
     part = "qkv" if kind == "gpt2" else "v"
     a, b = adapters["blocks.0.attn.in.lora_a"], adapters[f"blocks.0.attn.{part}.lora_b"]
     rows = slice(None) if kind == "gpt2" else slice(24, 32)
@@ -214,7 +215,7 @@ def test_a_folder_that_is_there_is_not_overwritten_and_an_error_leaves_nothing(
 ) -> None:
     config = KINDS["llama"]
     (tmp_path / "mine").mkdir()
-    with pytest.raises(ValueError, match="got a folder that is there already"):
+    with pytest.raises(ValueError, match="got a folder that already exists"):
         write_adapter(tmp_path / "mine", drawn(config), config, LORA, kind="llama", base="base")
 
     def interrupted(*_: object) -> None:
@@ -229,7 +230,7 @@ def test_a_folder_that_is_there_is_not_overwritten_and_an_error_leaves_nothing(
 def test_import_merges_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base, home = base_of("llama", tmp_path), as_peft_wrote_it("llama", tmp_path, use_rslora=True)
     assert main(["import", str(base), "--adapter", str(home), "--out", str(tmp_path / "merged")]) == 0
-    assert "are merged into its weights: rank 4" in capsys.readouterr().out
+    assert "of rank 4 are merged into the weights" in capsys.readouterr().out
     source = open_weights(base)
     want, adapter = source.read(), open_adapter(home, source)
     assert adapter.lora.scale == 8 / 2

@@ -203,7 +203,7 @@ def test_a_cut_answer_and_a_message_without_room_are_said(
     out, error = capsys.readouterr()
     assert out == "...\n" and error == "tilegrad: answer: cut after 3 tokens, because max_tokens is 3\n"
     room = MODEL.block_size + 1 - len(ids(conversation(("user", "fox")) + "<|im_start|>assistant\n"))
-    monkeypatch.setattr(sys, "stdin", io.StringIO(f"fox\n{'dog ' * 99}\nfox\n"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"fox\n{'dog ' * 99}\n/rest\nfox\n"))
     assert main(["chat", "weights"]) == 0
     out, error = capsys.readouterr()
     assert out == f"{'.' * room}\n" * 2
@@ -211,9 +211,10 @@ def test_a_cut_answer_and_a_message_without_room_are_said(
         f"tilegrad: answer: cut after {room} tokens, because the context is full, 96 tokens",
         error.splitlines(),
     )
+    assert lines.pop(2) == "tilegrad: /rest: no such command; accepted: /reset, /system TEXT, /exit"
     assert lines[0] == lines[3] == full and lines[1].startswith("tilegrad: context: got a message of ")
     assert lines[1].endswith("; accepted: at most 96, the model's block_size")
-    assert lines[2] == "tilegrad: context: full, 96 tokens; the oldest of the conversation is not read any more"
+    assert lines[2] == "tilegrad: context: full, 96 tokens; the oldest messages are not read any more"
     assert main(["chat", "weights", "--once", "dog " * 99]) == 2
     assert "context: got a message of" in capsys.readouterr().err
 
@@ -228,7 +229,7 @@ def test_a_full_context_drops_whole_turns_and_says_so_once(
     assert main(["chat", "weights", "--system", "lazy", "--max-tokens", "12"]) == 0
     out, error = capsys.readouterr()
     assert out == "fox\n" * 8
-    assert error == "tilegrad: context: full, 96 tokens; the oldest of the conversation is not read any more\n"
+    assert error == "tilegrad: context: full, 96 tokens; the oldest messages are not read any more\n"
     system, turns = ("system", "lazy"), [turn for text in said for turn in (("user", text), ("assistant", "fox"))]
     shortest = 0
     for n, prompt in enumerate(read[:7]):

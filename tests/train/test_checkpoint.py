@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors import SafetensorError
+from support.forked import python
+from support.models import LLAMA, batch
 
+from tilegrad import Engine
 from tilegrad.text import atomic
 from tilegrad.training.checkpoint import (
     DamagedCheckpoint,
@@ -326,10 +328,49 @@ def test_a_process_killed_while_saving_loses_nothing(
     tmp_path: Path, kills: int, request: pytest.FixtureRequest
 ) -> None:
     seed = request.config.option.seed or 0
-    command = [sys.executable, "-c", KILLER, str(tmp_path), str(kills), str(seed)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    done = python(KILLER, str(tmp_path), str(kills), str(seed), timeout=600)
     assert done.returncode == 0, done.stderr
     points, step, hidden = done.stdout.split(maxsplit=2)
     assert int(points) > 20, "moments inside one save"
     assert int(step) > 20, "saves that were finished"
     assert hidden.strip() == "[]", "what a killed save left behind went with the next"
+
+
+def older(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """As checkpoints had them when up and gate were two layers."""
+    found: dict[str, torch.Tensor] = {}
+    for name, x in tensors.items():
+        if ".up_gate." in name:
+            up, gate = x.chunk(2)
+            found |= {name.replace("up_gate", "up"): up.clone(), name.replace("up_gate", "gate"): gate.clone()}
+        else:
+            found[name] = x
+    return found
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_an_older_checkpoint_with_up_and_gate_resumes_with_the_same_bits(tmp_path: Path, bias: bool) -> None:
+    config = replace(LLAMA, bias=bias)
+    engine, again = (Engine(config, 2, 8, seed=seed, ema=0.9) for seed in (0, 1))
+    engine.step(*batch(config, 2, 8), 1e-2)
+    there = older(engine.tensors())
+    kinds = 3 * (1 + bias)  # parameters, m, v; average below
+    assert len(there) == len(engine.tensors()) + config.n_layer * (kinds + 1 + bias)
+    path = save_checkpoint(tmp_path, 1, there, {})
+    load_into(path, again.tensors())
+    again.steps, again.draws = engine.steps, engine.draws
+    assert all(torch.equal(x, again.tensors()[name]) for name, x in engine.tensors().items())
+    assert {*load_checkpoint(path).tensors} == {*engine.tensors()}
+    assert engine.step(*batch(config, 2, 8), 1e-2) == again.step(*batch(config, 2, 8), 1e-2)
+
+
+def test_an_older_checkpoint_whose_gate_does_not_fit_is_refused(tmp_path: Path) -> None:
+    there = {"blocks.0.ffn.up.weight": torch.ones(4, 2), "blocks.0.ffn.gate.weight": torch.ones(4, 3)}
+    path = save_checkpoint(tmp_path, 1, there, {})
+    with pytest.raises(DamagedCheckpoint, match=r"blocks.0.ffn.gate.weight: got F32 \[3\]; accepted: F32 \[2\]"):
+        load_checkpoint(path)
+
+
+def test_a_run_of_gelu_has_no_older_parts(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, 1, {"blocks.0.ffn.up.weight": torch.ones(4, 2)}, {})
+    assert {*load_checkpoint(path).tensors} == {"blocks.0.ffn.up.weight"}

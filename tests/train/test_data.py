@@ -112,6 +112,8 @@ def test_a_file_that_the_disk_does_not_give_back_is_no_damaged_gzip(
         def read(self, _size: int | None = -1) -> bytes:
             raise OSError(5, "Input/output error")
 
+        readline = read
+
     (tmp_path / name).write_bytes(b"{}")
     plain = Path.open
     monkeypatch.setattr(Path, "open", lambda file, *a, **k: Broken() if file.name == name else plain(file, *a, **k))

@@ -13,6 +13,7 @@ from support.native import without_library
 from torch import Tensor
 
 from tilegrad import Engine, LoraConfig, ModelConfig
+from tilegrad.engine import capture as capture_module
 from tilegrad.engine import decoder as decoder_module
 from tilegrad.engine.decoder import Decoder, Prompt, decoder_spec, largest_batch, plan_decoder
 from tilegrad.engine.sampling import Sampling
@@ -22,6 +23,7 @@ from tilegrad.kernels.cross_entropy import torch_ops
 from tilegrad.kernels.op import observe
 from tilegrad.memory.planned.arena import poison_dead
 from tilegrad.model import reference
+from tilegrad.model.decoding import Decoding
 from tilegrad.model.reference import logits_of
 
 FAMILIES = {
@@ -89,6 +91,21 @@ def test_every_draw_is_that_of_the_whole_text(family: str, prefill_tokens: int |
     for slot, text in texts.items():
         check(exact, params, text, drawn[slot])
     assert draws == (1 + 9) + (1 + 2) + (1 + 5) + (1 + 6)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral"])
+def test_rows_that_are_added_to_a_prefill_change_nothing(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA, where prompts of many lengths share few graphs."""
+    monkeypatch.setattr(decoder_module, "prefill_rows", lambda tokens, spec: min(tokens + 5, spec.prefill_tokens))
+    test_every_draw_is_that_of_the_whole_text(family, 24)
+
+
+def test_rows_of_a_prefill_on_cuda_are_few_numbers() -> None:
+    spec = replace(decoder_spec(CONFIG, 4, 16, device="cpu", dtype=torch.float32), device=torch.device("cuda"))
+    spec = replace(spec, prefill_tokens=8000)
+    rows = {tokens: decoder_module.prefill_rows(tokens, spec) for tokens in range(1, 8001)}
+    assert all(tokens <= padded < tokens + max(64, tokens / 4) for tokens, padded in rows.items())
+    assert len(set(rows.values())) <= 32 and rows[8000] == 8000
 
 
 def test_without_the_library_too(tmp_path: Path) -> None:
@@ -212,6 +229,47 @@ def test_a_scorer_has_the_log_probabilities_of_the_reference(monkeypatch: pytest
     torch.testing.assert_close(got, want, rtol=0.0, atol=1e-12)
 
 
+def test_a_failed_prefill_stops_its_slots_and_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = params_of(CONFIG)
+    decoder = Decoder(CONFIG, params, batch_size=3, capacity=16, prefill_tokens=16)
+    texts = {0: [1, 2, 3], 1: [5] * 12}
+    run = decoder._run_prefill
+
+    def fail(decoding: Decoding) -> None:
+        if decoding.model.tokens.numel() == 16:
+            raise MemoryError("no memory")
+        run(decoding)
+
+    monkeypatch.setattr(decoder, "_run_prefill", fail)
+    decoder.prefill({1: Prompt([4, 4], sampling=GREEDY)})
+    groups = {0: Prompt(texts[0], sampling=GREEDY), 1: Prompt([5] * 16, sampling=GREEDY)}
+    with pytest.raises(MemoryError, match="no memory"):
+        decoder.prefill(groups)
+    decoder.submit()
+    drawn = decoder.finished(wait=True)
+    assert [each.slots for each in drawn] == [(1,), (0,), (0,)]
+    check(CONFIG, params, texts[0], [(each.tokens[0], each.logprobs[0]) for each in drawn[1:]])
+    decoder.prefill({1: Prompt(texts[1], sampling=GREEDY)})
+    decoder.submit()
+    after = decoder.finished(wait=True)
+    assert [each.slots for each in after] == [(1,), (0, 1)]
+    check(CONFIG, params, texts[1], [(each.tokens[-1], each.logprobs[-1]) for each in after])
+
+
+def test_programs_of_few_shapes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture_module, "MOST_SHAPES", 2)
+    params = params_of(CONFIG)
+    scorer = Scorer(StepSpec(CONFIG, 1, 8, torch.float64, torch.device("cpu")), params)
+    decoder = Decoder(CONFIG, params, batch_size=1, capacity=8)
+    first: dict[int, float] = {}
+    for t in (2, 3, 4, 5, 2, 3):
+        tokens = torch.arange(t)[None]
+        assert first.setdefault(t, scorer.loss(tokens, tokens)) == scorer.loss(tokens, tokens)
+        scorer.logprobs(tokens, tokens)
+        decoder.prefill({0: Prompt(tokens[0].tolist(), sampling=GREEDY)})
+    assert [*scorer._bound] == [(1, 2), (1, 3)] and [*decoder._prefills] == [2, 3]
+
+
 def test_a_decoder_refuses_what_it_cannot_do() -> None:
     params = params_of(CONFIG)
     decoder = Decoder(CONFIG, params, batch_size=2, capacity=8)
@@ -221,6 +279,7 @@ def test_a_decoder_refuses_what_it_cannot_do() -> None:
         (0, Prompt([1] * 9), "tokens: got 9 in a prompt; accepted: 1 … capacity, 8"),
         (0, Prompt([1, 31]), "tokens: got 31; accepted: 0 … 30"),
         (0, Prompt([-1]), "tokens: got -1; accepted: 0 … 30"),
+        (0, Prompt([1, 2.5]), r"tokens: got \[1, 2.5\]; accepted: a sequence of ints"),  # type: ignore[list-item]
         (0, Prompt([1], sequence=1 << 63), "sequence: got 9223372036854775808; accepted: 0 … 9223372036854775807"),
         (0, Prompt([1], draws=-1), "draws: got -1; accepted: 0 … 4294967295"),
         (0, Prompt([1], sampling=Sampling(repetition_penalty=1.5)), r"Decoder\(penalties=True\)"),

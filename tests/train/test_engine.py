@@ -107,7 +107,8 @@ def test_there_are_ten_methods_and_each_has_an_example_that_runs() -> None:
     for _ in range(50):
         engine.step(x, y, 1e-2)
     public = {name for name in vars(Engine) if not name.startswith("_")}
-    assert {name for name in public if not callable(vars(Engine)[name])} == {"params", "window"} and len(public) == 12
+    assert {name for name in public if not callable(vars(Engine)[name])} == {"jumps", "params", "window"}
+    assert len(public) == 13
     examples = {test.name.rsplit(".", 1)[-1]: test.examples for test in doctest.DocTestFinder().find(Engine)}
     assert all(examples[name] for name in public)
     done = doctest.testmod(engine_module, extraglobs={"engine": engine, "x": x, "y": y})
@@ -414,7 +415,7 @@ def test_gradients_have_the_same_bits_under_every_budget(config: ModelConfig) ->
     peaks = []
     everything = plan_model(StepSpec(config, 4, 16, torch.float32, torch.device("cpu"))).peak_bytes
     assert free.plan.peak_bytes < everything
-    for budget in torch.linspace(smallest, everything, 7).long().tolist():
+    for budget in torch.linspace(smallest, everything, 4).long().tolist():
         engine = Engine(config, 4, 16, memory_budget=budget)
         assert engine.plan.peak_bytes <= budget
         engine.gradients(tokens, targets)

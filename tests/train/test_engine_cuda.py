@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from dataclasses import replace
 from typing import Any
@@ -17,9 +18,10 @@ from tilegrad.engine.decoder import Decoder, Drawn, Prompt
 from tilegrad.engine.optimizer import NonFiniteError
 from tilegrad.engine.planning import unplanned_bytes
 from tilegrad.engine.sampling import Sampling
-from tilegrad.engine.state import averaged
+from tilegrad.engine.state import averaged, counters, restore_counters
 from tilegrad.kernels.op import Call, observe
 from tilegrad.model import reference as plain
+from tilegrad.model.layer import States
 
 pytestmark = pytest.mark.gpu
 
@@ -55,6 +57,7 @@ def test_allocated_bytes_are_the_plan_and_a_step_allocates_little() -> None:
     config = replace(CONFIG, n_embd=128, block_size=128, vocab_size=1000)
     tokens, targets = batch(config, 4, 128)
     tokens, targets = tokens.cuda(), targets.cuda()
+    gc.collect()  # engines of earlier tests
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     engine = Engine(config, 4, 128, device="cuda", dtype=torch.bfloat16)
@@ -264,7 +267,7 @@ def test_one_graph_serves_every_packing_with_the_bits_of_the_uncaptured_step(nam
         assert losses[0] == losses[1], i
     assert equal(captured.tensors(), plain_.tensors())
     assert len(captured._device_steps) == 1
-    assert captured._device_steps[((4, 200),) * 2, None].captured.graph is not None
+    assert all(step.captured.graph is not None for step in captured._device_steps.values())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -298,6 +301,7 @@ def test_gradients_of_packed_rows_equal_those_of_the_cpu(name: str) -> None:
 
 def test_nothing_is_allocated_for_other_packings_and_the_bytes_are_planned() -> None:
     config = replace(PACKED["llama"], vocab_size=1000)
+    gc.collect()
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     engine = Engine(config, 4, 200, device="cuda", documents=30)
@@ -325,6 +329,38 @@ TRAINED: dict[str, dict[str, Any]] = {
 TRAINED_MODEL = replace(LLAMA, n_embd=128, block_size=96, n_head=2, n_kv_head=1)
 
 
+LEAN = {
+    "moments": States("bfloat16"),
+    "no masters": States("bfloat16", "none"),
+    "all": States("bfloat16", "none", "bfloat16"),
+}
+
+
+@pytest.mark.parametrize("name", LEAN)
+def test_captured_steps_with_lean_states_have_the_bits_of_uncaptured_ones_and_resume(name: str) -> None:
+    captured, plain_ = (
+        Engine(TRAINED_MODEL, 4, 96, device="cuda", capture=capture, states=LEAN[name], seed=5)
+        for capture in (True, False)
+    )
+    saved, state = clones(captured.tensors()), counters(captured)
+    for i in range(8):
+        if i == 4:
+            saved, state = clones(captured.tensors()), counters(captured)
+        pairs = [batch(TRAINED_MODEL, 4, 96, seed=2 * i + j) for j in range(2)]
+        tokens, targets = ([pair[n] for pair in pairs] for n in (0, 1))
+        losses = [engine.step(tokens, targets, 1e-3) for engine in (captured, plain_)]
+        assert losses[0] == losses[1], i
+    end = clones(captured.tensors())
+    assert equal(end, plain_.tensors()) and captured._device_steps[((4, 96),) * 2, None].captured.graph is not None
+    for tensor, x in saved.items():
+        captured.tensors()[tensor].copy_(x)
+    restore_counters(captured, state)
+    for i in range(4, 8):
+        pairs = [batch(TRAINED_MODEL, 4, 96, seed=2 * i + j) for j in range(2)]
+        captured.step([x for x, _ in pairs], [y for _, y in pairs], 1e-3)
+    assert equal(end, captured.tensors()), "resumed in the same graph"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", TRAINED)
 def test_captured_steps_of_every_kind_have_the_bits_of_uncaptured_ones(name: str, dtype: torch.dtype) -> None:
@@ -344,20 +380,20 @@ def test_captured_steps_of_every_kind_have_the_bits_of_uncaptured_ones(name: str
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_what_is_trained_changes_as_on_the_cpu(name: str) -> None:
-    """Muon multiplies in bfloat16 on a GPU: its updates differ by the rounding of five steps."""
+    """Muon multiplies in bfloat16 on a GPU. It makes every singular value about 1, so differences grow where they are small."""
     if "dropout" in name:
         pytest.skip("another dropout on every device")
     here, there = (
         Engine(TRAINED_MODEL, 4, 96, device=device, dtype=torch.float32, **TRAINED[name]) for device in ("cpu", "cuda")
     )
-    began = clones(here.params)
+    began, most = clones(here.params), 0.25 if "muon" in name else 0.05
     for i in range(3):
         x, y = batch(TRAINED_MODEL, 4, 96, seed=i)
         a = here.step(x, y, 1e-3)
         assert there.step(x, y, 1e-3) == pytest.approx(a, rel=2e-3)
     for parameter in here.grads:
         change = here.params[parameter] - began[parameter]
-        assert torch.dist(there.params[parameter].cpu(), here.params[parameter]) <= 0.05 * change.norm(), parameter
+        assert torch.dist(there.params[parameter].cpu(), here.params[parameter]) <= most * change.norm(), parameter
 
 
 # ── generation ──
@@ -405,6 +441,7 @@ def test_tokens_in_float64_are_those_of_the_cpu(name: str) -> None:
 def test_a_decoder_allocates_what_is_planned_and_a_step_nothing() -> None:
     config = DECODED["llama"]
     params = {n: p.to("cuda", torch.bfloat16) for n, p in Engine(config, 1, 8).params.items()}
+    gc.collect()
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     decoder = Decoder(config, params, batch_size=4, capacity=64, device="cuda", dtype=torch.bfloat16)
@@ -421,3 +458,44 @@ def test_a_decoder_allocates_what_is_planned_and_a_step_nothing() -> None:
         decoder.submit()
     decoder.finished(wait=True)
     assert torch.cuda.max_memory_allocated() - before < 1 << 16
+
+
+def test_a_graph_keeps_its_cublas_workspace_when_torch_frees_all() -> None:
+    """torch.compile frees every workspace before it captures a graph. Afterwards others own that memory."""
+    config = replace(CONFIG, n_embd=64, block_size=128, vocab_size=1000)
+    params = {n: p.to("cuda", torch.bfloat16) for n, p in Engine(config, 1, 8).params.items()}
+    engines = [Engine(config, 4, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+    decoders = [Decoder(config, params, 4, 64, device="cuda", capture=capture) for capture in (True, False)]
+
+    def run(engine: Engine, decoder: Decoder) -> tuple[list[float], list[Drawn]]:
+        x, y = batch(config, 4, 128)
+        losses = [engine.step(x, y, 1e-3) for _ in range(3)]
+        for _ in range(2):
+            decoder.prefill({i: Prompt([1 + i] * 9, sequence=i) for i in range(4)})
+            for _ in range(3):
+                decoder.submit()
+        return losses, decoder.finished(wait=True)
+
+    want = [run(engines[1], decoders[1]) for _ in range(2)]
+    assert run(engines[0], decoders[0]) == want[0]
+    torch._C._cuda_clearCublasWorkspaces()
+    others = [torch.full((size << 20,), torch.nan, device="cuda") for size in (1, 2, 4, 8, 8, 16, 16)]
+    assert run(engines[0], decoders[0]) == want[1]
+    assert all(bool(other.isnan().all()) for other in others)
+
+
+def test_a_dead_graph_is_not_freed_during_a_capture() -> None:
+    """An engine has reference cycles, so its graph is freed by a garbage collection, which could run at any time."""
+    config = replace(CONFIG, n_embd=64, block_size=64)
+    x, y = batch(config, 2, 64)
+    for _ in range(2):
+        engine = Engine(config, 2, 64, device="cuda")
+        cycle: list[Any] = [engine]
+        cycle.append(cycle)
+        thresholds = gc.get_threshold()
+        gc.set_threshold(1, 1, 1)
+        try:
+            assert all(math.isfinite(engine.step(x, y, 1e-3)) for _ in range(3))
+        finally:
+            gc.set_threshold(*thresholds)
+        del engine, cycle

@@ -39,7 +39,7 @@ SMALL: dict[str, dict[str, Any]] = {"model": {"n_layer": 1, "n_embd": 16, "n_hea
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
-    for name, template in {**TEMPLATES, "none": None, "raises": RAISES, "loops": LOOPS}.items():
+    for name, template in {**TEMPLATES, "none": None, "raises": RAISES, "loops": LOOPS, "silent": "hello"}.items():
         write_chat_model(folder / name, template)
     return {path.name: path for path in folder.iterdir() if path.is_dir()}
 
@@ -258,6 +258,8 @@ BAD: list[tuple[str, str, list[Any], str]] = [
      "content": "y"}]}], "line 2: the chat template refuses this conversation: System role not supported"),
     ("mistral", "auto", [{"messages": [{"role": "assistant", "content": "x"}]}], "line 1: the chat template refuses"),
     ("none", "auto", [line("messages", "a", "b")], "line 1: messages: got no chat template"),
+    ("chatml", "auto", ['{"text": 5}'], "line 1: got 5 in 'text'; accepted: an object with a string in 'text'"),
+    ("silent", "auto", [line("messages", "a", "b")], "line 1: messages[1]: the chat template writes nothing of this message"),
 ]  # fmt: skip
 
 
@@ -284,6 +286,11 @@ def test_a_bad_line_is_one_sentence_with_its_file_and_number(
         (["--data.documents", "1"], "documents: got 1; accepted: an int from 2 to"),
         (["--data.packing", "maybe"], "packing: got 'maybe'; accepted: true, false, or none"),
         (["--data.too_long", "shrink"], "too_long: got 'shrink'; accepted: 'auto', 'cut', 'split', 'drop', 'refuse'"),
+        (["--data.text_field="], "text_field: got ''; accepted: the name of a field"),
+        (["--model.n_embd", "64"], "n_embd: got 64 with init"),
+        (["--model.n_layer", "9"], "n_layer: got 9 with init"),
+        (["--preset", "gpt2"], "preset: got 'gpt2' with init"),
+        (["--lora.layers", "all", "q"], "lora.layers: got ['all', 'q']; accepted: 'all' alone, or names out of q,"),
         (["--data.train_on", "user"], "train_on: got 'user'; accepted: 'assistant', 'all'"),
         (
             ["--data.format", "chat"],
@@ -322,6 +329,13 @@ def test_texts_and_conversations_are_not_mixed(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"a\.txt: got a text; accepted: \.jsonl"):
         prepare([tmp_path], tmp_path / "data", format="prompt")
     assert find_format([tmp_path / "a.txt"], "text") == "text"
+    (tmp_path / "b.json").touch()
+    with pytest.raises(
+        ValueError, match=r"b\.json: got a file of kind '\.json'.*write each object into a line of its own"
+    ):
+        find_format([tmp_path / "b.json"], "text")
+    long = write(tmp_path / "long.jsonl", [line("prompt", "a", "b" * (5 << 20))])
+    assert find_format([long], "text") == "prompt", "its first line has more than 5 MiB"
     write(tmp_path / "c.jsonl", [{"text": "x", "messages": []}])
     assert find_format([tmp_path / "c.jsonl"], "text") == "text", "a line with the text's field is text"
 

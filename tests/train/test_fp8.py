@@ -2,24 +2,51 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from support.models import CONFIG, LLAMA, batch, clones, equal
 
+import tilegrad
 from tilegrad import Engine, ModelConfig
+from tilegrad.cli.progress import _message
 from tilegrad.engine import batch as checks
 from tilegrad.engine.planning import plan_model
 from tilegrad.engine.spec import StepSpec
 from tilegrad.kernels import fp8_linear
+from tilegrad.kernels.fp8_linear import torch_ops
 from tilegrad.kernels.table import Table
 from tilegrad.model.block import Recomputed
-from tilegrad.model.layer import Linear
+from tilegrad.model.layer import HeadProducts, Linear
 from tilegrad.model.lora import LoraConfig
 from tilegrad.model.transformer import declare
 
+QWEN3 = replace(LLAMA, qk_norm=True)
 LINEAR: tuple[Linear, ...] = ("fp8", "plain")
+LEVELS: tuple[tuple[Linear, HeadProducts], ...] = (
+    ("fp8", "plain"),
+    ("fp8-all", "plain"),
+    ("plain", "fp8"),
+    ("fp8-all", "fp8"),
+)
+
+
+def _pairs() -> list[Any]:
+    """Every level and every model in CI, each level with each model in the slow tests."""
+    every = list(product({"gpt": CONFIG, "llama": LLAMA, "qwen3": QWEN3}.items(), LEVELS))
+    quick = {("gpt", *LEVELS[0]), ("llama", *LEVELS[1]), ("gpt", *LEVELS[2]), ("qwen3", *LEVELS[3])}
+    names = [(name, *level) for (name, _), level in every]
+    slow = [() if name in quick else pytest.mark.slow for name in names]
+    rows = zip(every, names, slow, strict=True)
+    return [pytest.param(config, *level, id="-".join(n), marks=m) for ((_, config), level), n, m in rows]
+
+
+PAIRS = _pairs()
 
 
 @pytest.fixture
@@ -30,18 +57,19 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def larger(config: ModelConfig) -> ModelConfig:
-    return replace(config, n_embd=64, block_size=32, vocab_size=64)
+    return replace(config, n_embd=64, ffn_dim=256, block_size=32, vocab_size=64)
 
 
-def engines(config: ModelConfig) -> tuple[Engine, Engine]:
+def engines(config: ModelConfig, linear: Linear = "fp8", head: HeadProducts = "plain") -> tuple[Engine, Engine]:
     config = larger(config)
-    return Engine(config, 4, 32, dtype=torch.bfloat16, linear="fp8"), Engine(config, 4, 32, dtype=torch.bfloat16)
+    fp8 = Engine(config, 4, 32, dtype=torch.bfloat16, linear=linear, head=head)
+    return fp8, Engine(config, 4, 32, dtype=torch.bfloat16)
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("config", [CONFIG, LLAMA], ids=["gpt", "llama"])
-def test_fp8_trains_as_well_as_bfloat16(config: ModelConfig) -> None:
-    fp8, plain = engines(config)
+@pytest.mark.parametrize(("config", "linear", "head"), PAIRS)
+def test_fp8_trains_as_well_as_bfloat16(config: ModelConfig, linear: Linear, head: HeadProducts) -> None:
+    fp8, plain = engines(config, linear, head)
     tokens = torch.randint(0, 64, (4, 33), generator=torch.Generator().manual_seed(0))
     losses = [[e.step(tokens[:, :-1], tokens[:, 1:], 3e-3) for _ in range(30)] for e in (fp8, plain)]
     assert losses[0][0] == pytest.approx(losses[1][0], rel=2e-2) and losses[0] != losses[1]
@@ -95,18 +123,115 @@ def test_fp8_evaluation_is_in_bfloat16_and_changes_no_scale() -> None:
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_fp8_with_a_budget_has_the_same_bits() -> None:
-    """Recomputed products are those of the forward, because their scales are."""
-    config = larger(CONFIG)
-    blocks = (frozenset[Recomputed]({"block"}),) * config.n_layer
-    least = plan_model(StepSpec(config, 4, 32, torch.bfloat16, torch.device("cpu"), blocks, linear="fp8")).peak_bytes
-    roomy = Engine(config, 4, 32, dtype=torch.bfloat16, linear="fp8", memory_budget=1 << 30)
-    tight = Engine(config, 4, 32, dtype=torch.bfloat16, linear="fp8", memory_budget=least)
-    assert any("block" in choice for choice in tight.recompute)
+@pytest.mark.parametrize(("config", "linear", "head"), PAIRS)
+def test_fp8_with_a_budget_or_micro_batches_has_the_same_bits(
+    config: ModelConfig, linear: Linear, head: HeadProducts
+) -> None:
+    """Recomputed products are those of the forward, because their scales are. x8t is kept, or rounded again."""
+    config = larger(config)
+    every: tuple[tuple[Recomputed, ...], ...] = ((), ("norm",), ("activation",), ("block",))
+    choices = [frozenset(each) for each in every]
+    engines = [Engine(config, 4, 32, dtype=torch.bfloat16, linear=linear, head=head)]
+    spec, layers = engines[0].spec, config.n_layer
+    peaks = [plan_model(replace(spec, recompute=(choice,) * layers)).peak_bytes for choice in choices]
+    tight = Engine(config, 4, 32, dtype=torch.bfloat16, linear=linear, head=head, memory_budget=min(peaks))
+    assert any(tight.recompute) and tight.plan.peak_bytes <= min(peaks)
     for i in range(3):
-        losses = [e.step(*batch(config, 4, 32, seed=i), 1e-2) for e in (roomy, tight)]
+        x, y = batch(config, 4, 32, seed=i)
+        losses = [e.step([x, x[:2]], [y, y[:2]], 1e-2) for e in (engines[0], tight)]
         assert losses[0] == losses[1]
-    assert equal(roomy.tensors(), tight.tensors())
+    assert equal(engines[0].tensors(), tight.tensors())
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize(("config", "linear", "head"), PAIRS)
+def test_gradients_are_those_of_bfloat16_up_to_the_rounding_of_factors(
+    config: ModelConfig, linear: Linear, head: HeadProducts
+) -> None:
+    """A factor of e4m3 errs by up to 2⁻⁴, of e5m2 by up to 2⁻³, at random, and errors of layers add up: so the angle between
+    the gradients is small. A product that reads a wrong factor is far outside."""
+    x, y = batch(larger(config), 4, 32)
+    fp8, plain = engines(config, linear, head)
+    for engine in (fp8, plain):
+        engine.step(x, y, 1e-9)  # the scales follow
+        engine.gradients(x, y)
+    found = {n: _cosine(g, plain.grads[n]) for n, g in fp8.grads.items() if plain.grads[n].norm() > 1e-4}
+    worst = min(found, key=lambda name: found[name])
+    assert found[worst] > 0.9, (worst, found[worst])
+    assert len(found) > 8 and found[worst] < 0.9999
+
+
+def _cosine(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float(torch.nn.functional.cosine_similarity(a.flatten().double(), b.flatten().double(), dim=0))
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_fp8_all_keeps_less_than_fp8() -> None:
+    """What weight gradients read is kept in float8."""
+    config = replace(larger(LLAMA), n_layer=4)
+    spec = StepSpec(config, 8, 32, torch.bfloat16, torch.device("cpu"))
+    sizes = {how: plan_model(replace(spec, linear=how)).arenas["activations"].arena_bytes for how in ("fp8", "fp8-all")}
+    kept = 8 * 32 * config.n_layer * (2 * config.n_embd + config.ffn)  # x of qkv and of up, a: one byte less of each
+    assert sizes["fp8"] - sizes["fp8-all"] > 0.8 * kept
+    both: frozenset[Recomputed] = frozenset({"norm", "activation"})
+    again = replace(spec, recompute=(both,) * config.n_layer)
+    recomputed = [
+        plan_model(replace(again, linear=how)).arenas["activations"].arena_bytes for how in ("fp8", "fp8-all")
+    ]
+    assert recomputed[1] < recomputed[0] + 0.2 * kept, "what is recomputed is not kept in float8 either"
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_jump_is_counted_with_its_name() -> None:
+    fp8, _ = engines(CONFIG)
+    x, y = batch(fp8.config, 4, 32)
+    for _ in range(2):
+        fp8.submit(x, y, 1e-3)
+    assert [result.jumps for result in fp8.finished(wait=True)] == [0, 0] and fp8.jumps == {}
+    fp8.params["blocks.1.ffn.up.weight"].mul_(1000.0)
+    for _ in range(3):
+        fp8.submit(x, y, 1e-9)
+    found = [result.jumps for result in fp8.finished(wait=True)]
+    assert found[0] == 0 and found[1] >= 1 and "blocks.1.ffn.up.weight" in fp8.jumps
+    assert sum(found) == sum(fp8.jumps.values())
+
+
+@pytest.mark.parametrize(
+    ("change", "engine", "error"),
+    [
+        (
+            {"ffn_dim": 72},
+            {"linear": "fp8"},
+            "which takes sizes that are multiples of 16, not ffn_dim 72",
+        ),
+        (
+            {"n_head": 4, "n_embd": 40},
+            {"linear": "fp8-all"},
+            "which takes sizes that are multiples of 16, not n_embd 40",
+        ),
+        (
+            {"vocab_size": 50257},
+            {"head": "fp8"},
+            "head: got 'fp8', which takes .* not vocab_size 50257; accepted: 'plain'",
+        ),
+        ({"loss": "embedding_mse"}, {"head": "fp8"}, "head: got 'fp8', which is for the loss 'cross_entropy'"),
+        (
+            {},
+            {"linear": "fp8-all", "lora": LoraConfig(rank=8)},
+            "got 'fp8-all' with lora, .*; accepted: 'fp8' or 'plain'",
+        ),
+        ({}, {"head": "fp8", "invariant": True}, "invariant: got True with head 'fp8'"),
+        ({}, {"head": "fp8", "dtype": torch.float64}, "head: got 'fp8', which needs dtype bfloat16"),
+        ({"qk_norm": True}, {"linear": "fp8-all", "freeze": ("*.q.weight",)}, "freeze: got some of q, k and v frozen"),
+        ({}, {"head": "int4"}, "head: got 'int4'; accepted: 'plain' or 'fp8'"),
+    ],
+)
+@pytest.mark.usefixtures("on_cpu")
+def test_what_float8_does_not_support_is_refused_by_name(
+    change: dict[str, Any], engine: dict[str, Any], error: str
+) -> None:
+    with pytest.raises(ValueError, match=error):
+        Engine(replace(larger(CONFIG), **change), 2, 8, **{"dtype": torch.bfloat16} | engine)
 
 
 def test_fp8_is_refused_where_it_cannot_run() -> None:
@@ -116,5 +241,30 @@ def test_fp8_is_refused_where_it_cannot_run() -> None:
         Engine(CONFIG, 2, 8, dtype=torch.bfloat16, linear="fp8")
     with pytest.raises(ValueError, match="linear: got 'fp8', which needs dtype bfloat16"):
         Engine(CONFIG, 2, 8, dtype=torch.float32, linear="fp8")
-    with pytest.raises(ValueError, match="linear: got 'int4'; accepted: 'plain' or 'fp8'"):
+    with pytest.raises(ValueError, match="linear: got 'int4'; accepted: 'plain', 'fp8', 'fp8-all'"):
         Engine(CONFIG, 2, 8, linear="int4")  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_jumps_are_in_the_log_and_shown_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here half the magnitude of the step before is already a jump, so every step has some."""
+    monkeypatch.setattr(torch_ops, "JUMP", 0.5)
+    (tmp_path / "text.txt").write_text("a line of text\n" * 200, encoding="utf-8")
+    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 32, "block_size": 16}
+    short = {"steps": 5, "batch_size": 2, "seq_len": 16, "warmup_steps": 0, "log": "none", "checkpoint_interval": 0}
+    run: dict[str, dict[str, Any]] = {
+        "model": sizes,
+        "train": {**short, "dtype": "bfloat16", "linear": "fp8-all", "head": "fp8"},
+    }
+    shown: list[str] = []
+
+    def show(event: str, numbers: Any) -> None:
+        if event == "float8":
+            shown.append(str(_message(event, numbers)))
+
+    tilegrad.train(run | {"data": {"files": [str(tmp_path / "text.txt")]}}, tmp_path / "run", show=show)
+    records = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    found = [record for record in records if record["kind"] == "float8"]
+    assert [record["step"] for record in found] == [3, 4, 5] and found[-1]["jumps"] > 10
+    assert "blocks.0.ffn.up.gradient" in found[0]["tensors"] and "head.input" in found[0]["tensors"]
+    assert len(shown) == 1 and shown[0].startswith("step      3  float8: the largest magnitude of ")

@@ -489,12 +489,12 @@ def test_run_to_gguf_and_back_by_the_command_line(
     assert written[0] == written[1]
     before = Path("book.gguf").read_bytes()
     for words, message in (
-        (["export", "run", "book.gguf", "--gguf"], "there already"),
+        (["export", "run", "book.gguf", "--gguf"], "already exists"),
         (["export", "run", "x.gguf", "--gguf", "--dtype", "float64"], "dtype: got float64; accepted: float32, float16"),
         (["export", "run", "x.gguf", "--gguf", "--max-shard-size", "1GB"], "accepted: none with --gguf"),
         (["export", "run", "x", "--dtype", "q8_0"], "dtype: got q8_0; accepted: q8_0 with --gguf"),
         (["export", "model", "x", "--best"], "best: got model, a folder of weights; accepted: --best with a run"),
-        (["import", "book.gguf"], "there already"),
+        (["import", "book.gguf"], "already exists"),
         (["import", "model", "--out", "x", "--tokenizer", "y"], "tokenizer: got y; accepted: none with a folder"),
         (["generate", "book.gguf"], "got a GGUF file; accepted: the folder that `tilegrad import book.gguf` writes"),
     ):

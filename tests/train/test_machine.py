@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import resource
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from support.forked import python
 from support.native import needs_library
 
 import tilegrad
@@ -73,18 +73,13 @@ sys.exit(tilegrad.cli.main(sys.argv[1:]))
 def test_on_windows_a_run_is_one_sentence_and_generate_works() -> None:
     """What POSIX alone has is asked for by training alone."""
     train(RUN, Path("run"))
-    here = os.environ | {"PYTHONPATH": str(Path(tilegrad.__file__).parents[1])}
-
-    def on_windows(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, "-c", ON_WINDOWS, *arguments], capture_output=True, text=True, env=here)
-
-    done = on_windows("train", "--data", "text.txt", "--out", "other")
+    done = python(ON_WINDOWS, "train", "--data", "text.txt", "--out", "other")
     assert done.returncode == 2 and not Path("other").exists()
     assert (
         done.stderr
         == "tilegrad: platform: got win32; accepted: linux or darwin (macOS); on Windows, use Linux in WSL\n"
     )
-    done = on_windows("generate", "run", "--prompt", "the", "--max-tokens", "4")
+    done = python(ON_WINDOWS, "generate", "run", "--prompt", "the", "--max-tokens", "4")
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("the")
 
 

@@ -178,7 +178,7 @@ def test_muon_has_its_own_learning_rate_on_the_schedule_of_adamw() -> None:
     ("optimizer", "message"),
     [
         ({"name": "sgd"}, "optimizer.name: got 'sgd'; accepted: 'adamw' or 'muon'"),
-        ({"momentum": 0.5}, "optimizer.momentum: got 0.5 with optimizer.name 'adamw'; accepted: name 'muon' with it"),
+        ({"momentum": 0.5}, "optimizer.momentum: got 0.5 with optimizer.name 'adamw'; accepted: its default, or name"),
         ({"name": "muon", "momentum": 2}, "optimizer.momentum: got 2; accepted: a number from 0 to below 1.0"),
         ({"name": "muon", "matrix_learning_rate": -1}, "optimizer.matrix_learning_rate: got -1; accepted: None, or"),
         ({"name": "muon", "matrix_learning_rate": True}, "optimizer.matrix_learning_rate: got True; accepted: None"),
@@ -225,7 +225,7 @@ def test_adapters_have_no_muon() -> None:
             {"attn.qkv": ((16, 16),) * 3, "attn.proj": ((16, 16),), "ffn.up": ((64, 16),), "ffn.down": ((16, 64),)},
         ),
         (replace(CONFIG, projection="per_head"), {"attn.q": ((8, 8), (8, 8)), "attn.v": ((8, 8), (8, 8))}),
-        (LLAMA, {"attn.qkv": ((16, 16), (8, 16), (8, 16)), "ffn.gate": ((24, 16),)}),
+        (LLAMA, {"attn.qkv": ((16, 16), (8, 16), (8, 16)), "ffn.up_gate": ((24, 16), (24, 16))}),
     ],
 )
 def test_the_matrices_that_muon_updates(config: ModelConfig, expected: dict[str, Any]) -> None:

@@ -75,8 +75,10 @@ def assert_one_by_one(engine: Engine, loss: float, parts: list[tuple[Tensor, Ten
 # ── the oracle ──
 
 
-@pytest.mark.parametrize("kernel", [pytest.param("native", marks=needs_library), "tiled"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    [*(pytest.param(name, "native", marks=needs_library) for name in MODELS), ("gpt", "tiled"), ("window", "tiled")],
+)
 def test_packed_rows_are_the_documents_one_by_one(name: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     only = tuple(row for row in table.ATTENTION.rows if row.name == kernel)
     monkeypatch.setattr(table, "ATTENTION", replace(table.ATTENTION, rows=only))

@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from support.models import CONFIG, LLAMA, equal
 from support.ranks import Ranks
 from torch import Tensor
@@ -37,11 +39,13 @@ from tilegrad.model.config import PRESETS
 from tilegrad.model.lora import LoraConfig
 from tilegrad.training.checkpoint import (
     DamagedCheckpoint,
+    file_entry,
     latest_checkpoint,
     load_checkpoint,
     load_into,
     read_state,
     save_checkpoint,
+    write_manifest,
 )
 from tilegrad.training.config import DataConfig, OptimizerConfig, RunConfig, TrainConfig
 from tilegrad.training.pieces import load_pieces, save_pieces
@@ -222,6 +226,73 @@ def test_checkpoints_of_ranks_have_averages_and_no_v_of_muon(
     restore_counters(one, load_into(Path(path), one.tensors()).state["engine"])
     want = go_on(Engine(CASES["tied, dropout"], 3, 16, seed=3, **trained), None, 2).tensors()
     assert {*one.tensors()} == {*want} and apart(one.tensors(), want) < 1e-3
+
+
+def fails_inside_averaged(mesh: Mesh) -> int:
+    """The collectives that a rank enters after its error: the others may never enter them."""
+    engine = go_on(Engine(CASES["tied, dropout"], 3, 16, seed=3, ema=0.8, mesh=mesh), mesh, 2)
+    inside = averaged(engine)
+    inside.__enter__()
+    entered, error = mesh.entered, OSError("full")
+    assert inside.__exit__(OSError, error, None) is False, "it raises the same error again"
+    after = mesh.entered - entered
+    with pytest.raises(RuntimeError, match="inside `averaged`"):
+        engine.optimizer_step(1e-2)
+    return after
+
+
+def test_a_rank_that_fails_inside_averaged_waits_for_no_other(two_ranks: Ranks) -> None:
+    assert two_ranks.run(fails_inside_averaged) == [0, 0]
+
+
+def made_older(path: Path) -> int:
+    """Rewrite a checkpoint of ranks as one with up and gate apart; how many slices had parts of both."""
+    content, both = json.loads((path / "manifest.json").read_text(encoding="utf-8")), 0
+    shapes = content["state"]["shapes"]
+    for file in sorted(content["files"]):
+        tensors, said = load_file(path / file), {}
+        with safe_open(path / file, framework="pt") as opened:
+            at = json.loads(opened.metadata()["DCP_SHARDING_INFO"])
+        for name in [name for name in tensors if ".up_gate." in name]:
+            x, start = tensors.pop(name), at[name]["saved_offsets"][0]
+            size = math.prod(shapes[name]) // 2
+            up, gate = x[: max(size - start, 0)], x[max(size - start, 0) :]
+            both += bool(up.numel() and gate.numel())
+            for part, own, begin in (("up", up, start), ("gate", gate, max(start - size, 0))):
+                if own.numel():
+                    of_part = name.replace("up_gate", part)
+                    tensors[of_part], said[of_part] = own.clone(), {"saved_offsets": [begin]}
+        at = {name: one for name, one in at.items() if name in tensors} | said
+        save_file(tensors, path / file, {"DCP_SHARDING_INFO": json.dumps(at)})
+        content["files"][file] = file_entry(path / file)
+    for name in [name for name in shapes if ".up_gate." in name]:
+        rows, *columns = shapes.pop(name)
+        shapes |= {name.replace("up_gate", part): [rows // 2, *columns] for part in ("up", "gate")}
+    write_manifest(path, content["step"], content["files"], content["state"])
+    return both
+
+
+def from_older_ranks(mesh: Mesh, folder: str) -> int:
+    """Saved with its parts apart, and read by ranks that own the same, and other, slices of the joined tensor."""
+    given: Any = {"mesh": mesh, "ema": 0.8, "seed": 3}
+    case = replace(CASES["untied, GQA, window"], vocab_size=97)
+    engine = go_on(Engine(case, 3, 16, shard="all", **given), mesh, 2)
+    path = save_pieces(Path(folder), engine, mesh, {"engine": counters(engine)})
+    whole = load_checkpoint(path).tensors
+    mesh.barrier()
+    (both, _) = mesh.gather(made_older(path) if mesh.rank == 0 else 0)
+    assert equal(load_checkpoint(path).tensors, whole)
+    for shard, bucket_bytes in (("none", 50_000), ("optimizer", 9_000), ("all", 1)):
+        other = Engine(case, 3, 16, shard=shard, bucket_bytes=bucket_bytes, **{**given, "seed": 4})  # type: ignore[arg-type]
+        restore_counters(other, load_pieces(path, other, mesh)["engine"])
+        for name, (piece, offset, _) in owned_pieces(other).items():
+            assert torch.equal(piece, whole[name].view(-1)[offset : offset + piece.numel()]), (shard, name)
+        assert equal(other.params, engine.params)
+    return both
+
+
+def test_an_older_checkpoint_of_ranks_is_read_by_ranks(two_ranks: Ranks, tmp_path: Path) -> None:
+    assert two_ranks.run(from_older_ranks, str(tmp_path))[0] > 0, "slices from the end of up to the beginning of gate"
 
 
 @pytest.fixture(scope="module")

@@ -118,7 +118,7 @@ def test_a_disk_without_room_for_tensorboard_is_one_sentence_that_names_the_file
                 run.append(step, "t", {"loss": 1.5})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert set(threading.enumerate()) <= threads  # none writes behind the log's back
+    assert set(threading.enumerate()) <= threads  # no thread writes on its own
     error = capsys.readouterr().err
     assert error.startswith("tilegrad: tensorboard: OSError: [Errno 27] File too large: ") and error.count("\n") == 1
     assert f"{tmp_path}/tensorboard/events" in error and error.endswith(

@@ -484,3 +484,21 @@ def test_a_run_from_before_validation_was_drawn_resumes_with_the_end_of_its_text
     assert train(ended, folder, resume=True).validation_loss == whole.validation_loss
     drawn = train(run, tmp_path / "drawn")
     assert drawn.validation_loss not in (None, whole.validation_loss)
+
+
+def test_a_run_of_epochs_from_before_lean_states_resumes_to_the_same_bits(run: RunConfig, tmp_path: Path) -> None:
+    """A saved run has steps and epochs, which a new one may not have."""
+    from tilegrad.training.checkpoint import save_checkpoint
+
+    settings = replace(run.train, epochs=1, batch_size=16, checkpoint_interval=2, keep_checkpoints=9)
+    folder = tmp_path / "run"
+    whole = train(replace(run, train=settings), folder)
+    found = load_checkpoint(next(p for p in (folder / "checkpoints").iterdir() if p.name.endswith("step-2")))
+    content = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    for saved in (found.state["run"], content):
+        del saved["train"]["masters"], saved["train"]["gradients"], saved["optimizer"]["moments"]
+    (folder / "run.json").write_text(json.dumps(content), encoding="utf-8")
+    save_checkpoint(folder / "checkpoints", found.step, found.tensors, found.state)
+    got = train(None, folder, resume=True)
+    assert (got.steps, got.validation_loss) == (whole.steps, whole.validation_loss)
+    assert content["train"]["epochs"] == 1 and whole.steps > 2

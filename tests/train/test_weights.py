@@ -231,7 +231,7 @@ def test_nothing_is_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         write_weights(tmp_path / "out", engine.params, CONFIG)
     assert not list(tmp_path.iterdir())
     (tmp_path / "out").mkdir()
-    with pytest.raises(ValueError, match="got a folder that is there already; accepted: a new name"):
+    with pytest.raises(ValueError, match="got a folder that already exists; accepted: a new name"):
         write_weights(tmp_path / "out", engine.params, CONFIG)
 
 
@@ -270,7 +270,7 @@ def test_import_train_export_by_the_command_line(
     assert main(["import", "theirs", "--out", "model"]) == 0
     assert f"a {kind} model with " in capsys.readouterr().out
     assert main(["import", "theirs", "--out", "model"]) == 2
-    assert "there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert main(["generate", "model", "Call me", "--max-tokens", "5", "--temperature", "0"]) == 0
     assert capsys.readouterr().out.startswith("Call me")
     assert tilegrad.load("model").step == 0

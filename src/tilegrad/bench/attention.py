@@ -1,5 +1,9 @@
 """Attention against its peers: forward and backward, interleaved in one process, on any device.
 
+Like for like: every contender runs through its public function and autograd, on tensors in (B, T, H, D) memory, as a model's
+projections write them. A kernel of ours also runs apart, on prepared buffers, as in an engine ("‹kernel› on buffers"); these
+times are in no ratio. On CUDA the L2 cache is cold and the host is hidden (timing.py).
+
 Every kernel, ours and the peers', is checked under the closeness rule at the shape that is timed; a kernel that fails gets no
 time and no speed-up. Times are medians of `repeats` rounds, with the 20th and 80th percentile. In a round each kernel runs
 once, in an order that changes from round to round, so that a change of the machine's speed affects all of them. A speed-up is
@@ -20,7 +24,7 @@ import torch
 
 from ..kernels.attention.table import ATTENTION
 from ..text.environment import environment
-from .calls import ERRORS_OF_A_PEER, Inputs, check, kernels_on, peers_on, refusal
+from .calls import ERRORS_OF_A_PEER, Contender, Inputs, check, kernels_on, peers_on, refusal
 from .comparison import Row, plot_bars, report
 from .shapes import PRESETS, Shape
 from .timing import Thunk, freed_memory_kept, interleaved
@@ -34,18 +38,20 @@ def measure(
     forward: dict[str, Thunk] = {}
     backward: dict[str, Thunk] = {}
     notes: dict[str, str] = {}
-    for name in (*kernels, *peers):
-        own = name in kernels
-        refused = refusal(name, inputs) if own else None
+    contenders: list[tuple[str, Contender]] = [(name, "public") for name in kernels]
+    contenders += [(name, "peer") for name in peers] + [(name, "buffers") for name in kernels]
+    for kernel, contender in contenders:
+        own, name = contender != "peer", f"{kernel} on buffers" if contender == "buffers" else kernel
+        refused = refusal(kernel, inputs) if own else None
         if refused:
-            notes[name] = refused
+            notes[kernel] = refused
             continue
         try:
-            wrong = check(name, shape, dtype, device, own=own, deterministic=deterministic)
+            wrong = check(kernel, shape, dtype, device, contender, deterministic=deterministic)
             if wrong:
                 notes[name] = f"WRONG: {wrong}"
                 continue
-            f, b, _ = (inputs.ours if own else inputs.peer)(name, deterministic=deterministic)
+            f, b, _ = inputs.calls(kernel, contender, deterministic=deterministic)
             f()
             b()
         except ERRORS_OF_A_PEER as error:
@@ -89,7 +95,7 @@ def bench_attention(
         raise ValueError(
             f"kernels: got {sorted(unknown)}; accepted: names among {', '.join(row.name for row in ATTENTION.rows)}"
         )
-    about = environment(where, kind) | {"deterministic": deterministic}
+    about = environment(where, kind) | {"deterministic": deterministic, "calls": _calls_on(where)}
     theirs = peers_on(where) if peers is None else tuple(peers)
     if set(theirs) - set(peers_on(where)):
         raise ValueError(f"peers: got {list(theirs)}; accepted: names among {', '.join(peers_on(where))}")
@@ -113,7 +119,14 @@ def bench_attention(
         print_roofline(problems, kind, where, ours)
     if plot:
         plot_bars(rows, about, plot)
-    return 1 if any(row.kernel in ours and row.note.startswith("WRONG") for row in rows) else 0
+    checked = {*ours, *(f"{name} on buffers" for name in ours)}
+    return 1 if any(row.kernel in checked and row.note.startswith("WRONG") for row in rows) else 0
+
+
+def _calls_on(device: torch.device) -> str:
+    """How contenders are called and timed, for the output."""
+    timed = "device time with the host hidden and the L2 cold" if device.type == "cuda" else "wall time"
+    return f"public functions through autograd on (B T H D) memory: {timed}"
 
 
 def _preset_on(device: torch.device) -> str:

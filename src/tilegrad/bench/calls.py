@@ -6,12 +6,13 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..functional import attention, attention_varlen
 from ..kernels.attention import Mask, cpu, reference
 from ..kernels.attention.bounds import bounds
 from ..kernels.attention.mask import packed
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 FLEX_LENGTHS = (4096, 16384, 65536)  # compiling FlexAttention takes longer than timing it
 CHECKED_SCORES = {"cpu": 1 << 22, "cuda": 1 << 26}  # elements of each float64 matrix in a check
 ERRORS_OF_A_PEER = (RuntimeError, NotImplementedError, ValueError)
+Contender = Literal["public", "buffers", "peer"]  # a kernel by our public call; the same on prepared buffers; a peer
 
 
 def thunk(prepare: Callable[..., Callable[..., None]], call: Forward | Backward, scratch: Scratch) -> Thunk:
@@ -41,14 +43,16 @@ def thunk(prepare: Callable[..., Callable[..., None]], call: Forward | Backward,
 
 
 class Inputs:
-    """q, k, v and do of a shape, and calls of attention on them."""
+    """q, k, v and do of a shape in the memory that a model's projections write, (B, T, H, D), and calls of attention on
+    them."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
         g = torch.Generator(device).manual_seed(0)
 
         def new(h: int, t: int) -> Tensor:
-            form = (sum(shape.lengths), h, shape.d) if shape.lengths else (shape.b, h, t, shape.d)
-            return torch.randn(form, generator=g, device=device, dtype=torch.float32).to(dtype)
+            form = (sum(shape.lengths), h, shape.d) if shape.lengths else (shape.b, t, h, shape.d)
+            x = torch.randn(form, generator=g, device=device, dtype=torch.float32).to(dtype)
+            return x if shape.lengths else x.transpose(1, 2)
 
         kv = shape.hkv or shape.h
         self.shape, self.mask = shape, shape.mask(device)
@@ -60,12 +64,12 @@ class Inputs:
         """Forward and backward of a kernel of the table, which allocate nothing, and the tensors they write."""
         q, k, v, mask = self.q, self.k, self.v, self.mask
         module = ATTENTION.select(Problem(q, k, v, mask), kernel).load()
-        o_shape, lse_shape = output_shapes(q, v, mask)
+        _, lse_shape = output_shapes(q, v, mask)
         scratch = [
             new_scratch(module.workspace(q, k, v, mask, backward=backward, deterministic=deterministic), q.device)
             for backward in (False, True)
         ]
-        out = {"o": q.new_empty(o_shape), "lse": q.new_empty(lse_shape, dtype=lse_dtype(q.dtype))}
+        out = {"o": torch.empty_like(q), "lse": q.new_empty(lse_shape, dtype=lse_dtype(q.dtype))}
         out |= {"dq": torch.empty_like(q), "dk": torch.empty_like(k), "dv": torch.empty_like(v)}
 
         memory = [tuple(buffers.values()) for buffers in scratch]
@@ -74,9 +78,27 @@ class Inputs:
         bwd = Backward(q, k, v, out["o"], out["lse"], self.do, None, mask, *grads, memory[1], deterministic)
         return thunk(module.prepare_fwd, fwd, scratch[0]), thunk(module.prepare_bwd, bwd, scratch[1]), out
 
+    def public(self, kernel: str, *, deterministic: bool = False) -> tuple[Thunk, Thunk, dict[str, Tensor]]:
+        """The same by `attention` or `attention_varlen`, through autograd."""
+        mask = self.mask
+        options: dict[str, Any] = {"causal": mask.causal, "window": mask.window, "deterministic": deterministic}
+        options["kernel"] = kernel
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if mask.cu_seqlens_q is None or mask.cu_seqlens_k is None:
+                o: Tensor = attention(q, k, v, **options)
+            else:
+                ends = (mask.cu_seqlens_q, mask.cu_seqlens_k, mask.max_seqlen_q, mask.max_seqlen_k)
+                o = attention_varlen(q, k, v, *ends, **options)
+            return o
+
+        return self._through_autograd(attend)
+
     def peer(self, name: str, *, deterministic: bool = False) -> tuple[Thunk, Thunk, dict[str, Tensor]]:
-        """The same for SDPA's backends, FlexAttention and FlashAttention-4, through their autograd functions."""
-        attend = _peer_function(name, self.shape, self.q.device, deterministic=deterministic)
+        """The same for SDPA's backends, FlexAttention and FlashAttention-4."""
+        return self._through_autograd(_peer_function(name, self.shape, self.q.device, deterministic=deterministic))
+
+    def _through_autograd(self, attend: Callable[..., Tensor]) -> tuple[Thunk, Thunk, dict[str, Tensor]]:
         leaves = [x.detach().requires_grad_() for x in (self.q, self.k, self.v)]
         out: dict[str, Tensor] = {}
         o = attend(*leaves)
@@ -91,6 +113,10 @@ class Inputs:
             out.update(zip(("dq", "dk", "dv"), grads, strict=True))
 
         return forward, backward, out
+
+    def calls(self, name: str, contender: Contender, *, deterministic: bool) -> tuple[Thunk, Thunk, dict[str, Tensor]]:
+        by = {"public": self.public, "buffers": self.ours, "peer": self.peer}[contender]
+        return by(name, deterministic=deterministic)
 
 
 def _peer_function(
@@ -217,8 +243,9 @@ def refusal(kernel: str, inputs: Inputs) -> str | None:
 
 
 def check(
-    name: str, shape: Shape, dtype: torch.dtype, device: torch.device, *, own: bool = True, deterministic: bool = False
-) -> str:
+    name: str, shape: Shape, dtype: torch.dtype, device: torch.device, contender: Contender = "buffers", *,
+    deterministic: bool = False,
+) -> str:  # fmt: skip
     """'' if the closeness rule holds at this shape for a kernel of ours or a peer, else its complaints.
 
     One kv head of the last sequence (or of the longest packed one) is checked, with the query heads that share it. If their
@@ -237,8 +264,8 @@ def check(
     tq, tk = of(inputs.q, 1).shape[2], of(inputs.k, 1).shape[2]
     rows = min(tq, max(1, CHECKED_SCORES[device.type] // (group * tk)))
     of(inputs.do, group)[:, :, : tq - rows] = 0.0
-    forward, backward, out = (inputs.ours if own else inputs.peer)(name, deterministic=deterministic)
-    if own:
+    forward, backward, out = inputs.calls(name, contender, deterministic=deterministic)
+    if contender == "buffers":
         for x in out.values():
             x.fill_(float("nan"))
     forward()

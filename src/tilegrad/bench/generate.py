@@ -3,6 +3,8 @@
 In a round each contender writes `max_tokens` tokens after each of `batch_size` prompts of PROMPT tokens, in an order that
 changes. The time includes reading the prompts. Weights are random, no token ends a sequence, and both sample by top-k 50. For a
 batch of one the bound is the time to read the weights once for each token, at the bandwidth of a large read in the same run.
+
+A second table, by `prefill`, compares reading 8 long prompts with the forward of training on as many tokens.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from torch import Tensor
 from ..engine.decoder import Decoder, Prompt
 from ..engine.machine import check_device
 from ..engine.sampling import Sampling
+from ..engine.scorer import Scorer
+from ..engine.spec import StepSpec
 from ..model.config import PRESETS, ModelConfig
 from ..pretrained.families import config_json
 from ..text.environment import environment, print_results
@@ -27,6 +31,7 @@ from ..text.table import table
 from .timing import interleaved
 
 PROMPT = 32
+PREFILL_PROMPTS = 8
 READ_BYTES = {"cpu": 1 << 28, "cuda": 8 << 30}
 QWEN = ModelConfig(
     vocab_size=151936, block_size=4096, n_layer=24, n_head=14, n_kv_head=2, n_embd=896, ffn_dim=4864, activation="swiglu",
@@ -41,8 +46,6 @@ Write = Callable[[], object]
 
 
 def random_params(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    from ..engine.spec import StepSpec
-
     generator = torch.Generator().manual_seed(0)
     params = {}
     for name, p in StepSpec(config, 1, 1, dtype, torch.device("cpu")).declare().params.items():
@@ -106,10 +109,31 @@ def measure(
     return interleaved(contenders, repeats, device)
 
 
+def measure_prefill(
+    config: ModelConfig, params: Mapping[str, Tensor], shape: tuple[int, int], repeats: int, *,
+    device: torch.device, dtype: torch.dtype,
+) -> dict[str, list[float]]:  # fmt: skip
+    """Milliseconds of a prefill and of training's forward, whose loss is over every token, in each round."""
+    prompts, length = shape
+    tokens = torch.randint(0, config.vocab_size, shape, generator=torch.Generator().manual_seed(1))
+    texts, total = tokens.tolist(), prompts * length
+    decoder = Decoder(config, params, prompts, length, prefill_tokens=total, device=device, dtype=dtype)
+    scorer = Scorer(StepSpec(config, prompts, length, dtype, device), params)
+
+    def prefill() -> None:
+        decoder.prefill({i: Prompt(text, sequence=i) for i, text in enumerate(texts)})
+        decoder.finished(wait=True)
+
+    def forward() -> None:
+        scorer.loss(tokens, tokens)
+
+    return interleaved({"tilegrad": prefill, "training's forward": forward}, repeats, device)
+
+
 def result(
     name: str, times: Mapping[str, Sequence[float]], tokens: int, bound: float | None
 ) -> dict[str, str | float | None]:
-    """Tokens a second of one contender, and how many times as fast ours is: medians over the rounds."""
+    """Tokens per second of one contender, and how many times as fast ours is: medians over the rounds."""
     rates = quantiles([1e3 * tokens / t for t in times[name]], n=10, method="inclusive")
     ratio = median([theirs / ours for ours, theirs in zip(times["tilegrad"], times[name], strict=True)])
     found: dict[str, str | float | None] = {"contender": name, "tokens_per_second": round(rates[4], 1)}
@@ -131,6 +155,7 @@ def bench_generate(
     dtype: str = "bfloat16",
     batch_sizes: Sequence[int] = (1,),
     max_tokens: int = 64,
+    prefill: int = 0,
     repeats: int = 5,
     peers: bool = True,
     json: bool = False,
@@ -149,6 +174,8 @@ def bench_generate(
         raise ValueError(
             f"max_tokens: got {max_tokens}; accepted: 1 … {most}, because block_size is {config.block_size}"
         )
+    if not 0 <= prefill <= config.block_size:
+        raise ValueError(f"prefill: got {prefill}; accepted: 0 (none) … {config.block_size}, the block_size")
     params = random_params(config, where, kind)
     about = environment(where, kind)
     speed = bandwidth(where, repeats)
@@ -162,8 +189,19 @@ def bench_generate(
             size = {"preset": preset, "batch_size": batch_size, "max_tokens": max_tokens}
             lines.append(json_format.dumps(size | found | about))
             rows.append((f"{batch_size}", *cells(found)))
+    prefills = []
+    if prefill:
+        shape = (PREFILL_PROMPTS, prefill)
+        times = measure_prefill(config, params, shape, repeats, device=where, dtype=kind)
+        for name in times:
+            found = result(name, times, shape[0] * shape[1], None)
+            lines.append(json_format.dumps({"preset": preset, "prompts": shape[0], "length": shape[1]} | found | about))
+            prefills.append(cells(found)[:4])
     if print_results(lines, about, json=json, out=out):
         return 0
     print(f"\n{preset}, {PROMPT} + {max_tokens} tokens, {repeats} rounds; a large read: {speed / 1e9:.1f} GB/s\n")
     print(table(("batch", "", "tokens/s", "20 – 80 %", "ours is", "of the bound"), rows))
+    if prefills:
+        print(f"\nreading {PREFILL_PROMPTS} prompts of {prefill} tokens\n")
+        print(table(("", "tokens/s", "20 – 80 %", "ours is"), prefills))
     return 0

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from ..kernels.attention import Mask
+from ..kernels.attention.checks import MAX_HEAD_DIM
 from . import cost
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """B sequences of T tokens. window: causal, and a row attends to at most this many keys. lengths: packed sequences."""
+    """B sequences of T tokens, or packed ones of `lengths`. window: causal, and a row attends to at most this many keys."""
 
     b: int
     h: int
@@ -47,8 +48,8 @@ class Shape:
             given[name] = word == "causal" or int(value)
         if min(given.values()) < 1:
             raise ValueError("a number is 0")
-        if given["d"] > 256:
-            raise ValueError(f"D={given['d']} is more than 256")
+        if given["d"] > MAX_HEAD_DIM:
+            raise ValueError(f"D={given['d']} is more than {MAX_HEAD_DIM}")
         if given["h"] % given.get("hkv", 1):
             raise ValueError(f"hkv={given['hkv']} does not divide H={given['h']}")
         return cls(**given)
@@ -101,7 +102,7 @@ def _tokens(lengths: Sequence[int], tokens: int, hidden: int, dims: Sequence[int
 
 
 def _packed(tokens: int, hidden: int, dims: Sequence[int] = (64, 128)) -> tuple[Shape, ...]:
-    """Log-normal lengths of median 1024 (σ = 0.8) that add up to `tokens`, each followed by a dense shape of equal work."""
+    """Packed shapes with log-normal lengths (median 1024, σ = 0.8) of sum `tokens`, each before a dense one of equal work."""
     g = torch.Generator().manual_seed(0)
     lengths: list[int] = []
     while sum(lengths) < tokens:

@@ -13,31 +13,59 @@ from typing import NamedTuple
 import torch
 
 Thunk = Callable[[], object]
-AHEAD_BYTES = 1 << 30
+FLUSH_BYTES = 1 << 30
+SLEEP_MS, LONGEST_SLEEP_MS = 1.0, 100.0
+CALIBRATION_CYCLES = 10_000_000
 AHEAD_STEPS = 2
 
 
-def interleaved(thunks: dict[str, Thunk], repeats: int, device: torch.device) -> dict[str, list[float]]:
-    """Milliseconds of each thunk in each round, after two rounds to warm up.
+class DeviceTime:
+    """Device time of calls on CUDA with a cold L2 cache and a hidden host: before a call the device writes FLUSH_BYTES and
+    sleeps, for at least twice as long as the host takes to enqueue the call. All its launches then wait in the stream when the
+    first one starts, and neither Python nor a launcher is in the time."""
 
-    On CUDA a write of AHEAD_BYTES precedes each call. It flushes the L2 cache, and the host enqueues the call while it
-    runs, so the time is the device's, not Python's.
-    """
-    ahead = torch.empty(AHEAD_BYTES if device.type == "cuda" else 0, dtype=torch.uint8, device=device)
+    def __init__(self, device: torch.device) -> None:
+        self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+        self._cycles_per_ms = 1.0
+        for _round in range(2):  # the first one raises the clock
+            start, end = self._events()
+            start.record()
+            torch.cuda._sleep(CALIBRATION_CYCLES)
+            end.record()
+            end.synchronize()
+        self._cycles_per_ms = CALIBRATION_CYCLES / start.elapsed_time(end)
+
+    def ms(self, run: Thunk, host_ms: float) -> tuple[float, float]:
+        """(milliseconds of the device, of the host) of a call; `host_ms` is what the host took the last time."""
+        start, end = self._events()
+        self._flush.zero_()
+        torch.cuda._sleep(int(self._cycles_per_ms * min(max(SLEEP_MS, 2 * host_ms), LONGEST_SLEEP_MS)))
+        start.record()
+        began = time.perf_counter()
+        run()
+        took = 1e3 * (time.perf_counter() - began)
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end), took
+
+    @staticmethod
+    def _events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+
+def interleaved(thunks: dict[str, Thunk], repeats: int, device: torch.device) -> dict[str, list[float]]:
+    """Milliseconds of each thunk in each round, after two rounds to warm up: of the device on CUDA (DeviceTime), else of the
+    clock on the wall."""
+    on_device = DeviceTime(device) if device.type == "cuda" else None
     ms: dict[str, list[float]] = {name: [] for name in thunks}
+    host_ms = dict.fromkeys(thunks, 0.0)
     names = list(thunks)
     for round_ in range(-2, repeats):
         first = round_ % len(names) if names else 0
         for name in names[first:] + names[:first]:
             run = thunks[name]
-            if device.type == "cuda":
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                ahead.zero_()
-                start.record()
-                run()
-                end.record()
-                end.synchronize()
-                took = start.elapsed_time(end)
+            if on_device is not None:
+                took, host_ms[name] = on_device.ms(run, host_ms[name])
             else:
                 began = time.perf_counter()
                 run()

@@ -55,6 +55,7 @@ def _bench_generate(args: argparse.Namespace) -> int:
         dtype=args.dtype,
         batch_sizes=args.batch_size,
         max_tokens=args.max_tokens,
+        prefill=args.prefill,
         repeats=args.repeats,
         peers=not args.no_peers,
         json=args.json,
@@ -120,6 +121,8 @@ def _add_generate(bench: Commands) -> None:
         "--batch-size", type=int, nargs="+", default=[1], metavar="N", help="sequences at once (default: 1)"
     )
     generate.add_argument("--max-tokens", type=int, default=64, metavar="N", help="new tokens (default: %(default)s)")
+    text = "also compare reading 8 prompts of N tokens with the forward of training (default: no)"
+    generate.add_argument("--prefill", type=int, default=0, metavar="N", help=text)
     generate.add_argument("--no-peers", action="store_true", help="do not run transformers")
     _add_rounds(generate, 5)
 

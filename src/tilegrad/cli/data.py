@@ -53,7 +53,7 @@ def _text(found: Preview, *, colour: bool) -> str:
     longest = max(found.histogram.values())
     lines = [
         described(found.counts),
-        f"{found.trained_share:.1%} of the targets are trained on",
+        f"{found.trained_share:.1%} of the tokens are targets",
         *([f"Padding: {found.padding['packed']:.1%} packed, {found.padding['padded']:.1%} with one {kind} in each row"]
           if found.padding else []),
         "",

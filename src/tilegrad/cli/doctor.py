@@ -121,7 +121,7 @@ def plain_calls(device: str, dtype: torch.dtype) -> tuple[tuple[Table, object], 
         (sampling.SAMPLING, Problem(x.float())),
         (cross_entropy.CROSS_ENTROPY, cross_entropy.Problem(x, x)),
         (global_norm.GLOBAL_NORM, global_norm.Problem(x.view(-1))),
-        (adamw.ADAMW, Problem(x.view(-1))),
+        (adamw.ADAMW, adamw.Problem(x.view(-1))),
         (muon.MUON, muon.Problem(x.view(-1), (muon.Matrix(0, *x.shape),), cautious=False)),
     )
 
@@ -138,7 +138,7 @@ def _short(dtype: torch.dtype) -> str:
 
 def _in_cpp(home: ModuleType) -> str:
     found = home.load()
-    return f"through Python: C++ for them {found}" if isinstance(found, str) else f"in C++, {home.MODULE.path()}"
+    return f"through Python: the C++ module {found}" if isinstance(found, str) else f"in C++, {home.MODULE.path()}"
 
 
 def _native() -> str:

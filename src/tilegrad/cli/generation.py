@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shlex
 import sys
 import time
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from ..training.generated import Generated
     from ..training.generation import Generation, SamplingSettings
 
+_COMMAND = re.compile("/[a-z]+")
 PROMPT = "Call me "  # the default of generate
 _SHOWN_S = 5.0  # seconds between two lines of progress
 
@@ -115,6 +117,8 @@ def _print_all(generation: Generation, args: argparse.Namespace) -> int:
     tokens, started_at, shown_at = 0, time.perf_counter(), time.perf_counter()
     many = generation.sequences > 1
     with watch(sys.stderr) as show:
+        if many and sys.stderr.isatty():
+            show("generate", {"sequence": 0, "sequences": generation.sequences, "tokens": 0, "tokens_per_second": 0.0})
         for number, found in enumerate(generation.results(logprobs=args.logprobs), 1):
             tokens += len(found.tokens)
             print(_as_json(found) if args.json else _as_text(found, number, generation), file=out, flush=True)
@@ -139,7 +143,7 @@ def _as_text(found: Generated, number: int, generation: Generation) -> str:
 
 
 def _chat(args: argparse.Namespace) -> int:
-    from ..training.chat import Chat, ContextFull
+    from ..training.chat import Chat
 
     if args.once is not None and not args.once.strip():
         raise ValueError(f"once: got {args.once!r}; accepted: a text")
@@ -164,10 +168,12 @@ def _chat(args: argparse.Namespace) -> int:
             chat.reset()
         elif command == "/system":
             chat.system = rest.strip() or None
+        elif _COMMAND.fullmatch(command):
+            complain(f"{command}: no such command; accepted: /reset, /system TEXT, /exit")
         elif line:
             try:
                 _answer(chat, line)
-            except ContextFull as error:
+            except ValueError as error:
                 complain(error)
     return 0
 

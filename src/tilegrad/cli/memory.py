@@ -48,8 +48,10 @@ def _plan(args: argparse.Namespace) -> int:
     device = torch.device(t.device)
     spec = StepSpec(
         run.model, t.batch_size, t.seq_len, DTYPES[t.dtype], device,
-        linear=t.linear, deterministic=t.deterministic or t.device == "cpu", invariant=t.invariant, world=args.world_size,
+        linear=t.linear, head=t.head, deterministic=t.deterministic or t.device == "cpu", invariant=t.invariant,
+        world=args.world_size,
         documents=run.documents, lora=run.lora, freeze=t.freeze, muon=run.muon, windows=run.windows, ema=run.optimizer.ema,
+        states=run.states,
         **sharding_of(args),
     )  # fmt: skip
     check_spec(spec)

@@ -63,6 +63,11 @@ def _message(event: str, n: Numbers) -> str | None:
         window = "no window" if n["window"] is None else f"a window of {n['window']:,}"
         batch = f"batches of {n['batch_size']:,} × {n['seq_len']:,} tokens, {window}"
         return f"step {n['step']:>6,}  stage {n['stage']} of {n['stages']} begins: {batch}"
+    if event == "float8":
+        return (
+            f"step {n['step']:>6,}  float8: the largest magnitude of {n['jumps']} tensors grew 100-fold in a step "
+            f"({n['tensors']}); what its scale did not allow was cut off (log.jsonl has later ones)"
+        )
     if event == "early":
         return f"step {n['step']:>6,}  ended early: {n['reason']}"
     if event == "validation":
@@ -108,7 +113,7 @@ def _rows(n: Numbers) -> Iterator[str]:
         return
     yield (
         f"{n['pieces'] - n['held_out']:,} to train on and {n['held_out']:,} for validation; {n['trained']:,} targets in "
-        f"{n['rows']:,} rows, {n['padding']:.1%} padding"
+        f"{n['rows']:,} row{'s' * (n['rows'] != 1)}, {n['padding']:.1%} padding"
     )
     if n["cut"]:
         yield f"{n['cut']:,} longer than a row are cut: {n['cut_tokens']:,} tokens are lost (data.too_long)"
@@ -159,7 +164,8 @@ def _rich(out: TextIO) -> Iterator[Show]:
     numbers_column = TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis"))
     times = (TimeElapsedColumn(), TimeRemainingColumn(compact=True), TextColumn("left"))
     columns = (BarColumn(bar_width=4), MofNCompleteColumn(), numbers_column, *times)
-    bar = Progress(*columns, console=Console(file=out, highlight=False))
+    # The time left follows from the mean speed since the start, because sequences of a batch end together.
+    bar = Progress(*columns, console=Console(file=out, highlight=False), speed_estimate_period=float("inf"))
     bar.start()
     try:
         task = bar.add_task("", total=None)
@@ -170,6 +176,7 @@ def _rich(out: TextIO) -> Iterator[Show]:
                 bar.update(task, total=numbers["batches"], completed=numbers["batch"], description=message)
             elif event == "generate":
                 bar.update(task, total=numbers["sequences"], completed=numbers["sequence"], description=message)
+                bar.advance(task, 0)  # the first event, of no sequence, begins the mean
             elif message:
                 bar.console.print(message)
             if event == "start":

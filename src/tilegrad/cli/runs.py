@@ -48,7 +48,7 @@ def _init(args: argparse.Namespace) -> int:
         with file.open("x", encoding="utf-8") as new:
             new.write(finetune() if args.finetune else example())
     except FileExistsError:
-        raise ValueError(f"{file}: got a file that is there already; accepted: a new name") from None
+        raise ValueError(f"{file}: got a file that already exists; accepted: a new name") from None
     done, change = ("a run that fine-tunes a model", "Fill in train.init and data.files")
     if not args.finetune:
         done, change = "every key with its default", "Change it"

@@ -53,7 +53,7 @@ def _import(args: argparse.Namespace) -> int:
     write_weights(out, params, source.config, origin=source.folder)
     _say_imported(out, source.kind, sum(p.numel() for p in params.values()))
     if adapter is not None:
-        print(f"The adapters in {args.adapter} are merged into its weights: rank {adapter.lora.rank}.")
+        print(f"The adapters in {args.adapter} of rank {adapter.lora.rank} are merged into the weights.")
     return 0
 
 
@@ -87,6 +87,8 @@ def _export(args: argparse.Namespace) -> int:
         print(f"{out}: a {found.kind} model for llama.cpp and Ollama{_after(found)}")
         _say_notes(out, found.notes)
         return 0
+    if out.suffix == ".gguf":
+        raise ValueError(f"out: got {out} without --gguf; accepted: --gguf, or the name of a folder")
     if args.dtype == "q8_0":
         raise ValueError("dtype: got q8_0; accepted: q8_0 with --gguf")
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
@@ -116,9 +118,9 @@ def add_weights(commands: Commands) -> None:
     )
     bring.add_argument(
         "source", metavar="DIR_OR_FILE",
-        help="a folder with config.json and *.safetensors, one such file, a .gguf, or ORG/NAME in Hugging Face's cache",
+        help="a folder with config.json and *.safetensors, a .safetensors, a .gguf, or ORG/NAME in Hugging Face's cache",
     )  # fmt: skip
-    bring.add_argument("--out", metavar="DIR", help="the new folder (default: models/ and the name of the source)")
+    bring.add_argument("--out", metavar="DIR", help="the new folder (default: models/NAME, with the source's name)")
     bring.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json to use instead of the one in a .gguf")
     bring.add_argument("--adapter", metavar="DIR", help="a folder of PEFT's adapters to merge into the weights")
     give = add_command(commands, "export", "write a run's weights for transformers, llama.cpp or Ollama", _export)
@@ -128,8 +130,12 @@ def add_weights(commands: Commands) -> None:
     give.add_argument("out", metavar="OUT", help="the new folder, or the new file with --gguf")
     give.add_argument("--gguf", action="store_true", help="write one GGUF file, for llama.cpp and Ollama")
     more = ("float16", "q8_0")
-    add_dtype(give, "dtype of the exported weights; q8_0 with --gguf (default: the run's)", choices=(*DTYPES, *more))
-    give.add_argument("--best", action="store_true", help="the weights of the lowest validation loss, not the newest")
+    add_dtype(
+        give, "dtype of the exported weights; q8_0 only with --gguf (default: the run's)", choices=(*DTYPES, *more)
+    )
+    give.add_argument(
+        "--best", action="store_true", help="the checkpoint with the lowest validation loss, not the newest"
+    )
     give.add_argument(
         "--adapter",
         action="store_true",

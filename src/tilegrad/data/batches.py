@@ -4,8 +4,8 @@ A row is a window of a text, or several documents (packing.py). Window w has inp
 tokens[wT + 1 : wT + T + 1]. Neighbouring windows share one token, so in an epoch every token except the first is a target
 once. The last window may be shorter: it is padded with token 0 and target −1, which the loss ignores.
 
-Shorter windows, of T/k tokens, are the k pieces of windows: piece j of window w is window w·k + j of that length. They are read
-piece by piece from batch_size windows at a time: k batches, of which batch j has piece j of each window.
+A shorter length T/k cuts each window into k pieces: piece j of window w is window w·k + j of that length. batch_size windows
+give k batches, and batch j has piece j of each window.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ class BatchesState(TypedDict):
     piece: NotRequired[
         int
     ]  # the next piece of the rows from `index` on, if rows are read in pieces; older states lack it
-    tokens_read: NotRequired[int]  # likewise
+    tokens_read: NotRequired[int]  # older states lack it
     seed: int
     seq_len: int
-    tokens_sha256: str  # of what the rows are made of
+    tokens_sha256: str  # digest of the data that the rows are made of
 
 
 def split(tokens: Tokens, validation_fraction: float) -> tuple[Tokens, Tokens]:
@@ -118,7 +118,7 @@ class Batches:
             raise ValueError(f"seed: got {seed}; accepted: at least 0")
         self.rows, self.batch_size, self.seed = rows, batch_size, seed
         self._sha256 = rows.sha256()
-        self._cut, self._pieces = rows, 1  # rows of the length that is read, and how many of them make one of `rows`
+        self._cut, self._pieces = rows, 1  # rows of the current length, and how many of them make one of `rows`
         self._tokens_read = 0
         self._move(0, 0)
 
@@ -199,8 +199,8 @@ class Batches:
         }
 
     def restore(self, state: BatchesState) -> None:
-        """Continue where `state` was taken. Tokens, seq_len and seed must be the same. batch_size may differ between whole
-        rows; between pieces of rows, `resize` must have been called with the sizes at which the state was taken."""
+        """Continue where `state` was taken. Tokens, seq_len and seed must be the same. If the state was taken between pieces of
+        rows, call `resize` with its sizes first; otherwise batch_size may differ."""
         here = self.state()
         for name in ("seed", "seq_len", "tokens_sha256"):
             if state[name] != here[name]:
@@ -226,8 +226,8 @@ class Batches:
 def batches_in_order(
     rows: Rows, batch_size: int, *, most: int | None = None, rank: int = 0, world: int = 1
 ) -> Iterator[Batch]:
-    """For evaluation: every row once, in order; the last batch may be smaller. Only the first `most` batches are used, the same
-    in every evaluation. This rank gets every world-th of them."""
+    """Batches for evaluation: every row once, in order; the last batch may be smaller. Only the first `most` batches are used,
+    the same ones in every evaluation. This rank gets every world-th of them."""
     order = rows.in_order()
     for number, begin in enumerate(range(0, len(order), batch_size)):
         if number == most:

@@ -90,6 +90,8 @@ class ChatTemplate:
             before = self.render(messages[:i]).text if i else ""
             prompt = self.render(messages[:i], generation_prompt=True).text if i else ""
             after = self.render(messages[: i + 1]).text
+            if after == before and message.get("content"):
+                raise ValueError(f"messages[{i}]: the chat template writes nothing of this message ({self.name})")
             if not (whole.startswith(before) and whole.startswith(after)):
                 raise ValueError(
                     f"messages[{i}]: the chat template writes this message differently once more messages follow, so the "

@@ -33,7 +33,7 @@ import torch
 
 from ..memory.managed.pressure import memory_limit
 from ..memory.page import human
-from ..text.untrusted import shown_keys
+from ..text.untrusted import shown, shown_keys
 from .conversations import detect_format
 
 Numbers = dict[str, Any]  # the numbers of an event: {"step": 10, "loss": 2.5}
@@ -41,7 +41,8 @@ Show = Callable[[str, Numbers], None]  # called with each event ("prepare", "sta
 TEXT = (".txt", ".text", ".md", ".rst", ".tex")
 LINES = (".jsonl",)
 _GZIP_GROWTH, _GZIP_SMALL = 100, 1 << 24  # the text of a .gz has at most 100 times its bytes, or 16 MiB if that is more
-_FORMAT_LINES, _FORMAT_BYTES = 20, 1 << 22  # the most lines and bytes of a .jsonl that are read to find its format
+_FORMAT_LINES, _LONGEST = 20, 1 << 28  # lines of a .jsonl that are read to find its format; the most bytes of one
+_REMEDIES = {".json": "write each object into a line of its own, as .jsonl"}
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -154,9 +155,8 @@ def find_format(paths: Sequence[Path], text_field: str) -> str:
 def _format_of(file: Path, text_field: str) -> str:
     if _kind(file) not in LINES:
         return "text"
-    head = _head(file)
     found = "text"
-    for number, line in zip(range(1, _FORMAT_LINES + 1), head, strict=False):
+    for number, line in enumerate(_head(file), 1):
         if not line.strip():
             continue
         try:
@@ -179,10 +179,19 @@ def _format_of(file: Path, text_field: str) -> str:
     return found
 
 
-def _head(file: Path) -> list[str]:
-    """The first lines of a .jsonl. The last of these lines may be incomplete."""
+def _head(file: Path) -> Iterator[str]:
+    """The first lines of a .jsonl."""
     with _opened(file) as opened:
-        return opened.read(_FORMAT_BYTES).decode("utf-8", errors="replace").split("\n")
+        for number in range(1, _FORMAT_LINES + 1):
+            line = opened.readline(_LONGEST)
+            if not line:
+                return
+            if len(line) == _LONGEST and not line.endswith(b"\n"):
+                raise ValueError(
+                    f"{file}, line {number}: got a line of more than {human(_LONGEST)}; accepted: shorter lines, or "
+                    "data.format text, messages, prompt or instruction"
+                )
+            yield line.decode("utf-8", errors="replace")
 
 
 @contextmanager
@@ -226,7 +235,7 @@ def find_files(paths: Sequence[Path]) -> tuple[list[Path], int]:
         elif _kind(path) not in ("", *TEXT, *LINES):
             raise ValueError(
                 f"{path}: got a file of kind {''.join(path.suffixes[-2:])!r}; accepted: {_accepted()}; "
-                "give plain text the suffix .txt"
+                f"{_REMEDIES.get(_kind(path), 'give plain text the suffix .txt')}"
             )
         else:
             files.append(path)
@@ -307,9 +316,8 @@ def _lines(file: Path, text: str) -> Iterator[tuple[int, Record]]:
 def _field(record: Record, where: str, name: str) -> str:
     text = record.get(name)
     if not isinstance(text, str):
-        raise ValueError(
-            f"{where}: got the keys {shown_keys(record)}; accepted: an object with a string in {name!r} (data.text_field)"
-        )
+        got = f"{shown(text)} in {name!r}" if name in record else f"the keys {shown_keys(record)}"
+        raise ValueError(f"{where}: got {got}; accepted: an object with a string in {name!r} (data.text_field)")
     try:
         check_surrogates(text, repr(name))
     except ValueError as error:

@@ -4,8 +4,8 @@
     MAX_SIZE     total size of all strings and lists made, even temporary ones; a character has size 1, an element of a list 8
 
 Operators, calls and filters whose result can be much larger than their arguments are checked before they run, by an upper bound
-on the size of that result. After that, the size of each result is counted: of operators, calls, filters, ~, slices and
-literals, and of each part of the output.
+on the size of that result. Afterwards the size of every result is counted: the value of each operator, call, filter, ~, slice
+and literal, and each part of the output.
 """
 
 from __future__ import annotations

@@ -269,14 +269,14 @@ def decode_known(tokenizer: Tokenizer, tokens: list[int]) -> str:
 
 
 class TextStream:
-    """The text of tokens, one by one: `add` returns the text that is new and can't change any more, `rest` what is left at the
-    end. All of it joined is `decode_known` of the tokens. A character whose bytes are in several tokens comes with the last.
+    """Decodes tokens one by one. `add` returns the new text that later tokens cannot change, `rest` the remaining text at the
+    end. Joined, they equal `decode_known` of the tokens. A character whose bytes span several tokens comes with the last one.
 
     An incomplete character decodes to one � at the end, so only a � at the end can still change.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, after: Sequence[int] = ()) -> None:
-        """after: the tokens before the first"""
+        """after: the tokens before the first one that is added"""
         self._tokenizer = tokenizer
         self._chunk = _context(tokenizer, after)
         self._shown = len(tokenizer.decode(self._chunk))
@@ -300,7 +300,7 @@ class TextStream:
 
 
 def text_after(tokenizer: Tokenizer, tokens: Sequence[int], after: Sequence[int]) -> str:
-    """The text of tokens that follow others: what a `TextStream` returns, joined, by one call of the tokenizer."""
+    """The text of `tokens` that follow `after`: the joined output of a `TextStream`, by one call of the tokenizer."""
     if any(token >= tokenizer.vocab_size for token in tokens):
         stream = TextStream(tokenizer, after=after)
         return "".join([*map(stream.add, tokens), stream.rest()])

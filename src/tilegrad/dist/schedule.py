@@ -183,7 +183,7 @@ def _uneven(params: Sequence[Handle], world: int) -> bool:
 
 def align_of(p: Handle) -> int:
     """The alignment of offsets in elements. On CUDA it is the same for a parameter and its bfloat16 copy."""
-    return 128 if p.device.type == "cuda" else alignment(p.device) // p.dtype.itemsize
+    return 128 if p.device.type == "cuda" else max(alignment(p.device) // p.dtype.itemsize, p.multiple)
 
 
 @contextmanager

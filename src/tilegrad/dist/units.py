@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -70,7 +70,8 @@ class Units:
     grad_parts: Buffers
 
     @classmethod
-    def declare(cls, params: Sequence[UnitParam], world: int) -> Units:
+    def declare(cls, params: Sequence[UnitParam], world: int, kept: torch.dtype | None = None) -> Units:
+        """kept: the dtype of this rank's parts of the gradients; None: the dtype of the gradients."""
         by_unit: dict[str, list[UnitParam]] = {}
         for p in params:
             by_unit.setdefault(p.master.layer if p.master.layer.startswith("blocks.") else ROOT, []).append(p)
@@ -109,7 +110,7 @@ class Units:
             values=buffers("values", value, "activations"),
             grads=buffers("grads", grad, "activations"),
             value_parts=buffers("part", value, "params"),
-            grad_parts=buffers("d part", grad, "grads"),
+            grad_parts=buffers("d part", grad if kept is None else replace(grad, dtype=kept), "grads"),
         )
 
     def view(self, handle: Handle) -> Tensor:
@@ -154,8 +155,8 @@ class Units:
         observe_names: ObserveNames,
     ) -> Iterator[None]:  # fmt: skip
         """Run the program of `steps` inside this context. first=True: sums overwrite the parts; False: they are added. `emit` is
-        the observer outside (a trace or the poison check), which gets each call, or None. While a program is traced, no
-        collective runs."""
+        the outer observer (a trace or the poison check), which gets each call; None: there is none. While a program is traced,
+        no collective runs."""
         works: dict[str, Pending] = {}
         before, after = self.schedule(steps)
         act = partial(self._act, mesh, works, first=first, emit=emit or _run)

@@ -7,19 +7,23 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..kernels import gpu
 from ..kernels.cpu.library import library
 from ..kernels.cpu.rows import DTYPES
-from ..kernels.fp8_linear import FP8_LINEAR, Problem
+from ..kernels.fp8_linear import EVEN, FP8_LINEAR, Problem
 from ..kernels.muon import MuonConfig
+from ..kernels.norm import NORM
 from ..kernels.scratch import Form
+from ..kernels.table import Problem as NormProblem
 from ..model.config import LIMITS as MODEL_LIMITS
 from ..model.config import ModelConfig, is_count
-from ..model.layer import Linear
+from ..model.layer import HeadProducts, Linear, States
 from ..model.lora import LoraConfig
+from ..text.spelling import dtype_name
 from ..text.untrusted import shown
 from .spec import StepSpec
 
@@ -60,10 +64,11 @@ def check_spec(spec: StepSpec) -> None:
     check_sizes(spec.config, spec.dtype, batch_size=spec.batch_size, seq_len=spec.seq_len)
     _check_documents(spec)
     if spec.linear not in get_args(Linear):
-        raise ValueError(f"linear: got {spec.linear!r}; accepted: {' or '.join(map(repr, get_args(Linear)))}")
+        raise ValueError(f"linear: got {spec.linear!r}; accepted: {', '.join(map(repr, get_args(Linear)))}")
     check_invariant(
-        spec.dtype, spec.device, invariant=spec.invariant, linear=spec.linear, lora=spec.lora, context=spec.context
-    )
+        spec.config, spec.dtype, spec.device,
+        invariant=spec.invariant, linear=spec.linear, head=spec.head, lora=spec.lora, context=spec.context,
+    )  # fmt: skip
     patterns: object = spec.freeze
     if not isinstance(patterns, tuple) or not all(isinstance(pattern, str) for pattern in patterns):
         raise ValueError(
@@ -83,12 +88,63 @@ def check_spec(spec: StepSpec) -> None:
             "muon: got a MuonConfig with lora, but Muon does not update adapters; accepted: None with lora"
         )
     check_decay("ema", spec.ema)
-    if spec.linear == "fp8":
-        form = Form((16, 16), spec.dtype, spec.device)
+    check_states(spec.states, spec.dtype, muon=spec.muon, lora=spec.lora, ema=spec.ema)
+    _check_float8(spec)
+
+
+def _check_float8(spec: StepSpec) -> None:
+    """Refuse float8 where it cannot run."""
+    if spec.head not in get_args(HeadProducts):
+        raise ValueError(f"head: got {spec.head!r}; accepted: {' or '.join(map(repr, get_args(HeadProducts)))}")
+    c, form = spec.config, Form((16, 16), spec.dtype, spec.device)
+    sizes = {"n_embd": c.n_embd}
+    of_linear = {
+        "ffn_dim": c.ffn,
+        "n_head · head_size": c.n_head * c.head_dim,
+        "n_kv_head · head_size": c.kv_heads * c.head_dim,
+    }
+    for name, level, more in (("linear", spec.linear, of_linear), ("head", spec.head, {"vocab_size": c.vocab_size})):
+        if level == "plain":
+            continue
         bfloat16 = spec.dtype == torch.bfloat16
         reason = FP8_LINEAR.rows[0].refuses(Problem(form, form)) if bfloat16 else "needs dtype bfloat16"
+        for size, value in (sizes | more).items():
+            if reason is None and value % EVEN:
+                reason = f"takes sizes that are multiples of {EVEN}, not {size} {value}"
+        if reason is None and level == "fp8-all" and spec.lora is not None:
+            raise ValueError(
+                f"{name}: got {level!r} with lora, whose base has no gradient; accepted: 'fp8' or 'plain' here"
+            )
+        if reason is None and name == "head" and c.loss != "cross_entropy":
+            reason = f"is for the loss 'cross_entropy', not {c.loss!r}"
         if reason is not None:
-            raise ValueError(f"linear: got 'fp8', which {reason}; accepted: 'plain' here")
+            raise ValueError(f"{name}: got {level!r}, which {reason}; accepted: 'plain' here")
+
+
+def check_states(
+    states: States, dtype: torch.dtype, *, muon: MuonConfig | None, lora: LoraConfig | None, ema: float
+) -> None:
+    """Refuse lean states that the kernels do not support."""
+    if not isinstance(states, States):
+        raise ValueError(f"states: got {shown(states)}; accepted: a States")
+    least = {"moments": (torch.float32, torch.bfloat16)}
+    for name in ("moments", "masters", "gradients"):
+        got, own = getattr(states, name), least.get(name, (torch.bfloat16,))
+        if got == "float32":
+            continue
+        reason = None
+        if dtype not in own:
+            reason = (
+                f"with dtype {dtype_name(dtype)}; accepted: 'float32', or dtype {' or '.join(map(dtype_name, own))}"
+            )
+        elif muon is not None:
+            reason = "with Muon, which keeps float32; accepted: 'float32', or AdamW for every parameter"
+        elif lora is not None and name != "moments":
+            reason = "with lora, whose adapters are few; accepted: 'float32'"
+        elif ema and name == "masters":
+            reason = f"with ema {ema}, an average in float32; accepted: 'float32', or ema 0"
+        if reason is not None:
+            raise ValueError(f"{name}: got {got!r} {reason}")
 
 
 def check_decay(name: str, decay: float) -> None:
@@ -99,11 +155,13 @@ def check_decay(name: str, decay: float) -> None:
 
 
 def check_invariant(
+    config: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
     *,
     invariant: bool,
     linear: Linear = "plain",
+    head: HeadProducts = "plain",
     lora: LoraConfig | None = None,
     context: int = 1,
 ) -> None:
@@ -114,20 +172,23 @@ def check_invariant(
     if not invariant:
         return
     reason = None
-    if device.type != "cpu":
-        reason = f"on {device}, where the attention kernels of training and of generation add in different orders"
-    elif dtype not in DTYPES:
+    if dtype not in DTYPES:
         reason = (
             f"with dtype {dtype}, whose kernels have no fixed order of additions (those of float32 and bfloat16 do)"
         )
-    elif linear != "plain":
-        reason = f"with linear {linear!r}, whose scales depend on the whole batch"
+    elif linear != "plain" or head != "plain":
+        name, level = ("linear", linear) if linear != "plain" else ("head", head)
+        reason = f"with {name} {level!r}, whose scales depend on the whole batch"
     elif lora is not None:
         reason = "with lora, whose products of rank r have no fixed order of additions (merge the adapter first)"
     elif context != 1:
         reason = f"with context {context}, where ranks share a sequence"
-    elif isinstance(library(), str):
-        reason = f"without the native library, which {library()}"
+    elif device.type == "cpu":
+        reason = f"without the native library, which {library()}" if isinstance(library(), str) else None
+    else:
+        (norm,) = (row for row in NORM.rows if row.name == "triton")
+        refusal = norm.refuses(NormProblem(Form((1, config.n_embd), dtype, device)))
+        reason = f"on {device} without the Triton kernels: that of norms {refusal}" if refusal else None
     if reason is not None:
         raise ValueError(f"invariant: got True {reason}; accepted: False here")
 
@@ -249,16 +310,18 @@ def _check_ends(cu_seqlens: Tensor, b: int, t: int, documents: int) -> None:
 
 
 def write_documents(cu_seqlens: Tensor | None, *, ends: Tensor, positions: Tensor) -> None:
-    """Write cu_seqlens to `ends`, padded with b·t, and each token's position in its document to `positions`. If cu_seqlens is
-    None, each row is one document."""
+    """Write cu_seqlens to `ends`, padded with b·t, and each token's position in its document to `positions`: 0 after the last
+    document. If cu_seqlens is None, each row is one document."""
     b, t = positions.shape
     if cu_seqlens is None:
         cu_seqlens = torch.arange(0, b * t + 1, t, dtype=torch.int32)
     count = len(cu_seqlens)
     ends[:count].copy_(cu_seqlens)
     ends[count:].fill_(b * t)
-    starts = torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff())
-    positions.view(-1).copy_(torch.arange(b * t) - starts)
+    bounds = cu_seqlens.numpy()
+    in_documents = np.zeros(b * t, dtype=np.int64)
+    in_documents[: bounds[-1]] = np.arange(bounds[-1]) - np.repeat(bounds[:-1], np.diff(bounds))
+    positions.view(-1).copy_(torch.from_numpy(in_documents))
 
 
 def _check_range(name: str, x: Tensor, low: int, vocab_size: int) -> None:

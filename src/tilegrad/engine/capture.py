@@ -1,11 +1,11 @@
 """Runs a training step as one CUDA graph. Inputs and results pass through pinned memory.
 
     stream   copy in │ inputs · forward · backward · (next micro-batch …) · norm · guard · update │ copy out │ copy in │ …
-    host       stage step k + 1 … │ read step k − 2 │                              never waits for the newest step
+    host       read step k − 2 │ stage step k + 1 … │                              never waits for the newest step
 
 Tokens, targets, documents, dropout's seeds and the learning rate change from step to step. They are copied to one buffer on the
-device, `staged`, before the graph starts. The device counts the targets and decides whether to skip the step. Loss and norm are
-copied back. So the graph has no arguments, and nothing is allocated after the capture.
+device, `staged`, before the graph starts. The device counts the targets and decides whether to skip the step. The results
+are copied back. So the graph needs no arguments, and a replay allocates nothing.
 
 The first step with new shapes runs op by op, and the second is captured (`CapturedProgram`). Both run `DeviceStep.program`, so
 they compute the same bits.
@@ -13,10 +13,12 @@ they compute the same bits.
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -29,7 +31,11 @@ from .batch import Batch, write_documents
 from .optimizer import Optimizer, StepResult
 from .step import accumulate_gradients
 
+K = TypeVar("K")
+P = TypeVar("P")
+
 DEPTH = 3  # the most submitted steps in flight
+MOST_SHAPES = 32  # of inputs, whose programs a decoder or a scorer keeps
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +87,7 @@ class Staged:
 
 @contextmanager
 def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Run on `stream`, after earlier work on the current stream and before later work there. None is for a CPU."""
+    """Run on `stream`, between earlier and later work of the current stream. None is for a CPU."""
     if stream is None:
         yield
         return
@@ -92,20 +98,52 @@ def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
     current.wait_stream(stream)
 
 
-class CapturedProgram:
-    """A program of device ops. The first run is op by op and compiles every kernel. The next run with capture=True is captured,
-    and later runs replay the graph."""
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """During a capture no other graph may be freed. A collection would free the graphs of dead engines."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
-    def __init__(self, program: Callable[[], None], stream: torch.cuda.Stream) -> None:
-        self.program, self.stream = program, stream
+
+def keep(programs: dict[K, P], shape: K, program: P) -> P:
+    """programs[shape] = program, in place of the oldest if there are MOST_SHAPES of them."""
+    if len(programs) >= MOST_SHAPES:
+        programs.pop(next(iter(programs)))
+    programs[shape] = program
+    return program
+
+
+class CapturedProgram:
+    """A program of device ops on these models. The first run is op by op and compiles every kernel. The next run with
+    capture=True is captured, if all models can be captured, and later runs replay the graph.
+
+    A graph contains the address of cuBLAS's workspace. torch keeps one workspace for each stream, and frees all of them
+    whenever torch.compile captures a graph, so our graph would then write to memory that torch gave to other
+    tensors. So we free the workspaces before our capture too: the graph then allocates one in its own pool, and the pool lives
+    as long as the graph. A user's graph loses a workspace that its stream had before the capture, as with torch.compile.
+    Programs that never run at the same time may share a `pool` (torch.cuda.graph_pool_handle) and its workspace.
+    """
+
+    def __init__(
+        self, program: Callable[[], None], models: Sequence[Transformer], stream: torch.cuda.Stream,
+        pool: torch.cuda._POOL_HANDLE | None = None,
+    ) -> None:  # fmt: skip
+        self.program, self.stream, self.pool = program, stream, pool
+        self.capturable = all(block.attention.capturable for model in models for block in model.blocks)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.ran = False
 
     def run(self, *, capture: bool) -> None:
         """The caller makes `stream` the current stream."""
-        if self.graph is None and self.ran and capture:
+        if self.graph is None and self.ran and capture and self.capturable:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=self.stream):
+            torch._C._cuda_clearCublasWorkspaces()
+            with without_garbage_collection(), torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
                 self.program()
             self.graph = graph  # only after a complete capture
         if self.graph is not None:
@@ -137,15 +175,18 @@ class RecordedProgram:
 class DeviceStep:
     """A step on micro-batches of fixed shapes. Each micro-batch has its own model, and all models share one memory."""
 
-    def __init__(self, models: Sequence[Transformer], optimizer: Optimizer, stream: torch.cuda.Stream) -> None:
+    def __init__(
+        self, models: Sequence[Transformer], optimizer: Optimizer, stream: torch.cuda.Stream,
+        pool: torch.cuda._POOL_HANDLE | None = None,
+    ) -> None:  # fmt: skip
         device, dtype = optimizer.params.device, optimizer.loss.dtype
         self.models, self.optimizer = tuple(models), optimizer
         self.staged = Staged.of(models, device)
         self.valid = torch.empty(max(x.numel() for x in self.staged.targets), dtype=torch.bool, device=device)
         self.counts = torch.zeros(2, dtype=torch.int64, device=device)  # targets of one micro-batch, and of all
         self.inv_total = torch.zeros((), dtype=dtype, device=device)
-        self.result = torch.zeros(2, dtype=dtype, device=device)
-        self.captured = CapturedProgram(self.program, stream)
+        self.result = torch.zeros(3, dtype=dtype, device=device)  # loss, norm, jumps
+        self.captured = CapturedProgram(self.program, self.models, stream, pool)
 
     def program(self) -> None:
         self._count_targets()
@@ -153,6 +194,8 @@ class DeviceStep:
         self.optimizer.update(self.staged.learning_rate)
         self.result[0].copy_(self.optimizer.loss)
         self.result[1].copy_(self.optimizer.norm)
+        if self.models[0].jumps is not None:
+            self.result[2].copy_(self.models[0].jumps)
 
     def _loaded(self) -> Iterator[Transformer]:
         """Yields the model of each micro-batch after its staged inputs are copied in."""
@@ -224,9 +267,9 @@ class StepQueue:
         key, slot = self._running.popleft()
         slot.done.synchronize()
         self._free[key].append(slot)
-        loss, norm = slot.result.tolist()
-        return StepResult(loss, norm)
+        loss, norm, jumps = slot.result.tolist()
+        return StepResult(loss, norm, int(jumps))
 
     def _new(self, step: DeviceStep) -> _Slot:
-        result = torch.zeros(2, dtype=step.result.dtype, pin_memory=True)
+        result = torch.zeros_like(step.result, device="cpu", pin_memory=True)
         return _Slot(Staged.of(step.models), result, torch.cuda.Event())

@@ -7,16 +7,19 @@
 The two programs, prefill and step (model/decoding.py), are traced and planned before anything is allocated. Sizes are fixed: a
 slot has room for `capacity` tokens, and kernels read the number of tokens in it from `positions` on the device. So on CUDA the
 step is one graph, captured in the step's second run. From then on its ops allocate nothing on the device, and the host reads
-tokens without waiting for the newest step.
+tokens without waiting for the newest step. A prefill is a graph for each number of tokens, which is rounded up
+(`prefill_rows`), so that prompts of many lengths share few graphs.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,14 +32,15 @@ from ..model.config import ModelConfig
 from ..model.decoding import Decoding, declare_decoding
 from ..model.layer import CacheSize
 from ..model.lora import LoraConfig
+from ..text.untrusted import shown
 from .batch import LIMITS, check_invariant, check_sizes, write_documents
-from .capture import CapturedProgram, RecordedProgram, on_stream
+from .capture import CapturedProgram, RecordedProgram, keep, on_stream
 from .inference import InferenceMemory, without_given
 from .machine import check_device, check_threads, too_large
 from .recompute import most
 from .sampling import Sampling
 
-_PREFILLS = 16  # at most so many prefills stay bound, one for each number of tokens
+_LEAST_PREFILL = 64  # on CUDA
 PREFILL_TOKENS = {"cpu": 512, "cuda": 8192}  # tokens read at once by default (`decoder_spec`)
 
 
@@ -102,7 +106,7 @@ def decoder_spec(
         prefill_tokens = max(capacity, batch_size, min(batch_size * capacity, PREFILL_TOKENS[device.type]))
     if prefill_tokens < capacity:
         raise ValueError(f"prefill_tokens: got {prefill_tokens}; accepted: at least capacity, {capacity}")
-    check_invariant(dtype, device, invariant=invariant, lora=lora)
+    check_invariant(config, dtype, device, invariant=invariant, lora=lora)
     return DecoderSpec(config, batch_size, capacity, prefill_tokens, dtype, device, penalties, lora, invariant)
 
 
@@ -146,6 +150,15 @@ class Slots:
         """The slot draws no more tokens. Until its next prompt, steps compute its row from an arbitrary token, and
         nobody reads the result."""
         self.positions[slot], self.draws[slot], self.active[slot] = 0, -1, 0
+
+
+def prefill_rows(tokens: int, spec: DecoderSpec) -> int:
+    """The rows of a prefill of so many tokens. On CUDA they are rounded up, by less than a quarter or by less than
+    _LEAST_PREFILL rows. A row that is added reads token 0 and writes nothing to the cache."""
+    if spec.device.type == "cpu":
+        return tokens
+    multiple = max(_LEAST_PREFILL, 1 << max(tokens.bit_length() - 3, 0))
+    return min(-(-tokens // multiple) * multiple, spec.prefill_tokens)
 
 
 def largest_batch(spec: DecoderSpec, limit: int | None = None) -> tuple[dict[str, int | None], str]:
@@ -222,12 +235,13 @@ class Decoder:
         self._state = self._step.sampler.state
         self._step.model.fill_tables(config)
         self._threads = torch.get_num_threads()
-        self._prefills: dict[int, Decoding] = {}
+        self._prefills: dict[int, tuple[Decoding, CapturedProgram | None]] = {}
         self._slots = Slots.empty(batch_size)
         self._load_slots()
         self._results: deque[tuple[tuple[int, ...], Tensor, Tensor, torch.cuda.Event | None]] = deque()
         self._stream = torch.cuda.Stream(spec.device) if spec.device.type == "cuda" else None
-        self._captured = None if self._stream is None else CapturedProgram(self._run_step, self._stream)
+        self._graph_pool = torch.cuda.graph_pool_handle() if self._stream is not None else None
+        self._captured = self._program(self._run_step, self._step)
         self._recorded = RecordedProgram(self._step.run) if self._stream is None and capture else None
         self._capture = capture
 
@@ -235,17 +249,17 @@ class Decoder:
 
     def prefill(self, prompts: Mapping[int, Prompt]) -> None:
         """Read prompts into their slots, in place of older sequences, and draw the next token of each. Prompts are read
-        in groups of at most `prefill_tokens` tokens; `finished` returns one `Drawn` for each group."""
-        for slot, prompt in prompts.items():
-            self._check_prompt(slot, prompt)
-        group: dict[int, Prompt] = {}
-        for slot, prompt in prompts.items():
-            if group and sum(len(p.tokens) for p in group.values()) + len(prompt.tokens) > self.spec.prefill_tokens:
-                self._prefill(group)
+        in groups of at most `prefill_tokens` tokens; `finished` returns one `Drawn` for each group. If reading a group raises,
+        its slots are stopped, and earlier groups stay."""
+        tokens = {slot: self._checked_tokens(slot, prompt) for slot, prompt in prompts.items()}
+        group: dict[int, Tensor] = {}
+        for slot, text in tokens.items():
+            if group and sum(map(len, group.values())) + len(text) > self.spec.prefill_tokens:
+                self._prefill_or_stop(group, prompts)
                 group = {}
-            group[slot] = prompt
+            group[slot] = text
         if group:
-            self._prefill(group)
+            self._prefill_or_stop(group, prompts)
 
     def submit(self) -> None:
         """One step of the active slots. On CUDA it does not wait for the device."""
@@ -296,6 +310,10 @@ class Decoder:
         self._step.positions.add_(self._state.active)
         self._step.sampler.draws.add_(self._state.active)
 
+    def _run_prefill(self, decoding: Decoding) -> None:
+        decoding.run()
+        self._feed()
+
     def _feed(self) -> None:
         """Makes the drawn tokens the input of the next step."""
         torch.clamp(self._state.tokens, min=0, out=self._step.model.tokens.view(-1))
@@ -310,39 +328,44 @@ class Decoder:
         for name in ("active", "settings", "seeds", "sequences"):
             getattr(state, name).copy_(getattr(slots, name))
 
-    def _prefill(self, prompts: dict[int, Prompt]) -> None:
+    def _prefill_or_stop(self, texts: dict[int, Tensor], prompts: Mapping[int, Prompt]) -> None:
+        try:
+            self._prefill(texts, prompts)
+        except BaseException:  # the caches of these slots have neither the old sequences nor the prompts
+            self.stop(texts)
+            raise
+
+    def _prefill(self, texts: dict[int, Tensor], prompts: Mapping[int, Prompt]) -> None:
+        """Reads `texts`, the tokens of some of the prompts, by slot."""
         self._check_threads()
-        lengths = torch.tensor([len(prompt.tokens) for prompt in prompts.values()])
-        total = int(lengths.sum())
+        lengths = torch.tensor([len(text) for text in texts.values()])
         ends = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
-        decoding = self._bound_prefill(total)
-        packed, last, draws, slots = (
-            decoding.model.packed,
-            decoding.sampler.last,
-            decoding.sampler.draws,
-            decoding.slots,
-        )
+        rows = prefill_rows(int(ends[-1]), self.spec)
+        decoding, captured = self._bound_prefill(rows)
+        packed, last, slots = decoding.model.packed, decoding.sampler.last, decoding.slots
         assert packed is not None and last is not None and slots is not None
-        in_cache = torch.tensor([slot * self.capacity for slot in prompts]) - ends[:-1]
+        tokens, at_slots = torch.zeros(rows, dtype=torch.int64), torch.full((rows,), -1)
+        at, drawn = torch.zeros(self.batch_size, 1, dtype=torch.int64), torch.full((self.batch_size,), -1)
         with on_stream(self._stream):
-            decoding.model.tokens.view(-1).copy_(
-                torch.tensor([t for prompt in prompts.values() for t in prompt.tokens])
-            )
-            write_documents(ends.to(torch.int32), ends=packed.cu_seqlens, positions=packed.positions)
-            slots.copy_(torch.arange(total) + in_cache.repeat_interleave(lengths))
-            at, drawn = torch.zeros(self.batch_size, 1, dtype=torch.int64), torch.full((self.batch_size,), -1)
-            for i, (slot, prompt) in enumerate(prompts.items()):
-                at[slot], drawn[slot] = ends[i + 1] - 1, prompt.draws
-                self._slots.begin(slot, prompt)
+            for (slot, text), begin, end in zip(texts.items(), ends.tolist(), ends.tolist()[1:], strict=False):
+                tokens[begin:end] = text
+                torch.arange(slot * self.capacity, slot * self.capacity + len(text), out=at_slots[begin:end])
+                at[slot], drawn[slot] = end - 1, prompts[slot].draws
+                self._slots.begin(slot, prompts[slot])
                 if self._state.seen is not None:
                     seen = self._state.seen[slot]
-                    seen.zero_().index_fill_(0, torch.tensor(prompt.tokens, device=seen.device), 1)
+                    seen.zero_().index_fill_(0, text.to(seen.device), 1)
+            decoding.model.tokens.view(-1).copy_(tokens)
+            write_documents(ends.to(torch.int32), ends=packed.cu_seqlens, positions=packed.positions)
+            slots.copy_(at_slots)
             last.copy_(at)
-            draws.copy_(drawn)
+            decoding.sampler.draws.copy_(drawn)
             self._load_slots()
-            decoding.run()
-            self._feed()
-            self._record(tuple(prompts))
+            if captured is None:
+                self._run_prefill(decoding)
+            else:
+                captured.run(capture=self._capture)
+            self._record(tuple(texts))
 
     def _record(self, slots: tuple[int, ...]) -> None:
         tokens, logprobs = self._state.tokens, self._state.logprobs
@@ -358,28 +381,36 @@ class Decoder:
 
     # ── prefill programs and checks ──
 
-    def _bound_prefill(self, tokens: int) -> Decoding:
+    def _program(self, run: Callable[[], None], decoding: Decoding) -> CapturedProgram | None:
+        if self._stream is None:
+            return None
+        return CapturedProgram(run, [decoding.model], self._stream, self._graph_pool)
+
+    def _bound_prefill(self, tokens: int) -> tuple[Decoding, CapturedProgram | None]:
         if tokens not in self._prefills:
-            if len(self._prefills) >= _PREFILLS:
-                self._prefills.pop(next(iter(self._prefills)))
-            self._prefills[tokens] = bind(self.spec.declare(tokens), self._memory.view)
+            decoding = bind(self.spec.declare(tokens), self._memory.view)
+            keep(self._prefills, tokens, (decoding, self._program(partial(self._run_prefill, decoding), decoding)))
         return self._prefills[tokens]
 
-    def _check_prompt(self, slot: int, prompt: Prompt) -> None:
+    def _checked_tokens(self, slot: int, prompt: Prompt) -> Tensor:
         vocab_size = self.spec.config.vocab_size
         if not 0 <= slot < self.batch_size:
             raise ValueError(f"slot: got {slot}; accepted: 0 … {self.batch_size - 1}")
         if not 1 <= len(prompt.tokens) <= self.capacity:
             raise ValueError(f"tokens: got {len(prompt.tokens)} in a prompt; accepted: 1 … capacity, {self.capacity}")
-        wrong = next((token for token in prompt.tokens if not 0 <= token < vocab_size), None)
-        if wrong is not None:
-            raise ValueError(f"tokens: got {wrong}; accepted: 0 … {vocab_size - 1}")
+        tokens = np.asarray(prompt.tokens)
+        if tokens.dtype.kind not in "iu" or tokens.ndim != 1:
+            raise ValueError(f"tokens: got {shown(prompt.tokens)}; accepted: a sequence of ints")
+        wrong = tokens[(tokens < 0) | (tokens >= vocab_size)]
+        if len(wrong):
+            raise ValueError(f"tokens: got {wrong[0]}; accepted: 0 … {vocab_size - 1}")
         for name, number, limit in (("sequence", prompt.sequence, 1 << 63), ("draws", prompt.draws, 1 << 32)):
             if not 0 <= number < limit:
                 raise ValueError(f"{name}: got {number}; accepted: 0 … {limit - 1}")
         if prompt.sampling.repetition_penalty != 1.0 and not self.spec.penalties:
             got = prompt.sampling.repetition_penalty
             raise ValueError(f"repetition_penalty: got {got}; accepted: 1.0, or any with Decoder(penalties=True)")
+        return torch.from_numpy(tokens.astype(np.int64))
 
     def _check_threads(self) -> None:
         check_threads(self._threads, self.spec.device)

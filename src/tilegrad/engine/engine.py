@@ -21,18 +21,19 @@ import torch
 from torch import Tensor
 
 from ..dist.mesh import Mesh
+from ..kernels.fp8_linear.state import JUMPS
 from ..kernels.muon import MuonConfig
 from ..memory.planned.arena import Arenas, MemoryPlan
 from ..memory.planned.trace import bind
 from ..model.config import ModelConfig
-from ..model.layer import Linear
+from ..model.layer import FULL, HeadProducts, Linear, States
 from ..model.lora import LoraConfig
 from ..model.transformer import Transformer
 from .batch import Batch, check_batch, check_some, check_spec, count_targets, micro_batches, write_documents
 from .capture import DeviceStep, StepQueue, on_stream
 from .machine import check_device, check_fits, check_threads
 from .optimizer import AdamW, NonFiniteError, StepResult
-from .parallel import check_agreed, check_same, digest, make_strategy
+from .parallel import check_accumulation, check_agreed, check_same, digest, make_strategy
 from .planning import plan_model
 from .recompute import choose_recompute
 from .spec import BUCKET_BYTES, Shard, StepSpec
@@ -42,14 +43,17 @@ from .step import accumulate_gradients
 class Engine:
     """Trains one model. `params` and `grads` are views of the arenas by name. In bfloat16 both are float32: on CUDA the layers
     compute with bfloat16 copies of the params, on a CPU the ops round what they read. dtype=None is bfloat16 on CUDA, float32
-    on a CPU. capture=False runs a CUDA step op by op, with the same bits, for a debugger. linear="fp8" computes the blocks'
-    forward GEMMs in float8, on GPUs that have it. deterministic=False lets attention's backward add in any order on a GPU; on
-    a CPU the order is always the same.
+    on a CPU. capture=False runs a CUDA step op by op, with the same bits, for a debugger. deterministic=False lets attention's
+    backward add in any order on a GPU; on a CPU the order is always the same.
+
+    linear="fp8" forms y and dx of the blocks' linear layers in float8, "fp8-all" also the gradients of their weights, and
+    head="fp8" the products of the head, on GPUs that have it. These levels are experimental (docs/training.md). `jumps` counts
+    magnitudes that their scales did not follow.
 
     With a `mesh` of several ranks (engine/parallel) each rank gives its own micro-batches, and the step covers all of
     them. With shard="optimizer" a rank has 1/world of the moments, with "none" all moments, with "all" 1/world of everything.
     Gradients are summed in buckets of `bucket_bytes`, which affects rounding. `params` are then the copies that layers compute
-    with, a step is not captured, and `loss` is that of all ranks after the optimizer's step. context=n: n neighbouring ranks
+    with, a step is not captured, and after the optimizer's step `loss` covers all ranks. context=n: n neighbouring ranks
     share each sequence; they give the same micro-batches, and each computes its rows.
 
     With documents=n, rows are packed: a batch's `cu_seqlens` has the ends of up to n documents in each row (batch.py).
@@ -60,10 +64,13 @@ class Engine:
     moment; on CUDA it is in the compute dtype. `params` has all parameters, `grads` only the trained ones.
 
     With invariant=True the bits of a row of the forward, and so of its logits, depend on the tokens of its sequence up to that
-    row alone: not on the batch, its other sequences, what follows in the sequence, or the number of threads. It is for a CPU.
+    row alone: not on the batch, its other sequences, later tokens, or the number of threads. On CUDA it needs Triton.
 
     muon=MuonConfig(…) updates the matrices of the blocks by Muon (kernels/muon), and every other parameter by AdamW.
     ema=0.999 keeps an average of the weights (kernels/ema.py); inside `engine.state.averaged` the engine computes with it.
+
+    states=States(moments="bfloat16", masters="none", gradients="bfloat16") keeps less of each parameter (model/layer.py): 8
+    bytes instead of 18 in bfloat16 on CUDA. `params` and `grads` are then bfloat16.
 
     windows=(32, None, …) are attention windows that a training step may have instead of the model's: `window` chooses one.
 
@@ -82,9 +89,9 @@ class Engine:
     """Every buffer of the step with its bytes and its address; `plan.peak_bytes` is what the engine allocates, once."""
 
     grads: dict[str, Tensor]
-    """By name, for the trained parameters, float32 or float64. `gradients` and `backward` write them, `optimizer_step` reads
-    them. They are views of the arena that can be changed before the update. After `gradients` on several ranks, only this
-    rank's slices are summed."""
+    """By name, for the trained parameters, float32 or float64, or bfloat16 with such `states`. `gradients` and `backward` write
+    them, `optimizer_step` reads them. They are views of the arena that can be changed before the update. After `gradients` on
+    several ranks, only this rank's slices are summed."""
 
     loss: float
     """The mean loss of the last step or forward."""
@@ -99,7 +106,8 @@ class Engine:
         linear: Linear = "plain", deterministic: bool = True, capture: bool = True,
         mesh: Mesh | None = None, shard: Shard = "optimizer", bucket_bytes: int = BUCKET_BYTES, context: int = 1,
         documents: int = 0, lora: LoraConfig | None = None, freeze: Sequence[str] = (), invariant: bool = False,
-        muon: MuonConfig | None = None, windows: Sequence[int | None] = (), ema: float = 0.0,
+        muon: MuonConfig | None = None, windows: Sequence[int | None] = (), ema: float = 0.0, states: States = FULL,
+        head: HeadProducts = "plain",
     ) -> None:  # fmt: skip
         check_device(str(device))
         mesh = Mesh(device, alone=True) if mesh is None else mesh
@@ -111,7 +119,7 @@ class Engine:
             linear=linear, deterministic=deterministic or self.device.type == "cpu",
             world=mesh.world, shard=shard, bucket_bytes=bucket_bytes, context=context, documents=documents,
             lora=lora, freeze=tuple(freeze) if isinstance(freeze, list) else cast(tuple[str, ...], freeze),
-            invariant=invariant, muon=muon, ema=ema,
+            invariant=invariant, muon=muon, ema=ema, states=states, head=head,
             windows=tuple(windows) if isinstance(windows, list) else cast(tuple[int | None, ...], windows),
         )  # fmt: skip
         check_spec(spec)
@@ -133,6 +141,7 @@ class Engine:
         self._total = self._count = 0
         self._device_steps: dict[tuple[tuple[tuple[int, int], ...], int | None], DeviceStep] = {}
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._graph_pool = torch.cuda.graph_pool_handle() if self._stream is not None else None
         self._queue = StepQueue(self._stream) if self._stream is not None and mesh.world == 1 else None
         self._results: list[StepResult] = []
         self._rounded = -1  # the version of the params that the compute copies were rounded from
@@ -146,8 +155,9 @@ class Engine:
         masters = self._has_masters(model)
         self.ranks.params = {name: p.master if masters else p.value for name, p in model.params.items()}
         self.ranks.trained = {p.name: self.ranks.params[p.name] for p in model.trained}
-        self.grads = {name: p.grad for name, p in model.params.items() if p.grad is not None}
-        self._scales = model.scales
+        self.grads = {name: p.kept_grad for name, p in model.params.items() if p.kept_grad is not None}
+        self.optimizer.sow(self.seed)
+        self._scales, self._jumps = model.scales, model.jumps
         generator = torch.Generator().manual_seed(self.seed)
         if masters:
             model.initialise(self.config, generator)
@@ -179,7 +189,7 @@ class Engine:
     @property
     def window(self) -> int | None:
         """The attention window of training steps: the model's until another one of `windows` is assigned. Evaluation always
-        has the model's.
+        uses the model's window.
 
         >>> engine.window is None
         True
@@ -265,6 +275,7 @@ class Engine:
         """
         batches = micro_batches(tokens, targets, cu_seqlens)
         self._check(batches)
+        check_accumulation(max(len(batches), 1), 1, 1, self.spec.states.gradients)
         ranks, first, loss = self.ranks, self.draws, 0.0
         total, taken = ranks.count(sum(count_targets(batch.targets) for batch in batches), len(batches))
         batches = ranks.padded(batches)
@@ -339,6 +350,7 @@ class Engine:
             return
         batches = micro_batches(tokens, targets, cu_seqlens)
         check_some(len(batches))
+        check_accumulation(len(batches), 1, 1, self.spec.states.gradients)
         self._check(batches)
         step = self._device_step(tuple((x.shape[0], x.shape[1]) for x, *_ in batches), self._queue.stream)
         seeds = [step.models[0].draw_seeds(self.seed, self.draws + i) for i in range(len(batches))]
@@ -378,8 +390,8 @@ class Engine:
             return self._mean_loss(model)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that a resumed run needs, as views of the arenas, except frozen parameters: they are where the run found
-        them. So a run with adapters saves the adapters and their moments.
+        """Everything that a resumed run needs, as views of the arenas, except frozen parameters, which the run loads from their
+        source again. So a run with adapters saves the adapters and their moments.
 
         >>> {"wte.weight", "m.wte.weight", "v.wte.weight", "adam_step"} <= set(engine.tensors())
         True
@@ -388,6 +400,17 @@ class Engine:
         scales = {f"scale.{name}": state for name, state in self._scales.items()}
         trained = {name: x for name, x in self.params.items() if name in self.ranks.trained}
         return {**trained, **self.optimizer.tensors(), **scales}
+
+    @property
+    def jumps(self) -> dict[str, int]:
+        """How often the largest magnitude of each tensor that is rounded to float8 has grown 100-fold from one step to the
+        next, for those where it has.
+
+        >>> engine.jumps
+        {}
+        """
+        found = {name: int(state[JUMPS]) for name, state in self._scales.items()}
+        return {name: count for name, count in found.items() if count}
 
     # ── inside ──
 
@@ -463,7 +486,7 @@ class Engine:
         key = shapes, self._window
         if key not in self._device_steps:
             models = [self._model(b, t, accumulate=i > 0) for i, (b, t) in enumerate(shapes)]
-            self._device_steps[key] = DeviceStep(models, self.optimizer, stream)
+            self._device_steps[key] = DeviceStep(models, self.optimizer, stream, self._graph_pool)
         return self._device_steps[key]
 
     def _update(self, learning_rate: float) -> StepResult:
@@ -471,7 +494,8 @@ class Engine:
         self.steps += 1
         with self._on_stream():
             self.loss = self.ranks.update(learning_rate, self.loss)
-            result = StepResult(self.loss, float(self.optimizer.norm))
+            jumps = 0 if self._jumps is None else int(self._jumps)
+            result = StepResult(self.loss, float(self.optimizer.norm), jumps)
         self._rounded = self._version() if self.optimizer.rounded is not None else -1
         return result
 

@@ -16,11 +16,14 @@ with the model's step. If they are tensors, the update runs. Its scratch is live
 with the activations.
 
 With a sharded optimizer (dist/schedule.py), params and grads are cut into padded buckets, and a rank updates its slice of each
-bucket. m, v and ema have only these slices, in order. If there are bfloat16 copies, so do the float32 masters:
+bucket. m, v and ema have only these slices, in order, and so have the float32 masters of bfloat16 copies:
 
     params    │ bucket 0: 0 1 2 3 │ bucket 1: 0 1 2 3 │ …       m, v, ema of rank 2:  │ 2 │ 2 │ …
 
 In a bucket that Muon updates, each slice has whole matrices (dist/schedule.py).
+
+Lean states (`States` of model/layer.py): m and v, params or grads may be bfloat16, all with one layout in elements. AdamW
+rounds what it writes in bfloat16 stochastically, by `seed`, `adam_step` and each element's number in the params of one process.
 """
 
 from __future__ import annotations
@@ -40,11 +43,12 @@ from ..kernels.ema import ema_step, ema_workspace, swap
 from ..kernels.global_norm import global_norm, global_norm_workspace
 from ..kernels.guard import guard, guard_workspace
 from ..kernels.muon import Matrices, Matrix, MuonConfig, muon_step, muon_workspace
-from ..kernels.scratch import Scratch, below, larger, of
+from ..kernels.rounding import Place, Places
+from ..kernels.scratch import Scratch, accumulation_dtype, below, larger, of
 from ..memory.planned.arena import flat
 from ..memory.planned.trace import FlatHandle, Handle, handles
 from ..memory.types import BufferType, Role
-from ..model.layer import Buffer, Param
+from ..model.layer import FULL, Buffer, Param, States
 
 MAX_SKIPPED = 10
 _COUNTERS = ("steps", "skipped", "skipped_in_a_row")
@@ -68,10 +72,11 @@ class AdamW:
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """The mean loss over the targets of a step, and the norm of its gradients before clipping. If the norm is not finite, the
-    step was skipped."""
+    step was skipped. jumps: tensors rounded to float8 whose largest magnitude had grown 100-fold from one step to the next."""
 
     loss: float
     norm: float
+    jumps: int = 0
 
 
 def in_arena_order(params: Iterable[Param], muon: MuonConfig | None = None) -> list[Param]:
@@ -95,6 +100,7 @@ class Owned(NamedTuple):
     rounded: Buffer | None
     decayed: int
     matrices: Matrices
+    places: Places  # the numbers of its elements in the params of one process
 
 
 def _padded(
@@ -111,7 +117,8 @@ def _padded(
             padded.append(by_name[member])
             continue
         pad = f"{'d ' if form.role == 'grads' else ''}pad.{len(padded)}"
-        padded.append(Handle(pad, (member,), form.dtype, BufferType.COMM, form.role, "pads", form.device))
+        pads = (form.role, "pads", form.device, None, form.multiple)
+        padded.append(Handle(pad, (member,), form.dtype, BufferType.COMM, *pads))
     return flat(name, padded)
 
 
@@ -123,16 +130,17 @@ def _grads_and_values(
     name = "params" if ordered[0].value is ordered[0].master else "rounded"
     if units is not None:
         return flat("grads", list(handles(units.grad_parts))), flat(name, list(handles(units.value_parts)))
-    grads = _padded("grads", ordered, buckets, lambda p: cast(Buffer, p.grad))  # `ordered` has no frozen parameter
+    grads = _padded("grads", ordered, buckets, lambda p: cast(Buffer, p.kept_grad))  # `ordered` has no frozen parameter
     return grads, _padded(name, ordered, buckets, lambda p: p.value)
 
 
 def _slices(
     masters: FlatHandle, grads: FlatHandle, m: FlatHandle, v: FlatHandle | None, ema: FlatHandle | None,
     rounded: FlatHandle | None, buckets: Sequence[Bucket], matrices: Matrices, rank: int, world: int, units: Units | None,
+    places: Places,
 ) -> Iterator[Owned]:  # fmt: skip
     """A rank's slice of each bucket. m, v, ema and masters with rounded copies have only these slices. With `units` all
-    buffers do. `matrices` are all that Muon updates."""
+    buffers do. `matrices` are all matrices that Muon updates, `places` the places of all elements."""
     at = at_v = 0
     for bucket in buckets:
         start, stop = bucket.part(rank, world)
@@ -147,7 +155,7 @@ def _slices(
             variance, at_v = _buffer(v.part(at_v, at_v + stop - start)), at_v + stop - start
         average = None if ema is None else _buffer(ema.part(*in_slices))
         state = (_buffer(params), dparams, momentum, variance, average)
-        yield Owned(*state, copies, decayed, _inside(matrices, start, stop))
+        yield Owned(*state, copies, decayed, _inside(matrices, start, stop), _places_inside(places, start, stop))
         at = in_slices[1]
 
 
@@ -174,6 +182,24 @@ def _inside(matrices: Matrices, start: int, stop: int) -> Matrices:
     return tuple(x._replace(start=x.start - start) for x in matrices if start <= x.start < stop)
 
 
+def _places(ordered: Sequence[Param], starts: dict[str, int]) -> Places:
+    """Where the elements of each parameter are, with their numbers in the params of one process. Parameters that follow each
+    other in both have one place."""
+    alone = flat("params", list(handles([p.master for p in ordered])))
+    found: list[Place] = []
+    for start, element in sorted((starts[p.name], at) for p, at in zip(ordered, alone.starts, strict=True)):
+        if not found or element - start != found[-1].element - found[-1].start:
+            found.append(Place(start, element))
+    return tuple(found)
+
+
+def _places_inside(places: Places, start: int, stop: int) -> Places:
+    """The places of the elements [start, stop), with their offsets from `start`."""
+    before = [place for place in places if place.start <= start]
+    inside = [Place(place.start - start, place.element) for place in places if start < place.start < stop]
+    return (*(Place(0, place.element + start - place.start) for place in before[-1:]), *inside)
+
+
 def _master(p: Param) -> Buffer:
     return p.master
 
@@ -197,14 +223,15 @@ class Optimizer:
     in_a_row: Buffer  # 0-d float32: the number of steps skipped in a row
     rounded: Buffer | None
     moments: dict[str, Buffer]  # m., AdamW's v. and ema.<parameter>, in the parameter's shape; empty if sharded
-    shapes: dict[str, tuple[int, ...]]  # of all moments, also if sharded
+    shapes: dict[str, tuple[int, ...]]  # the shapes of all moments, also if sharded
     owned: tuple[Owned, ...]  # what this rank updates: a slice of each bucket, or all parameters
+    seed: Buffer | None  # 0-d int64: the seed of stochastic rounding; None: nothing is rounded stochastically
     agreed: Buffer | None  # (3,) float64, with several ranks: squared norm, loss, stop
     starts: dict[str, int]  # parameter → its first element in `grads`, or in the flat range of all units
     scratch: Scratch
     adamw: AdamW
     muon: MuonConfig | None = None
-    decay: float = 0.0  # of ema; 0: there is none
+    decay: float = 0.0  # the decay of ema; 0: there is no average
     steps: int = 0
     skipped: int = 0
     skipped_in_a_row: int = 0
@@ -212,24 +239,27 @@ class Optimizer:
     @classmethod
     def declare(
         cls, params: Iterable[Param], adamw: AdamW | None = None, muon: MuonConfig | None = None, decay: float = 0.0, *,
-        rank: int = 0, world: int = 1, buckets: Sequence[Bucket] = (), units: Units | None = None,
+        rank: int = 0, world: int = 1, buckets: Sequence[Bucket] = (), units: Units | None = None, states: States = FULL,
     ) -> Optimizer:  # fmt: skip
         """The optimizer of one rank of `world`, sharded by `buckets`, or by `units` if everything is sharded."""
         ordered = in_arena_order(params, muon)
         by_adamw = [p for p in ordered if not _by_muon(p, muon)]
         form, copied = next(handles(ordered[0].master)), ordered[0].value is not ordered[0].master
+        acc = accumulation_dtype(form.dtype)
+        of_moments = torch.bfloat16 if states.moments == "bfloat16" else acc
         buckets = buckets if units is None else tuple(units.buckets.values())
         sharded = bool(buckets)
 
         def buffer(name: str, shape: tuple[int, ...], dtype: torch.dtype, role: Role = "optimizer") -> Buffer:
-            return _buffer(Handle(name, shape, dtype, BufferType.TEMP, role, "optimizer", form.device))
+            multiple = form.multiple if role == "optimizer" and shape else 1
+            return _buffer(Handle(name, shape, dtype, BufferType.TEMP, role, "optimizer", form.device, None, multiple))
 
-        def state(name: str, of: Sequence[Param]) -> FlatHandle | None:
+        def state(name: str, of: Sequence[Param], dtype: torch.dtype = acc) -> FlatHandle | None:
             if not sharded:
-                own = [buffer(f"{name}.{p.name}", p.master.shape, form.dtype) for p in of]
+                own = [buffer(f"{name}.{p.name}", p.master.shape, dtype) for p in of]
                 return flat(name, list(handles(own))) if own else None
             size = sum(b.stop - b.start for b in buckets if of is ordered or not b.whole) // world
-            return flat(name, list(handles(buffer(f"optimizer.{name}", (size,), form.dtype)))) if size else None
+            return flat(name, list(handles(buffer(f"optimizer.{name}", (size,), dtype)))) if size else None
 
         grads, values = _grads_and_values(ordered, buckets, units)
         starts = dict(zip((h.name.removeprefix("d ") for h in grads.buffers), grads.starts, strict=True))
@@ -237,17 +267,18 @@ class Optimizer:
         if copied:
             masters = cast(FlatHandle, state("master", ordered) if sharded else _padded("params", ordered, (), _master))
             rounded = values
-        m, v = cast(FlatHandle, state("m", ordered)), state("v", by_adamw)
+        m, v = cast(FlatHandle, state("m", ordered, of_moments)), state("v", by_adamw, of_moments)
         ema = state("ema", ordered) if decay else None
         if not sharded:
             buckets = _ranges(masters, ordered, len(ordered) - len(by_adamw))
         owner = (rank, world) if sharded else (0, 1)
         matrices = tuple(_matrices(ordered, starts)) if muon is not None else ()
-        owned = tuple(_slices(masters, grads, m, v, ema, rounded, buckets, matrices, *owner, units))
+        places = _places(ordered, starts if units is None else units.starts)
+        owned = tuple(_slices(masters, grads, m, v, ema, rounded, buckets, matrices, *owner, units, places))
         scratch = (
             below("global_norm", global_norm_workspace(*(own.grads for own in owned)))
             | below("guard", guard_workspace())
-            | below("adamw", adamw_workspace(masters))
+            | below("adamw", adamw_workspace(masters, lean=states.lean))
             | (below("ema", ema_workspace(masters)) if decay else {})
         )
         if muon is not None and matrices:  # the most of any rank, because all ranks have the same plan
@@ -261,8 +292,8 @@ class Optimizer:
             v=None if v is None else _buffer(v),
             ema=None if ema is None else _buffer(ema),
             adam_step=buffer("optimizer.step", (), torch.float32),
-            norm=buffer("optimizer.norm", (), form.dtype),
-            loss=buffer("optimizer.loss", (), form.dtype),
+            norm=buffer("optimizer.norm", (), acc),
+            loss=buffer("optimizer.loss", (), acc),
             in_a_row=buffer("optimizer.in_a_row", (), torch.float32),
             rounded=None if rounded is None else _buffer(rounded),
             moments={} if sharded else {h.name: _buffer(h) for kept in (m, v, ema) if kept for h in kept.buffers},
@@ -272,6 +303,7 @@ class Optimizer:
                 for p in having
             },
             owned=owned,
+            seed=buffer("optimizer.seed", (), torch.int64) if states.rounds else None,
             agreed=buffer("optimizer.agreed", (3,), torch.float64) if world > 1 else None,
             starts=starts if units is None else units.starts,
             scratch={
@@ -305,16 +337,17 @@ class Optimizer:
         )  # fmt: skip
         by_muon = [own for own in self.owned if own.matrices]
         if by_muon and self.muon is not None:
-            params, grads, m, _, _, rounded, _, matrices = map(list, zip(*by_muon, strict=True))
+            params, grads, m, _, _, rounded, _, matrices, _ = map(list, zip(*by_muon, strict=True))
             muon_step(
                 self.norm, learning_rate, self.muon, matrices, adamw.weight_decay, adamw.max_norm,
                 params=params, grads=grads, m=m, rounded=None if self.rounded is None else rounded,
                 scratch=of("muon", self.scratch),
             )  # fmt: skip
         if by_adamw:
-            params, grads, m, v, _, rounded, decayed, _ = map(list, zip(*by_adamw, strict=True))
+            params, grads, m, v, _, rounded, decayed, _, places = map(list, zip(*by_adamw, strict=True))
             adamw_step(
                 self.norm, learning_rate, decayed, adamw.weight_decay, adamw.max_norm, adamw.betas, adamw.eps,
+                self.seed, places,
                 params=params, grads=grads, m=m, v=v, step=self.adam_step,
                 rounded=None if self.rounded is None else rounded, scratch=of("adamw", self.scratch),
             )  # fmt: skip
@@ -334,6 +367,11 @@ class Optimizer:
         for own in self.owned:
             if own.ema is not None:
                 swap(own.params, own.ema)
+
+    def sow(self, seed: int) -> None:
+        """Set the seed of stochastic rounding."""
+        if self.seed is not None:
+            self.seed.fill_(seed - 2**64 if seed >= 2**63 else seed)
 
     def count(self, result: StepResult) -> None:
         """Count a finished update. Ten skipped updates in a row raise NonFiniteError."""

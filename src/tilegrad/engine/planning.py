@@ -23,7 +23,7 @@ def plan_model(spec: StepSpec, *, share: bool = True) -> MemoryPlan:
     that one plan serves both. share=False gives every buffer memory of its own."""
     check_ranks(
         spec.config, spec.seq_len, spec.linear, world=spec.world, shard=spec.shard, context=spec.context, lora=spec.lora,
-        freeze=spec.freeze, muon=spec.muon,
+        freeze=spec.freeze, muon=spec.muon, head=spec.head,
     )  # fmt: skip
     return plan_memory(_trace(spec, one_step=False), share=share)
 
@@ -46,12 +46,13 @@ def _trace(spec: StepSpec, *, one_step: bool) -> Trace:
             return
         forward()
         backward()
-        if spec.linear != "plain":  # evaluation does not round to float8
-            replace(spec, linear="plain").declare().forward()
+        if model.scales:  # evaluation does not round to float8
+            replace(spec, linear="plain", head="plain").declare().forward()
 
     # Persistent buffers, in the order of their arenas. Compute copies that are in units are not persistent.
     copies = [p.value for p in in_arena_order(model.params.values(), spec.muon)] if units is None else []
-    return trace(program, observe, (optimizer, copies, model.scales))
+    kept = [] if model.jumps is None else [model.jumps]
+    return trace(program, observe, (optimizer, copies, model.scales, kept))
 
 
 def unplanned_bytes(spec: StepSpec) -> dict[str, int]:

@@ -77,7 +77,7 @@ def largest_batch(spec: StepSpec, budget: int | None, limit: int) -> tuple[int, 
     bytes; None if even one sequence takes more. The batch size of `spec` is ignored.
 
     A larger batch takes more memory, with one exception: without a budget, activations are recomputed from some size on, and
-    that size takes less than the one before it. So the search continues above a batch that recomputes nothing.
+    that size takes less than the one before it. So the search continues above a batch size that recomputes nothing.
     With a budget, a batch fits if it fits with all blocks recomputed or with all but the last: no other choice was ever
     the smallest. `train` recomputes to meet the budget, not `limit`, so with a budget above `limit` nothing is recomputed.
     """

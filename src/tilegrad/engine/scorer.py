@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from ..memory.planned.trace import bind, trace
 from ..model.layer import Buffer, Declare
 from ..model.transformer import Transformer, declare_at
 from .batch import Batch, check_batch, check_spec, count_targets, write_documents
+from .capture import CapturedProgram, keep, on_stream
 from .inference import InferenceMemory, without_given
 from .machine import check_fits, check_threads
 from .spec import StepSpec
@@ -97,35 +99,48 @@ class Scorer:
         check_fits(self.plan.peak_bytes, spec.device)
         self._memory = InferenceMemory(self.plan, params)
         self._threads = torch.get_num_threads()
-        self._bound: dict[tuple[int, int], Scoring] = {}
+        self._bound: dict[tuple[int, int], tuple[Scoring, dict[str, CapturedProgram]]] = {}
+        self._stream = torch.cuda.Stream(spec.device) if spec.device.type == "cuda" else None
+        self._graph_pool = torch.cuda.graph_pool_handle() if self._stream is not None else None
         bind(declared, self._memory.view).fill_tables(spec.config)
 
     def loss(self, tokens: Tensor, targets: Tensor, *, cu_seqlens: Tensor | None = None) -> float:
         """The mean loss over the targets; 0 if the batch has no target."""
-        scoring, count = self._load(Batch(tokens, targets, cu_seqlens))
-        scoring.loss()
+        scoring, programs, count = self._load(Batch(tokens, targets, cu_seqlens))
+        self._run(scoring, programs, "loss")
         return float(scoring.model.head.loss) if count else 0.0
 
     def logprobs(self, tokens: Tensor, targets: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
         """log p(target) at each position, 0 where the target is −1.       tokens, targets, result (b, t)"""
         if self.spec.config.loss != "cross_entropy":
             raise ValueError(f"loss: got a model with {self.spec.config.loss!r}; accepted: 'cross_entropy'")
-        scoring, _ = self._load(Batch(tokens, targets, cu_seqlens))
-        scoring.score()
+        scoring, programs, _ = self._load(Batch(tokens, targets, cu_seqlens))
+        self._run(scoring, programs, "score")
         return scoring.logprobs.view(tokens.shape).clone()
 
-    def _load(self, batch: Batch) -> tuple[Scoring, int]:
-        """The program for the shape of this batch, with its inputs loaded, and the number of targets."""
+    def _run(self, scoring: Scoring, programs: dict[str, CapturedProgram], program: Literal["loss", "score"]) -> None:
+        """Runs a program of `scoring`: on CUDA a graph from the second time on, which is kept in `programs`."""
+        run = getattr(scoring, program)
+        if self._stream is None:
+            run()
+            return
+        if program not in programs:
+            programs[program] = CapturedProgram(run, [scoring.model], self._stream, self._graph_pool)
+        with on_stream(self._stream):
+            programs[program].run(capture=True)
+
+    def _load(self, batch: Batch) -> tuple[Scoring, dict[str, CapturedProgram], int]:
+        """The scoring of this batch's shape, with its inputs loaded, its captured programs, and the number of targets."""
         check_batch(batch, self.spec)
         check_threads(self._threads, self.spec.device)
         b, t = batch.tokens.shape
         if (b, t) not in self._bound:
-            self._bound[b, t] = bind(Scoring.declare(self.spec, b, t), self._memory.view)
-        scoring, count = self._bound[b, t], count_targets(batch.targets)
+            keep(self._bound, (b, t), (bind(Scoring.declare(self.spec, b, t), self._memory.view), {}))
+        (scoring, programs), count = self._bound[b, t], count_targets(batch.targets)
         model = scoring.model
         model.tokens.copy_(batch.tokens)
         model.head.targets.view(b, t).copy_(batch.targets)
         model.head.inv_total.fill_(1.0 / count if count else 0.0)
         if model.packed is not None:
             write_documents(batch.cu_seqlens, ends=model.packed.cu_seqlens, positions=model.packed.positions)
-        return scoring, count
+        return scoring, programs, count

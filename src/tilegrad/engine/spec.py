@@ -11,7 +11,7 @@ from ..kernels.attention.context import Ranks, RanksToBe
 from ..kernels.muon import MuonConfig
 from ..model.block import Recomputed
 from ..model.config import ModelConfig
-from ..model.layer import Linear
+from ..model.layer import FULL, HeadProducts, Linear, States
 from ..model.lora import LoraConfig
 from ..model.transformer import Transformer, declare
 
@@ -54,6 +54,13 @@ class StepSpec:
     muon: MuonConfig | None = None  # None: AdamW for every parameter
     windows: tuple[int | None, ...] = ()
     ema: float = 0.0  # the decay of an average of the weights; 0: none
+    states: States = FULL
+    head: HeadProducts = "plain"
+
+    @property
+    def in_units(self) -> bool:
+        """Whether the parameters and gradients of a block are whole only around its ops (dist/units.py)."""
+        return self.world > 1 and self.shard == "all"
 
     def declare(
         self, ranks: Ranks | None = None, batch_size: int | None = None, local_seq_len: int | None = None, *,
@@ -62,11 +69,11 @@ class StepSpec:
         """The model on handles, by default for the largest batch. `local_seq_len` is the number of tokens of each sequence
         on this rank. `ranks` share the sequences; without them the model can only be traced. Evaluation (training=False)
         has no dropout and no float8. `window` is the model's or one of `windows`."""
-        config, linear, lora = self.config, self.linear, self.lora
+        config, linear, lora, head = self.config, self.linear, self.lora, self.head
         if window != "model" and window != config.window:
             config = replace(config, window=window)
         if not training:
-            config, linear = replace(config, dropout=0.0), "plain"
+            config, linear, head = replace(config, dropout=0.0), "plain", "plain"
             lora = None if lora is None else replace(lora, dropout=0.0)
         if ranks is None and self.context > 1:
             ranks = cast(Ranks, RanksToBe(self.context))
@@ -86,4 +93,6 @@ class StepSpec:
             freeze=self.freeze,
             invariant=self.invariant,
             windows=self.windows,
+            states=replace(self.states, gradients="float32") if self.in_units else self.states,
+            head=head,
         )

@@ -25,6 +25,7 @@ def restore_counters(engine: Engine, counters: dict[str, int]) -> None:
     engine._results = []
     engine.seed, engine.draws, engine.steps = (int(counters[name]) for name in ("seed", "draws", "steps"))
     engine.optimizer.restore(counters)
+    engine.optimizer.sow(engine.seed)
     engine.ranks.step = engine.steps
 
 
@@ -52,7 +53,8 @@ def write_param(engine: Engine, name: str, value: Tensor) -> None:
 @contextmanager
 def averaged(engine: Engine) -> Iterator[None]:
     """Inside, the weights of the engine are their average (Engine(ema=…)), and a step is refused. Then they have the same
-    bits as before, also after an error. All ranks enter and leave together.
+    bits as before, also after an error. All ranks enter and leave together. After an error with several ranks the average
+    stays, and steps are refused: a rank that fails alone cannot exchange weights with the others.
 
     >>> import tilegrad, torch
     >>> from tilegrad.engine.state import averaged
@@ -75,8 +77,11 @@ def averaged(engine: Engine) -> Iterator[None]:
     _swap(engine)
     try:
         yield
-    finally:
-        _swap(engine)
+    except BaseException:
+        if engine.ranks.mesh.world == 1:
+            _swap(engine)
+        raise
+    _swap(engine)
 
 
 def _swap(engine: Engine) -> None:

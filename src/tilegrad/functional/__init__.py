@@ -1,6 +1,6 @@
 """The public functions of attention, differentiable by autograd. Options become a `Mask`, and dispatch.py runs the call.
 
-Under autocast q, k and v are cast to the autocast dtype; bias, slopes and sinks keep theirs. Second derivatives and
+Under autocast q, k and v are cast to the autocast dtype; bias, slopes and sinks keep their dtype. Second derivatives and
 forward-mode AD raise.
 """
 
@@ -23,7 +23,7 @@ from .dispatch import attend
 
 
 class VarlenOptions(TypedDict, total=False):
-    """The options of `attention_varlen`; see its docstring and that of `attention`."""
+    """The options of `attention_varlen`; see `attention_varlen` and `attention`."""
 
     causal: bool
     window: Window | None
@@ -41,6 +41,7 @@ class AttentionOptions(VarlenOptions, total=False):
     """The options of `attention`."""
 
     bias: Tensor | None
+    intervals: Tensor | None
 
 
 @overload
@@ -58,7 +59,7 @@ def attention(
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: Window | None = None, scale: float | None = None,
     softcap: float = 0.0, bias: Tensor | None = None, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
-    dropout_p: float = 0.0, seed: int | Tensor | None = None, return_lse: bool = False,
+    intervals: Tensor | None = None, dropout_p: float = 0.0, seed: int | Tensor | None = None, return_lse: bool = False,
     deterministic: bool | None = None, kernel: str | None = None, **unknown: object,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """softmax(scale · q kᵀ + …) v with exact gradients for q, k, v, bias, sinks, and through lse.
@@ -72,6 +73,8 @@ def attention(
     alibi_slopes  − slope[h]·|i + Tk − Tq − j|; (Hq,) or (B, Hq), no gradient
     causal        query i attends to keys j ≤ i + Tk − Tq
     window        (left, right): i + Tk − Tq − left ≤ j ≤ i + Tk − Tq + right; None = open on that side
+    intervals     (B or 1, Hkv or 1, Tk, 2 or 4) int32: rows intervals[…, j, 0] to intervals[…, j, 1] of q do not attend to
+                  column j, nor, with 4, rows intervals[…, j, 2] to intervals[…, j, 3]; an end is not part of its interval
     sinks         (Hq,): one logit per head that is added to the softmax denominator and has no value
     dropout_p     drops probabilities after the softmax; the mask is a pure function of seed (an int, a 0-d int64 tensor
                   read on the device, or None = drawn from torch's generator) and the same in every kernel
@@ -90,10 +93,10 @@ def attention(
     """
     if unknown:
         _refuse(unknown, attention)
-    if bias is alibi_slopes is sinks is seed is None:
+    if bias is alibi_slopes is sinks is seed is intervals is None:
         mask = interned_mask(causal, window, scale, softcap, dropout_p)
     else:
-        mask = Mask(causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed)
+        mask = Mask(causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed, intervals=intervals)
     return attend(q, k, v, mask, return_lse=return_lse, deterministic=deterministic, kernel=kernel)
 
 
@@ -208,8 +211,8 @@ def _rows(x: Tensor) -> Tensor:
 def explain(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: Window | None = None, scale: float | None = None,
     softcap: float = 0.0, bias: Tensor | None = None, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
-    dropout_p: float = 0.0, seed: int | Tensor | None = None, deterministic: bool | None = None,
-    kernel: str | None = None, cu_seqlens_q: Tensor | None = None,
+    intervals: Tensor | None = None, dropout_p: float = 0.0, seed: int | Tensor | None = None,
+    deterministic: bool | None = None, kernel: str | None = None, cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None, max_seqlen_q: int = 0, max_seqlen_k: int = 0,
     o: Tensor | None = None, do: Tensor | None = None, dq: Tensor | None = None, dk: Tensor | None = None,
     dv: Tensor | None = None, **unknown: Never,
@@ -229,7 +232,7 @@ def explain(
         _refuse(unknown, explain)
     mask = Mask(
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed if seed is not None else 0,
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, intervals,
     )  # fmt: skip
     check_options(q, k, v, mask)
     check_tensors(q, k, v, mask)
@@ -262,6 +265,10 @@ def _refuse(unknown: Mapping[str, object], function: Callable[..., object]) -> N
     ours, face = _ELSEWHERE.get(name, (None, None))
     if name == "enable_gqa":
         accepted = f"nothing: GQA needs no flag here{_THEIR_NAMES['sdpa']}"
+    elif name == "intervals":
+        accepted = (
+            "None for packed sequences; tilegrad.masks.documents writes them as intervals of a dense call of attention"
+        )
     elif ours in options:
         accepted = f"{ours}= here{_THEIR_NAMES[face] if face else ''}"
     else:

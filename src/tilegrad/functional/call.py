@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.attention.api import PreparedCall, Signature, forget, keep, recall, select, signature
-from ..kernels.attention.checks import check_lengths
+from ..kernels.attention.checks import check_values
 from ..kernels.attention.cpu import NativeRun
 from ..kernels.attention.mask import Mask
 from ..kernels.attention.problem import Backward, Forward, lse_dtype, output_shapes, rows_aligned
@@ -28,7 +28,7 @@ fast_path: ModuleType | None = None  # eager.cpp
 
 
 def new_outputs(q: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
-    """o in q's memory order, so that for a transposed view of (B, T, H, D) o is one too; lse contiguous."""
+    """o in q's memory order, e.g. (B, T, H, D) in memory if q is a transposed view of that; lse contiguous."""
     o_shape, lse_shape = output_shapes(q, v, mask)
     if len(o_shape) == 4 and q.stride(1) < q.stride(2):
         _, h, t, d = o_shape
@@ -69,7 +69,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, kernel: str | None, key: Signature | None, *,
     manager: int = 0, for_both: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Checks, allocates, runs: o, lse. `key` is from `forward_key`. `for_both`: the scratch also fits the backward."""
+    """Checks, allocates, runs. Returns o, lse. `key` is from `forward_key`. `for_both`: the scratch also fits the backward."""
     prepared, device = recall(key), q.device
     if prepared is None:
         selection = select(q, k, v, mask, {}, kernel, backward=False)
@@ -83,8 +83,7 @@ def forward(
         o = torch.empty_like(q) if like_q else torch.empty_strided(shape, strides, dtype=dtype, device=device)
         lse = torch.empty_strided(lse_shape, lse_strides, dtype=lse_type, device=device)
         work_bytes = prepared.work_bytes
-    if mask.varlen:
-        check_lengths(q, k, mask)
+    check_values(q, k, mask)
     work, lender = borrow(manager, BufferType.TEMP, work_bytes, device)
     try:
         call = Forward(q, k, v, mask, o, lse, (work,))
@@ -115,7 +114,7 @@ def backward(
     wanted: tuple[bool, ...], kernel: str | None, deterministic: bool, key: Signature | None,  # noqa: FBT001
     manager: int = 0,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Checks, allocates, runs: dq, dk, dv, dbias, dsinks; None for those not wanted. `key` is from `backward_key`."""
+    """Checks, allocates, runs. Returns dq, dk, dv, dbias, dsinks, or None if not wanted. `key` is from `backward_key`."""
     prepared, device = recall(key), q.device
     if prepared is None and not rows_aligned(do):  # not every kernel reads unaligned rows; a prepared one does
         do = do.clone(memory_format=torch.contiguous_format)
@@ -130,8 +129,7 @@ def backward(
         work_bytes = max(layout.nbytes, Layout(other).nbytes)
     else:
         work_bytes = prepared.work_bytes
-    if mask.varlen:
-        check_lengths(q, k, mask)
+    check_values(q, k, mask)
     work, lender = borrow(manager, BufferType.TEMP, work_bytes, device)
     try:
         call = Backward(q, k, v, o, lse, do, dlse, mask, dq, dk, dv, dbias, dsinks, (work,), deterministic)

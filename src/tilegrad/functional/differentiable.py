@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .call import autocast
 
@@ -19,10 +20,10 @@ Op = Callable[..., Any]
 
 def register(
     library: torch.library.Library, name: str, public_name: str, kernels: tuple[Op, Op], fakes: tuple[Op, Op],
-    save: Callable[..., None], gradient: Op, vmaps: tuple[Op, Op],
+    save: Callable[..., None], gradient: Op, vmaps: tuple[Op, Op], *, casts: bool = True,
 ) -> tuple[Op, Op]:  # fmt: skip
-    """Registers both ops, whose schemas are already defined and whose first arguments are q, k and v. Returns each op in an
-    autograd.Function, for torch.func transforms.
+    """Registers both ops, whose schemas are already defined. Returns each op in an autograd.Function, for torch.func
+    transforms. `casts`: the first arguments of both are q, k and v, and autocast casts the forward's.
 
     `kernels`, `fakes` and `vmaps` are (forward, backward) pairs of functions. `save(ctx, inputs, output)` and
     `gradient(ctx, *grads)` are the forward op's setup_context and backward for autograd.
@@ -43,7 +44,8 @@ def register(
     for device in ("CPU", "CUDA"):
         library.impl(f"{name}_fwd", kernels[0], device)
         library.impl(f"{name}_bwd", kernels[1], device)
-        library.impl(f"{name}_fwd", under_autocast, f"Autocast{device}")
+        if casts:
+            library.impl(f"{name}_fwd", under_autocast, f"Autocast{device}")
     for direction, fake, vmap in zip(("fwd", "bwd"), fakes, vmaps, strict=True):
         torch.library.register_fake(f"tilegrad::{name}_{direction}", fake, lib=library)
         torch.library.register_vmap(f"tilegrad::{name}_{direction}", vmap, lib=library)
@@ -66,6 +68,13 @@ def _for_transforms(public_name: str, op: Op, save: Callable[..., None], gradien
         jvp = staticmethod(lambda *_: raise_forward_mode(public_name))  # type: ignore[assignment]  # torch's jvp has a ctx
 
     return Function.apply
+
+
+def has_tangent(*tensors: Tensor | None) -> bool:
+    """Whether forward-mode AD differentiates one of the tensors."""
+    return forward_ad._current_level >= 0 and any(
+        x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors
+    )
 
 
 def raise_forward_mode(public_name: str) -> NoReturn:

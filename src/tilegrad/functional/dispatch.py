@@ -8,7 +8,7 @@
                                                                        dispatch and function modes, torch.func, tracing
 
 The eager path and the op check, allocate and run through the same two functions of call.py. In a small call torch's dispatcher
-takes most of the time, which the eager path saves, and Python the rest, which the fast path saves. All give the same bits.
+takes most of the time and Python the rest: the eager path saves the first, the fast path both. All give the same bits.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def seed_tensor(mask: Mask, device: torch.device) -> Tensor | None:
 
 
 def is_traced_or_transformed() -> bool:
-    """Whether the op must be visible: to a compiler, a transform, a mode, a tracer or forward-mode AD."""
+    """Whether a compiler, a transform, a mode, a tracer or forward-mode AD must see the op."""
     return bool(
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
@@ -111,7 +111,7 @@ def is_plain_tensor(q: Any, *others: Any) -> bool:
 
 class _EagerAttention(torch.autograd.Function):
     """A kernel and its backward, without the dispatcher: apply(options, q, k, v), or, if the mask has tensors,
-    apply(options, q, k, v, bias, alibi_slopes, sinks, seed, cu_seqlens_q, cu_seqlens_k)."""
+    apply(options, q, k, v, bias, alibi_slopes, sinks, seed, cu_seqlens_q, cu_seqlens_k, intervals)."""
 
     @staticmethod
     def forward(ctx: Any, options: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, *held: Tensor | None) -> Any:
@@ -144,7 +144,7 @@ class _EagerAttention(torch.autograd.Function):
         mask = mask_of(*held, *mask) if held else mask
         reads = (q, k, v, o, lse, do, dlse)
         dq, dk, dv, dbias, dsinks = _backward_of_eager(reads, mask, wanted, kernel, deterministic, manager)
-        return (None, dq, dk, dv, dbias, None, dsinks, None, None, None) if held else (None, dq, dk, dv)
+        return (None, dq, dk, dv, dbias, None, dsinks, None, None, None, None) if held else (None, dq, dk, dv)
 
 
 _apply_eagerly = super(torch.autograd.Function, _EagerAttention).apply  # skips Function.apply's check for transforms

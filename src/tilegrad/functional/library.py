@@ -15,17 +15,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from ..kernels.attention.checks import check_options, check_tensors
 from ..kernels.attention.mask import Mask
 from .call import backward, backward_key, forward, forward_key, new_gradients, new_outputs
-from .differentiable import batching_rule, raise_forward_mode, register
+from .differentiable import batching_rule, has_tangent, raise_forward_mode, register
 
 _FIELDS = (
     "Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, Tensor? seed, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
-    "SymInt max_seqlen_q, SymInt max_seqlen_k, bool causal, int? left, int? right, float? scale, float softcap, "
-    "float dropout_p"
+    "Tensor? intervals, SymInt max_seqlen_q, SymInt max_seqlen_k, bool causal, int? left, int? right, float? scale, "
+    "float softcap, float dropout_p"
 )
 _library = torch.library.Library("tilegrad", "DEF")
 _library.define(
@@ -40,7 +39,7 @@ _library.define(
 
 def tensors_of(mask: Mask, seed: int | Tensor | None) -> tuple[Any, ...]:
     """The tensors among _FIELDS. `seed` is separate because the seed of the mask may not be a tensor yet."""
-    return (mask.bias, mask.alibi_slopes, mask.sinks, seed, mask.cu_seqlens_q, mask.cu_seqlens_k)
+    return (mask.bias, mask.alibi_slopes, mask.sinks, seed, mask.cu_seqlens_q, mask.cu_seqlens_k, mask.intervals)
 
 
 def numbers_of(mask: Mask) -> tuple[Any, ...]:
@@ -53,12 +52,12 @@ def numbers_of(mask: Mask) -> tuple[Any, ...]:
 def mask_of(*fields: Any) -> Mask:
     """The mask from an op's arguments, in the order of _FIELDS."""
     (
-        bias, alibi_slopes, sinks, seed, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        bias, alibi_slopes, sinks, seed, cu_seqlens_q, cu_seqlens_k, intervals, max_seqlen_q, max_seqlen_k,
         causal, left, right, scale, softcap, dropout_p,
     ) = fields  # fmt: skip
     return Mask(
         causal, (left, right), scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed,
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, intervals,
     )  # fmt: skip
 
 
@@ -67,9 +66,7 @@ def attend_by_op(
     return_lse: bool, deterministic: bool, kernel: str | None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     check_options(q, k, v, mask)
-    if forward_ad._current_level >= 0 and any(
-        forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v, *mask.tensors)
-    ):
+    if has_tangent(q, k, v, *mask.tensors):
         raise_forward_mode("tilegrad attention")
     arguments = (q, k, v, *tensors_of(mask, seed), *numbers_of(mask), deterministic, kernel)
     if torch._C._are_functorch_transforms_active():
@@ -114,8 +111,8 @@ def _bwd_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:9], *output)
-    ctx.options = inputs[9:]
+    ctx.save_for_backward(*inputs[:10], *output)
+    ctx.options = inputs[10:]
 
 
 def _attention_backward(ctx: Any, do: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
@@ -157,10 +154,11 @@ def _vmap(op: Callable[..., Any], tensors: int) -> Callable[..., Any]:
     """Folds samples if q, k and v all have the vmap dimension, and neither a tensor of the mask nor its gradient has it."""
 
     def folds(in_dims: tuple[Any, ...], arguments: tuple[Any, ...]) -> bool:
-        bias, alibi_slopes, sinks, seed, cu_seqlens_q = arguments[tensors : tensors + 5]
+        bias, alibi_slopes, sinks, seed, cu_seqlens_q, _, intervals = arguments[tensors : tensors + 7]
         shared = (bias is None or bias.ndim < 4 or bias.shape[0] == 1) and (
             alibi_slopes is None or alibi_slopes.ndim == 1
         )
+        shared &= intervals is None or intervals.shape[0] == 1
         shared &= all(d is None for d in in_dims[tensors:]) and sinks is None and seed is None and cu_seqlens_q is None
         summed = tensors > 3 and any(arguments[-1][3:])  # dbias
         return None not in in_dims[:3] and shared and not summed

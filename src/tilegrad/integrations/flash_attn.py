@@ -1,6 +1,6 @@
 """flash-attn's functions with tilegrad's kernels, with the same argument names and layouts.
 
-Arguments are those of flash-attn 2. Tensors are (B, T, H, D), packed ones (total, H, D); Hq is a multiple of Hkv. −1 in
+Arguments are as in flash-attn 2. Tensors are (B, T, H, D), packed ones (total, H, D); Hq is a multiple of Hkv. −1 in
 window_size means no limit on that side, and causal is aligned at the bottom right. Devices and dtypes are as in
 `tilegrad.attention`. window_size and max_seqlen may be anything that Python accepts as an index, such as NumPy or torch ints.
 Paged caches, and rotary embeddings inside decoding, raise. return_attn_probs gives (o, lse, None) because probabilities are

@@ -53,7 +53,7 @@ def _fields(
     right, cut = rows - keys if causal else None, None if bias is None else bias[..., :keys]
     deterministic = torch.are_deterministic_algorithms_enabled()
     return keys, (
-        cut, None, None, None, None, None, 0, 0, False, None, right, scale, 0.0, 0.0, deterministic, None,
+        cut, None, None, None, None, None, None, 0, 0, False, None, right, scale, 0.0, 0.0, deterministic, None,
     )  # fmt: skip
 
 

@@ -9,7 +9,12 @@ the mask function. Ours is an `Attends`, which has no T×T matrix:
            rows without columns and columns without rows, so it has no effect
     bias   for the rest: (B, 1, 1, Tk) for padding if queries and keys differ, (B, 1, Tq, Tk) for an unknown closure
 
+A bool bias (B, 1, Tq, Tk), also one from the caller, becomes intervals in the first layer that reads it, if it has at most two
+in each column (masks.py): all layers then skip what it masks out, and none reads T² elements.
+
 An `Attends` is not a tensor and never None, so a model that computes attention itself raises instead of ignoring the mask.
+It is a pytree, so `torch.export` takes it as an input: its tensors are inputs, its numbers constants. Where only the device
+knows how long a static cache is, the mask is a bool tensor (B, 1, Tq, Tk), as for sdpa.
 """
 
 from __future__ import annotations
@@ -23,19 +28,29 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.utils._pytree import GetAttrKey, KeyEntry, register_pytree_node
 
 from .. import functional
+from ..functional.dispatch import is_plain_tensor, is_traced_or_transformed
 from ..kernels.attention.mask import Window
+from ..kernels.attention.problem import FEW_ROWS
+from ..masks import IntervalMask, intervals_of_bool
+from .transformers_loss import use_linear_cross_entropy
 
-Runs = tuple[Tensor, Tensor, int, int]  # cumulative lengths of rows, of columns; longest length of each
+# cumulative lengths of rows and of columns, then the longest of each; None: the number of the layer's queries, or keys
+Runs = tuple[Tensor, Tensor, int | None, int | None]
 _OUTSIDE = (
     "attn_implementation: got 'tilegrad' for a model that computes attention itself, without transformers' "
     "AttentionInterface; accepted: 'eager', or 'sdpa' if the model has it"
 )
 
 
-def register(name: str = "tilegrad", *, kernel: str | None = None) -> None:
+def register(name: str = "tilegrad", *, kernel: str | None = None, linear_cross_entropy: bool | None = None) -> None:
     """Registers `attn_implementation=name` with transformers; `kernel` selects a kernel of `tilegrad.attention` by name.
+
+    linear_cross_entropy=True: causal language models train without logits, by `tilegrad.linear_cross_entropy`. This applies to
+    all models of the process, whatever their attention, until `register` is called with False. A model in training mode that
+    gets labels then has a loss, but no logits.
 
     >>> import tilegrad.integrations.transformers as integration
     >>> integration.register()  # doctest: +SKIP
@@ -47,6 +62,8 @@ def register(name: str = "tilegrad", *, kernel: str | None = None) -> None:
         name, functools.partial(attention_forward, kernel=kernel) if kernel else attention_forward
     )
     AttentionMaskInterface.register(name, mask)
+    if linear_cross_entropy is not None:
+        use_linear_cross_entropy(enabled=linear_cross_entropy)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,7 +73,7 @@ class Attends:
     band: Window = (None, None)
     runs: Runs | None = None
     bias: Tensor | None = None
-    used: int | None = None  # columns in use, if a static cache is longer
+    before: int | None = None  # columns before the rows' own, if a static cache has unused columns after them
     columns: int | None = None  # keys of the layer, including unused ones of a static cache
     shape = (1, 1, 1, 1)  # tells transformers that the mask is made already
     ndim = 4
@@ -72,11 +89,35 @@ class Attends:
         raise NotImplementedError(_OUTSIDE)
 
 
+def _flatten(attends: Attends) -> tuple[list[Tensor | None], list[int | None]]:
+    ends_q, ends_k, *longest = attends.runs or (None,) * 4
+    return [ends_q, ends_k, attends.bias], [*attends.band, *longest, attends.before, attends.columns]
+
+
+def _unflatten(tensors: Any, numbers: Any) -> Attends:
+    ends_q, ends_k, bias = tensors
+    left, right, longest_q, longest_k, before, columns = numbers
+    runs = None if ends_q is None else (ends_q, ends_k, longest_q, longest_k)
+    return Attends((left, right), runs, bias, before, columns)
+
+
+def _flatten_with_keys(attends: Attends) -> tuple[list[tuple[KeyEntry, Tensor | None]], list[int | None]]:
+    tensors, numbers = _flatten(attends)
+    names = ("ends_q", "ends_k", "bias")
+    return [(GetAttrKey(name), x) for name, x in zip(names, tensors, strict=True)], numbers
+
+
+register_pytree_node(
+    Attends, _flatten, _unflatten, flatten_with_keys_fn=_flatten_with_keys,
+    serialized_type_name="tilegrad.integrations.transformers.Attends",
+)  # fmt: skip
+
+
 def mask(
     batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0, kv_offset: int = 0,
     mask_function: Callable[..., Any] | None = None, attention_mask: Any = None, use_vmap: bool = False,
     device: Any = "cpu", **kwargs: Any,
-) -> Attends:  # fmt: skip
+) -> Attends | Tensor:  # fmt: skip
     """transformers' mask function."""
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
@@ -84,22 +125,23 @@ def mask(
         return attention_mask
     function = mask_function or causal_mask_function
 
-    def whole() -> Attends:
+    def whole() -> Attends | Tensor:
         bias = sdpa_mask(
             batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
             mask_function=function, attention_mask=attention_mask, use_vmap=use_vmap, device=device,
             allow_is_causal_skip=False, allow_is_bidirectional_skip=False,
         )  # fmt: skip
-        return Attends(bias=bias, columns=kv_length)
+        return bias if moving else Attends(bias=bias, columns=kv_length)
 
     tracing = torch.compiler.is_compiling()
     known = _traced(function, **kwargs) if tracing else _read(function)
     moving = isinstance(q_offset, Tensor) or isinstance(kv_offset, Tensor)  # a static cache has tensors as offsets
     if known is None or moving and (tracing or q_length == 1):
         return whole()
-    (band, ids), used = known, kv_length
+    (band, ids), used, before = known, kv_length, 0
     if band != (None, None):  # the last row and the last column in use are the same token
-        used = int(q_offset) + q_length - int(kv_offset)
+        before = (int(q_offset) if isinstance(q_offset, Tensor) else q_offset) - int(kv_offset)
+        used = before + q_length
         if used > kv_length:
             return whole()
     padding = attention_mask
@@ -108,7 +150,7 @@ def mask(
         padding = pad(padding, (0, missing))[:, kv_offset : kv_offset + used].bool()
         if not tracing and bool(padding.all()):
             padding = None
-    form: dict[str, Any] = {"band": band, "used": used if used < kv_length else None, "columns": kv_length}
+    form: dict[str, Any] = {"band": band, "before": before if used < kv_length else None, "columns": kv_length}
     if ids is not None:
         return whole() if padding is not None else Attends(**form, runs=_packed(ids))
     if padding is None:
@@ -137,7 +179,11 @@ def attention_forward(
 ) -> tuple[Tensor, None]:  # fmt: skip
     """transformers' attention function: q (B, Hq, Tq, D), k and v (B, Hkv, Tk, D) → o (B, Tq, Hq, Dv), None."""
     if output_attentions:
-        raise ValueError("output_attentions: got True; accepted: False, because weights are never stored; use 'eager'")
+        from transformers.utils import logging
+
+        logging.get_logger(__name__).warning_once(  # and returns None, as sdpa does
+            "output_attentions: got True; accepted: False, because probabilities are never stored; use 'eager'"
+        )
     if cache is not None:
         raise ValueError("cache: got a paged cache; accepted: None (no continuous batching); use 'sdpa'")
     attends = _attends(module, attention_mask, is_causal, sliding_window)
@@ -145,8 +191,9 @@ def attention_forward(
         raise ValueError(
             f"attention_mask: got a mask for {attends.columns} columns; accepted: {key.shape[2]}, as this layer has"
         )
-    if attends.used is not None:
-        key, value = key[:, :, : attends.used], value[:, :, : attends.used]
+    if attends.before is not None:
+        used = attends.before + query.shape[2]
+        key, value = key[:, :, :used], value[:, :, :used]
     runs, bias = attends.runs, attends.bias
     if runs is None and bias is None and attends.band[1] == 0 and query.shape[2] == key.shape[2]:
         runs = _restarts(position_ids, query)
@@ -159,18 +206,25 @@ def attention_forward(
     if runs is not None and position_bias is None:  # B·T rows; a view if a projection wrote (B, T, H, D)
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
         ends_q, ends_k = (ends.to(query.device) for ends in runs[:2])
-        o = functional.attention_varlen(q, k, v, ends_q, ends_k, *runs[2:], **options)
+        longest_q = query.shape[2] if runs[2] is None else runs[2]
+        longest_k = key.shape[2] if runs[3] is None else runs[3]
+        o = functional.attention_varlen(q, k, v, ends_q, ends_k, longest_q, longest_k, **options)
         return o.unflatten(0, (query.shape[0], query.shape[2])), None
     if runs is not None and bias is None:
         raise ValueError("position_bias: got a tensor with packed sequences; accepted: None, or use 'eager'")
-    if bias is not None:
+    found = None if bias is None or position_bias is not None else _intervals(bias, query, key)
+    if found is not None:
+        options |= {"intervals": found["intervals"].to(query.device), "causal": found["causal"]}
+    elif bias is not None:
         bias = bias.to(query.device)[..., : key.shape[2]]
     if position_bias is not None:
         own = position_bias[..., : key.shape[2]]
         bias = own if bias is None else own.masked_fill(~bias, -torch.inf) if bias.dtype == torch.bool else own + bias
     if bias is not None and bias.dtype not in (torch.bool, torch.float32):
         bias = bias.to(query.dtype)
-    return functional.attention(query, key, value, bias=bias, **options).transpose(1, 2).contiguous(), None
+    if found is None:
+        options["bias"] = bias
+    return functional.attention(query, key, value, **options).transpose(1, 2).contiguous(), None
 
 
 def _attends(module: Any, given: Any, is_causal: bool | None, sliding_window: int | None) -> Attends:
@@ -249,7 +303,33 @@ def _padded(padding: Tensor, rows: int | None) -> Runs:
         q, k = _ends(before, none, tokens, after, none), _ends(none, before, tokens, none, after)
     else:
         q, k = _ends(none, torch.full_like(none, rows), none), _ends(before, tokens, after)
-    return q, k, padding.shape[1] if rows is None else rows, padding.shape[1]
+    return q, k, None, None
+
+
+_read_bias: tuple[Callable[[], Tensor | None], int, IntervalMask | None] = (lambda: None, -1, None)
+
+
+def _intervals(bias: Tensor, q: Tensor, k: Tensor) -> IntervalMask | None:
+    """The intervals of a bool bias (B, 1 or H, Tq, Tk), which is then not read again; None if a column has more than two.
+
+    Found once per forward, because all layers get the same tensor. Also None if a change of the tensor would go unnoticed
+    (inference tensors have no version), if values can't be read (compilation, tracing, fake tensors) or only by
+    waiting for a GPU, for heads that share k and not their bias, and for few rows, which need no intervals.
+    """
+    global _read_bias
+    form = (bias.dtype, bias.shape[2:]) == (torch.bool, (q.shape[2], k.shape[2])) and bias.ndim == 4
+    if not form or q.shape[2] <= FEW_ROWS or bias.shape[1] != 1 and not bias.shape[1] == q.shape[1] == k.shape[1]:
+        return None
+    if bias.is_inference() or is_traced_or_transformed() or not is_plain_tensor(bias):
+        return None
+    if bias.device.type != "cpu":
+        return None
+    read, version, found = _read_bias  # at once: another thread may replace it
+    if read() is not bias or version != bias._version:
+        new = intervals_of_bool(bias)
+        found = None if isinstance(new, str) else new
+        _read_bias = weakref.ref(bias), bias._version, found
+    return found
 
 
 _last: tuple[Callable[[], Tensor | None], int, Runs | None] = (lambda: None, -1, None)
@@ -264,8 +344,10 @@ def _restarts(positions: Tensor | None, q: Tensor) -> Runs | None:
     if torch.compiler.is_compiling() or positions is None or positions.ndim != 2 or positions.shape[1] != q.shape[2]:
         return None
     version = -1 if positions.is_inference() else positions._version
-    if _last[0]() is not positions or _last[1] != version or version < 0:
+    read, read_version, runs = _last  # at once: another thread may replace it
+    if read() is not positions or read_version != version or version < 0:
         new = positions.diff(dim=1) != 1
         ids = pad(new.cumsum(1), (1, 0)).expand(q.shape[0], -1)
-        _last = weakref.ref(positions), version, _packed(ids) if bool(new.any()) else None
-    return _last[2]
+        runs = _packed(ids) if bool(new.any()) else None
+        _last = weakref.ref(positions), version, runs
+    return runs

@@ -1,7 +1,7 @@
-"""Caches of a call, with one eviction rule: a full cache is cleared.
+"""The caches of calls, with one eviction rule: a full cache is cleared.
 
-A cache is a module-level dict, read by `.get`; `remember` adds to it. If sizes change at every call, memory stays bounded, and
-after a clear entries still in use are computed once more. A call of attention uses five caches:
+A cache is a module-level dict, read by `.get`; `remember` adds to it. If sizes change at every call, memory stays bounded.
+Entries still in use are computed again after a clear. A call of attention uses five caches:
 
     mask.py          masks without tensors, by their numbers
     attention/api    prepared calls, by the signature of a call

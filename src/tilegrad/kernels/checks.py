@@ -25,14 +25,15 @@ def check_given(device: Any, *given: tuple[str, Tensor | None, tuple[int, ...], 
 
 
 def check_param(name: str, p: Tensor, shape: tuple[int, ...], x: Tensor) -> None:
-    """A parameter has the dtype of x, or on a CPU the accumulation dtype: the op rounds it, so no rounded copy is kept."""
+    """Checks that a parameter has x's dtype, or on a CPU the accumulation dtype: the op rounds it, so no rounded copy is
+    kept."""
     unrounded = x.device.type == "cpu" and p.dtype == accumulation_dtype(x.dtype)
     check_tensor(name, p, shape, p.dtype if unrounded else x.dtype, x.device)
 
 
 def check_range(first: Tensor, rounded: Tensor | None, **tensors: Tensor) -> int:
-    """A range of the arenas: flat tensors of one length, in the accumulation dtype and on the device of `first`; `rounded`, the
-    copy that layers compute with, has any dtype. Returns the length."""
+    """Checks a range of the arenas: flat tensors of one length, in the accumulation dtype and on the device of `first`.
+    `rounded`, the copy that layers compute with, may have any dtype. Returns the length."""
     p = next(iter(tensors.values())).numel()
     for name, x in tensors.items():
         check_tensor(name, x, (p,), accumulation_dtype(first.dtype), first.device)
@@ -47,7 +48,7 @@ def check_max_norm(max_norm: float) -> None:
 
 
 def check_positions(positions: Tensor, shape: tuple[int, ...], x: Tensor) -> None:
-    """The positions of packed rows: contiguous int64 of this shape, (B, T)."""
+    """Checks the positions of packed rows: contiguous int64 of this shape, (B, T)."""
     check_tensor("positions", positions, tuple(shape), torch.int64, x.device)
     if not positions.is_contiguous():
         raise ValueError(f"positions: got strides {positions.stride()}; accepted: contiguous ones (call .contiguous())")

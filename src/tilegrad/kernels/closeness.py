@@ -1,9 +1,9 @@
 """The closeness rule: a result must agree with its float64 oracle up to the rounding that the algorithm may do.
 
-A kernel's docstring and its op's bounds say which intermediate numbers are rounded to the inputs' dtype, once each. The rest
-is computed in the accumulation dtype. kernels/attention/bounds.py has the bounds of attention, tests/support/bounds.py those of
-the other ops. u, a, z are the unit roundoffs (eps / 2) of the inputs' dtype, of the accumulator (`accumulation_dtype`) and of
-the output's dtype. Roundings are modeled as independent and uniform with variance u² x² / 3, so the variance σ² of each
+A kernel's docstring and its op's bounds say which intermediate numbers are rounded to the inputs' dtype, once each. The rest is
+computed in the accumulation dtype. kernels/attention/bounds.py has the bounds of attention, tests/support/bounds.py the bounds
+of the other ops. u, a, z are the unit roundoffs (eps / 2) of the inputs' dtype, of the accumulator (`accumulation_dtype`) and
+of the output's dtype. Roundings are modeled as independent and uniform with variance u² x² / 3, so the variance σ² of each
 number's error follows from the formula line by line. The accumulator contributes a · B. A sum of n terms t adds to B six
 standard deviations of its n rounded partial sums:
 
@@ -15,9 +15,9 @@ With e = x − x64, each tensor has three tests; m is its number of distinct val
     mean    rms(e) ≤ (1.5 + 6/√m) · rms(√(σ² + (a B / 3)² + (z x64)² / 3))
     slope   |⟨e − r, x64⟩| ≤ 6 · sd⟨e − r, x64⟩ + Σ (a B / 3) |x64|              finds a wrong factor: rounding has no sign
 
-r is the error of rounding x64 itself to the output's dtype. It is known, and it has a sign if exact numbers are close to
-numbers of that dtype: for every large h, gelu'(h) da is slightly larger than da, which has that dtype. Infinities must be in
-the same places, and NaN nowhere. The rule never compares with another kernel or with the largest number of a call, and no
+r is the error of rounding x64 itself to the output's dtype. It is known, and it is biased if exact numbers are close to numbers
+of that dtype: for every large h, gelu'(h) da is slightly larger than da, which has that dtype. Infinities must be in the same
+places, and there must be no NaN. The rule never compares with another kernel or with the largest number of a call, and no
 tensor is exempt. Below the smallest normal number tiny, a rounding errs by up to z · tiny.
 """
 

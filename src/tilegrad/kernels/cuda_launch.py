@@ -3,8 +3,9 @@
     Launch   a kernel and its arguments, in memory as cuLaunchKernelEx reads them
     Plan     the launches of all calls of one signature: constants are packed once, addresses at each call
 
-Triton's own launcher binds, specialises and parses every argument at every launch: 60 to 200 µs. This module uses its compiler
-but not its launcher. A kernel takes its parameters in order, without constexprs, then two scratch addresses, which are null:
+Triton's own launcher binds, specialises and parses every argument at every launch: 60 to 200 µs. This module uses Triton's
+compiler but not its launcher. A kernel takes its parameters in order, without constexprs, then two scratch addresses, which are
+null:
 
     pointer    8 bytes            tensor descriptor    a tensor map of 128 bytes, the shape in int32, the strides in int64
     number     in its own type
@@ -211,7 +212,7 @@ class HasTensors(Protocol):
 
 
 class Plan:
-    """The launches of all calls whose tensors have the same sizes, strides, dtypes and alignment as those of `call`.
+    """The launches of all calls whose tensors have the sizes, strides, dtypes and alignment of the tensors of `call`.
 
     The tensors of a call are distinct objects, though two may have one address. An argument of a kernel is one of these
     tensors, or a view of a tensor in `viewed`. A view is found by its address: the viewed tensor is contiguous and shares no

@@ -5,8 +5,8 @@
     w = 0                                    else
     ema += w · (params − ema)
 
-So the average begins with the parameters after the first update, and the first averages are over fewer updates than d says. A
-step whose norm is not finite changes no parameter, and is not in the average. The device decides this, so the host does not
+So the average begins with the parameters after the first update, and early averages decay faster than with d. A step whose norm
+is not finite changes no parameter and is not averaged. The device decides this, so the host does not
 wait.
 
 `swap` exchanges the bits of two ranges by three exclusive ors: it needs no memory, and a second swap restores every bit.

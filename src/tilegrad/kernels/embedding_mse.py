@@ -30,7 +30,7 @@ def embedding_mse_workspace(x: TensorLike, wte: TensorLike) -> Shapes:
         "statistics": ((2, rows), acc),
         "part": ((), acc),
         "index": ((rows,), torch.int64),
-        "valid": ((rows,), torch.bool),
+        "ignored": ((rows,), torch.bool),
     }
     return shapes | ({"chosen32": ((rows, c), acc)} if wte.dtype != acc else {})
 
@@ -84,7 +84,7 @@ def embedding_mse_scores_fwd(x: Tensor, wte: Tensor, *, scores: Tensor, scratch:
 
 def _run(x: Tensor, wte: Tensor, targets: Tensor, inv_total: Tensor, out: Outputs, scratch: Scratch | None) -> None:
     check_loss(x, wte, targets, inv_total, out, "wte")
-    loss, dx, dwte, accumulate = out
+    loss, dx, dwte, accumulate, *_ = out
     (n, c), acc = x.shape, accumulation_dtype(x.dtype)
     buffers = views(scratch, embedding_mse_workspace(x, wte), x.device, "embedding_mse")
     if loss is not None:
@@ -93,9 +93,9 @@ def _run(x: Tensor, wte: Tensor, targets: Tensor, inv_total: Tensor, out: Output
         dwte.zero_()
     for i in blocks(n, rows_per_block(x, BLOCK)):
         m = i.stop - i.start
-        rows = {name: buffers[name][:m] for name in ("e", "chosen", "valid", "index")}
+        rows = {name: buffers[name][:m] for name in ("e", "chosen", "ignored", "index")}
         scale, distance = buffers["statistics"][:, :m].unbind()
-        mask_targets(targets[i], inv_total, valid=rows["valid"], index=rows["index"], scale=scale)
+        mask_targets(targets, inv_total, i, ignored=rows["ignored"], index=rows["index"], scale=scale)
         scale.div_(c)
         chosen = torch.index_select(wte, 0, rows["index"], out=rows["chosen"])
         if "chosen32" in buffers:

@@ -7,7 +7,7 @@ wrong live ranges. A name observer gets only the op's name and a function that r
 `follow` (dist/schedule.py) uses it to start collectives between ops. Without an observer the op runs directly.
 
 `record` lists the calls of kernels that a program makes on fixed buffers, so that they can be repeated without checks and
-selection. It is to a CPU what a CUDA graph is to a device. A kernel in C++ returns its call of the native library,
+selection. It does on a CPU what a CUDA graph does on a device. A kernel in C++ returns its call of the native library,
 which is then repeated without the kernel's Python.
 """
 
@@ -75,7 +75,8 @@ def observe_names(observer: NameObserver) -> Iterator[None]:
 @contextmanager
 def record() -> Iterator[Calls]:
     """Runs every op called inside, and lists the calls. Calling these in order repeats the ops, as long as the tensors, the
-    number of threads and TILEGRAD_ISA stay. An op with `one_kernel` is listed as its kernel's call, any other as itself."""
+    number of threads and TILEGRAD_ISA do not change. An op with `one_kernel` is listed as its kernel's call, any other as
+    itself."""
     calls: Calls = []
     token = _observer.set(_Recorder(calls))
     try:
@@ -85,7 +86,8 @@ def record() -> Iterator[Calls]:
 
 
 def run_and_list(call: Callable[[], Callable[[], None] | None]) -> None:
-    """Runs the call of a kernel, and lists it inside `record`. If it returns a function, which repeats it, that is listed."""
+    """Runs the call of a kernel, and lists it inside `record`. If the call returns a function that repeats it, that is
+    listed."""
     again = call()
     observer = _observer.get()
     if isinstance(observer, _Recorder):
@@ -103,7 +105,7 @@ def op(
 ) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """Marks a function as an op. Written arguments are overwritten, except those named in `accumulates` (parameter gradients:
     accumulated unless the call passes accumulate=False) and in `adds` (the residual stream: always accumulated).
-    one_kernel: the op checks its arguments, and all else that it does is one call of `Table.run` or `run_and_list`."""
+    one_kernel: after its checks, the op only calls `Table.run` or `run_and_list`, once."""
 
     def mark(fn: Callable[P, None]) -> Callable[P, None]:
         @functools.wraps(fn)

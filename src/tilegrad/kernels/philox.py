@@ -59,7 +59,7 @@ def round_keys_of_rows(seeds: Tensor, *, keys: Tensor) -> Iterator[tuple[Tensor,
 
 def philox(counter: Sequence[Tensor], keys: Iterable[tuple[Key, Key]], work: Sequence[Tensor]) -> None:
     """Ten rounds in place. `counter` is four int64 tensors of one shape, `work` two more. A key is an int or has a shape that
-    broadcasts to that of the counter."""
+    broadcasts to the counter's shape."""
     c0, c1, c2, c3 = counter
     low, high = work
     for k0, k1 in keys:

@@ -1,5 +1,5 @@
-"""Ops between layers: the residual sum, zero and copy. Each is one memory-bound torch op. The sum fused into the next norm is
-in kernels/norm.
+"""Ops between layers: the residual sum, zero and copy, and sums of gradients. Each is one memory-bound torch op. The sum fused
+into the next norm is in kernels/norm.
 
 add       y = x + f        backward: both branches receive dy
 """
@@ -11,6 +11,9 @@ from torch import Tensor
 
 from .checks import check_tensor
 from .op import op
+from .scratch import Scratch, Shapes, TensorLike, blocks, views
+
+BLOCK = 1 << 15  # elements of a gradient that are added at once on a CPU
 
 
 @op()
@@ -32,3 +35,27 @@ def copy_fwd(x: Tensor, *, y: Tensor) -> None:
     """y = x, converted to y's dtype and strides."""
     check_tensor("y", y, tuple(x.shape), y.dtype, x.device)
     y.copy_(x)
+
+
+def keep_gradient_workspace(grad: TensorLike) -> Shapes:
+    """Name → (shape, dtype) of the scratch: on a CPU torch would allocate for a sum of two dtypes."""
+    return {"sum": ((BLOCK,), torch.float32)} if grad.device.type == "cpu" else {}
+
+
+@op(accumulates=("total",))
+def keep_gradient(grad: Tensor, *, total: Tensor, accumulate: bool, scratch: Scratch | None = None) -> None:
+    """total (bfloat16) += grad (float32), rounded to the nearest once; accumulate=False: total = grad."""
+    check_tensor("grad", grad, tuple(grad.shape), torch.float32, grad.device)
+    check_tensor("total", total, tuple(grad.shape), torch.bfloat16, grad.device)
+    for name, x in (("grad", grad), ("total", total)):
+        if not x.is_contiguous():
+            raise ValueError(f"{name}: got strides {x.stride()}; accepted: a contiguous tensor")
+    if not accumulate:
+        total.copy_(grad)
+    elif grad.device.type != "cpu":
+        total.add_(grad)
+    else:
+        given, out = grad.view(-1), total.view(-1)
+        sums = views(scratch, keep_gradient_workspace(grad), grad.device, "keep_gradient")["sum"]
+        for i in blocks(len(given), BLOCK):
+            out[i].copy_(sums[: i.stop - i.start].copy_(out[i]).add_(given[i]))

@@ -27,7 +27,7 @@ Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 Views = Callable[..., Scratch]  # (*memory) → the declared buffers by name: `Layout(…).of` or `separate(…)`
 T = TypeVar("T")
 
-SLOT_BYTES = 256  # alignment of buffers in one allocation, like that of CUDA's allocations
+SLOT_BYTES = 256  # alignment of buffers in one allocation, as CUDA aligns allocations
 
 
 class TensorLike(Protocol):
@@ -113,8 +113,8 @@ def separate(names: Iterable[str]) -> Views:
 def views(
     scratch: Scratch | None, needed: Shapes, device: Any, op: str, *, kernel: str | None = None, more: str = ""
 ) -> Scratch:
-    """The needed buffers as views of the caller's scratch, which may be larger. Those of a kernel are looked up under its name.
-    `more` is appended to the error text."""
+    """The needed buffers as views of the caller's scratch, which may be larger. The buffers of a kernel are looked up under its
+    name. `more` is appended to the error text."""
     out = {}
     for own, (shape, dtype) in needed.items():
         name = own if kernel is None else f"{kernel}.{own}"

@@ -3,20 +3,20 @@
     parameters   how a compiled kernel takes its parameters (cuda_launch.py)
     Gluon        names and compiler of attention's Hopper kernels; attention/hopper/gluon_names.py has the renamed ones
 
-Versions 3.6 to 3.9 were tested on an H200. A newer version may change either of these without an error, so code that relies on
-them refuses it with a message.
+Versions 3.6 to 3.9 were tested on an H200. A newer version may change either without an error, so code that relies on one
+refuses the newer version with a message.
 
-Compiled for sm_90, plain bfloat16 calls spill 8 bytes in Hopper's backward at D 64, outside of its loop, and with 3.8 12 bytes
-in the forward at D 256. 3.9 has the ptxas of CUDA 13.4. As Triton calls it (--regAllocOptLevel=2, since 3.7) it spills more,
-although less of q and v is then in registers (`takes_more_registers`):
+Compiled for sm_90, Hopper's backward of plain bfloat16 calls spills 8 bytes at D 64, outside of its loop; with Triton 3.8 the
+forward spills 12 bytes at D 256. Triton 3.9 has the ptxas of CUDA 13.4. With Triton's option --regAllocOptLevel=2 (since 3.7)
+it spills more, although less of q and v is then in registers (`takes_more_registers`):
 
     bytes stored and loaded   hopper: backward at D 96: 116, at D 256: 108; forward at D 128: 148, at D 256: 280
     bytes of the stack        triton: dk and dv at D 64: 16, at D 128: 48; forward at D 256: 56; norm's backward at C 8192: 24
 
-With ptxas's default level, 4, it spills less, and Hopper's backward of D 64 was 4 % faster in full attention when it spilled
+With ptxas's default level, 4, it spills less: when Hopper's backward at D 64 still spilled, it was 4 % faster in full attention
 (benchmarks/2026-11-17-triton.md). Triton chose 2 because of a bug in CUDA 13's ptxas. Level 4 was close to the reference in
-three calls on an H200. No others were compared, so it is not used. 3.9 also warns if a launch leaves fused multiply-adds to the
-default.
+three calls on an H200. No other calls were compared, so it is not used. 3.9 also warns if a launch leaves fused multiply-adds
+to the default.
 """
 
 from __future__ import annotations

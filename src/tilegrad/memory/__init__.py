@@ -1,4 +1,4 @@
-"""Buffers of a training program (planned/) and buffers on demand (managed/), with shared types and one timeline page.
+"""Buffers of a fixed program (planned/) and buffers on demand (managed/), with shared types and one HTML timeline.
 
 planned/   a program that is the same every time: trace it on handles, plan every byte, bind tensors
 managed/   sizes that vary: `AttentionBufferManager` hands out, caches and takes back typed buffers

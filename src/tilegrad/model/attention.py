@@ -50,7 +50,7 @@ def mask_of(config: ModelConfig, block: int, seed: Buffer | None = None) -> Mask
 
 
 def _band(window: int | None) -> tuple[int, None] | None:
-    """The keys before a token that it sees, as a mask has them."""
+    """A mask's window (left, right) from the config's, which counts the token itself."""
     return None if window is None else (window - 1, None)
 
 
@@ -208,12 +208,13 @@ class AttentionLayer:
     n_head: int
     n_kv_head: int
     deterministic: bool
+    invariant: bool
     context: Ranks | None
     forward_scratch: Scratch
     backward_scratch: Scratch
 
     @classmethod
-    def declare(cls, at: Declare, block: int, seed: Buffer | None) -> AttentionLayer:
+    def declare(cls, at: Declare, block: int, seed: Buffer | None, *, keeps_x: bool) -> AttentionLayer:
         name = f"blocks.{block}.attn"
         c, b, t, d = at.config, at.b, at.t, at.config.head_dim
         parts = {"q": BufferType.QUERY, "k": BufferType.KEY, "v": BufferType.VALUE}
@@ -238,20 +239,20 @@ class AttentionLayer:
             for band in bands:
                 needed = qkv_attention_workspace(
                     b, t, *form, replace(mask, window=band), backward=backward, deterministic=at.deterministic,
-                    group=at.context,
+                    invariant=at.invariant, group=at.context,
                 )  # fmt: skip
                 shapes = larger(shapes, needed)
             return at.scratch(f"attention{windowed}{'_bwd' if backward else ''}", shapes, _TYPES)
 
-        projections = tuple(
-            LinearLayer.declare(
-                at, f"{name}.{part}", c.n_embd, width, bias=c.qkv_bias, per_head=per_head, parts=fused_widths
-            )
-            for part, width in widths.items()
-        )
-        proj = LinearLayer.declare(
-            at, f"{name}.proj", c.n_head * d, c.n_embd, at.onto_stream, bias=c.proj_bias, fp8=False
-        )
+        first: LinearLayer | None = None
+        projections: tuple[LinearLayer, ...] = ()
+        for part, width in widths.items():
+            projection = LinearLayer.declare(
+                at, f"{name}.{part}", c.n_embd, width, bias=c.qkv_bias, per_head=per_head, parts=fused_widths,
+                shared=first, keeps_x=keeps_x,
+            )  # fmt: skip
+            first, projections = first or projection, (*projections, projection)
+        proj = LinearLayer.declare(at, f"{name}.proj", c.n_head * d, c.n_embd, at.onto_stream, bias=c.proj_bias)
         return cls(
             projections=projections,
             proj=proj,
@@ -273,6 +274,7 @@ class AttentionLayer:
             n_head=c.n_head,
             n_kv_head=c.kv_heads,
             deterministic=at.deterministic,
+            invariant=at.invariant,
             context=at.context,
             forward_scratch=scratch(backward=False),
             backward_scratch=scratch(backward=True),
@@ -288,7 +290,7 @@ class AttentionLayer:
         self.proj.forward(self.o, y=y, adapter=adapter.of(0) if adapter is not None else None)
 
     def backward(self, dy: Buffer, *, dx: Buffer, bias_grad: bool) -> None:
-        """Computes dx, proj's weight gradient and, if `bias_grad`, its bias gradient."""
+        """Computes dx, the weight gradient of proj and, if `bias_grad`, its bias gradient."""
         if self.proj_adapter is not None:
             self.proj_adapter.backward(dy)
         self.proj.backward_input(dy, dx=self.do, adapter=self.proj_adapter)
@@ -315,7 +317,12 @@ class AttentionLayer:
     def reads_x(self) -> bool:
         """Whether `backward_weight` reads x."""
         adapted = self.adapter is not None and self.adapter.a.grad is not None
-        return adapted or any(projection.w.grad is not None for projection in self.projections)
+        return adapted or any(projection.reads_x for projection in self.projections)
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a CUDA graph can capture this layer: kernel `tiled` reads the ends of packed documents on the host."""
+        return self.mask.cu_seqlens_q is None or not any("tiled." in name for name in self.forward_scratch)
 
     @property
     def dprojected(self) -> tuple[Buffer, ...]:
@@ -351,14 +358,14 @@ class AttentionLayer:
             return
         if self.cache is not None:
             self.cache.write(self.qkv)
-        o, scratch = self._by_sequence(self.o), self.forward_scratch
+        o, scratch, invariant = self._by_sequence(self.o), self.forward_scratch, self.invariant
         heads = (self.n_head, self.n_kv_head, self.context)
         if len(self.qkv) == 1:
             qkv = self._by_sequence(self.qkv[0])
-            qkv_attention_fwd(qkv, self.mask, *heads, o=o, lse=self.lse, scratch=scratch)
+            qkv_attention_fwd(qkv, self.mask, *heads, o=o, lse=self.lse, scratch=scratch, invariant=invariant)
         else:
             q, k, v = map(self._by_sequence, self.qkv)
-            q_k_v_attention_fwd(q, k, v, self.mask, *heads, o=o, lse=self.lse, scratch=scratch)
+            q_k_v_attention_fwd(q, k, v, self.mask, *heads, o=o, lse=self.lse, scratch=scratch, invariant=invariant)
 
     def attend_backward(self) -> None:
         o, do = self._by_sequence(self.o), self._by_sequence(self.do)

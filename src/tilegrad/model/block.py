@@ -5,8 +5,8 @@
 The residual add is fused into the next norm: a block reads norm1's output and leaves its last branch f, and the next block's
 norm1 (ln_f after the last block) forms y = x1 + f. `Transformer.stream` lists each block with its next norm.
 
-The backward changes dx in place from the gradient of y to that of x. Each branch's norm adds to dx and forms Σ dx, which
-without dropout is the bias gradient of the projection before that norm. The weight gradients of a branch's first projections
+The backward turns dx in place from the gradient of y into the gradient of x. Each branch's norm adds to dx and forms Σ dx:
+without dropout, the bias gradient of the projection before that norm. The weight gradients of a branch's first projections
 are computed after the norm's backward, because it may recompute the norm's output, which they read.
 
 Each block's `recompute` is a subset of {"norm", "activation", "block"}. A result is formed again just before the backward reads
@@ -76,10 +76,11 @@ class Block:
             accepted = ", ".join(map(repr, get_args(Recomputed)))
             raise ValueError(f"recompute: got {', '.join(map(repr, sorted(recompute)))}; accepted: some of {accepted}")
         name, c = f"blocks.{i}", at.config.n_embd
-        ffn = FeedForward.declare(at, i, seed, keeps_a=not recompute & {"activation", "block"})
+        keeps_x = not recompute & {"norm", "block"}
+        ffn = FeedForward.declare(at, i, seed, keeps_a=not recompute & {"activation", "block"}, keeps_x=keeps_x)
         return cls(
             norm1=NormLayer.declare(at, f"{name}.ln1"),
-            attention=AttentionLayer.declare(at, i, seed),
+            attention=AttentionLayer.declare(at, i, seed, keeps_x=keeps_x),
             drop1=Dropout.declare(at, seed, 2 * i + 1, dx="scratch.dbranch"),
             norm2=NormLayer.declare(at, f"{name}.ln2"),
             ffn=ffn,

@@ -1,4 +1,5 @@
-"""The two programs of a decoder, made of the model's layers: `prefill` reads prompts, `step` adds a token to every sequence.
+"""The two programs of a decoder, made of the model's layers: `prefill` reads prompts, `step` continues every sequence by a
+token.
 
     prefill   tokens (1, N), packed prompts → hidden states; k and v of every token → the cache; n = the last row of each prompt
     step      tokens (B, 1), the last of each sequence → hidden states by attention over the cache; n = all rows
@@ -24,6 +25,10 @@ from .config import ModelConfig
 from .layer import Buffer, CacheSize, Declare, Param
 from .lora import LoraConfig
 from .transformer import Transformer, declare_at
+
+ALIGNED = (
+    64  # rows of logits on CUDA begin at multiples of this many elements: cuBLAS is 4 times slower on unaligned rows
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +90,8 @@ class Sampler:
     def declare(cls, at: Declare, w: Param, batch_size: int, *, penalties: bool) -> Sampler:
         c, acc = at.config, at.accumulation_dtype
         rows = Form((batch_size, c.n_embd), at.dtype, at.device)
-        logits = at.buffer("logits", (batch_size, c.vocab_size), acc)
+        pitch = None if at.device.type == "cpu" else -(-c.vocab_size // ALIGNED) * ALIGNED
+        logits = at.buffer("logits", (batch_size, c.vocab_size), acc, pitch=pitch)
         rounds = at.device.type == "cpu" and at.dtype != acc and c.loss == "cross_entropy"
         if c.loss == "cross_entropy":
             product = linear_workspace(rows, w.value, backward=False, bias=False, invariant=at.invariant)
@@ -146,7 +152,7 @@ def declare_decoding(
     config: ModelConfig, size: CacheSize, dtype: torch.dtype, device: torch.device, *,
     prefill_tokens: int | None, penalties: bool, lora: LoraConfig | None, invariant: bool,
 ) -> Decoding:  # fmt: skip
-    """Declares the step or, with prefill_tokens, the prefill of so many tokens from at most size.sequences prompts."""
+    """Declares the step or, with prefill_tokens, the prefill of that many tokens from at most size.sequences prompts."""
     prefill = prefill_tokens is not None
     at = Declare(
         replace(config, dropout=0.0),
@@ -154,7 +160,7 @@ def declare_decoding(
         prefill_tokens or 1,
         dtype,
         device,
-        documents=size.sequences if prefill else 0,
+        documents=size.sequences + 1 if prefill else 0,  # the prompts, and the rows that are added (engine/decoder.py)
         lora=None if lora is None else replace(lora, dropout=0.0),
         invariant=invariant,
         cache=size,

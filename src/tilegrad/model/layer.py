@@ -5,23 +5,30 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Literal, TypeAlias, cast, get_args
 
 import torch
 from torch import Tensor
 
 from ..kernels.attention.context import Ranks
+from ..kernels.fp8_linear import Factor
 from ..kernels.fp8_linear.state import STATE
+from ..kernels.residual import keep_gradient, keep_gradient_workspace
 from ..kernels.scratch import Form, Scratch, Shapes, accumulation_dtype
 from ..memory.planned.trace import Handle
 from ..memory.types import BufferType, Role
+from ..text.untrusted import shown
 from .config import ModelConfig
 
 if TYPE_CHECKING:
+    from .fp8 import RoundedWeight
     from .lora import LoraConfig
 
-Linear = Literal["plain", "fp8"]  # how the forward of a linear layer multiplies
+Linear = Literal["plain", "fp8", "fp8-all"]  # float8: y and dx; y, dx and dW
+HeadProducts = Literal["plain", "fp8"]  # how the head multiplies
 Buffer: TypeAlias = Tensor  # a Handle while the program is traced: layers and ops are written for tensors
+Kept = Literal["float32", "bfloat16"]
+Masters = Literal["float32", "none"]
 _SPLIT = 1 << 20  # elements drawn at once, to avoid a second copy of a large matrix
 
 
@@ -60,11 +67,55 @@ WEIGHT = Normal(0.02)  # for all weights except the norms' and those onto the re
 
 
 @dataclass(frozen=True, slots=True)
+class States:
+    """The dtypes of what training keeps of each parameter besides the values that layers compute with. In float64 training all
+    are float64.
+
+    moments     AdamW's m and v; in bfloat16 they are rounded stochastically (kernels/rounding.py)
+    masters     "none": the parameters are bfloat16, and rounded stochastically after each update
+    gradients   "bfloat16": an op writes a gradient in float32, and then it is added to a sum in bfloat16
+
+    >>> States().lean, States(moments="bfloat16").lean
+    (False, True)
+    """
+
+    moments: Kept = "float32"
+    masters: Masters = "float32"
+    gradients: Kept = "float32"
+
+    def __post_init__(self) -> None:
+        for name, kinds in (("moments", Kept), ("masters", Masters), ("gradients", Kept)):
+            if getattr(self, name) not in get_args(kinds):
+                accepted = " or ".join(map(repr, get_args(kinds)))
+                raise ValueError(f"{name}: got {shown(getattr(self, name))}; accepted: {accepted}")
+
+    @property
+    def lean(self) -> bool:
+        return self != FULL
+
+    @property
+    def rounds(self) -> bool:
+        """Whether an update rounds stochastically."""
+        return self.moments == "bfloat16" or self.masters == "none"
+
+    @property
+    def multiple(self) -> int:
+        """The room of a parameter is a multiple of this many elements, so of 64 bytes in every dtype: all have one layout."""
+        return 32 if self.lean else 1
+
+
+FULL = States()
+
+
+@dataclass(frozen=True, slots=True)
 class Param:
     """Ops read `value` and add to `grad`; the optimizer updates `master`. `grad` and `master` are float32 or float64.
 
     `master` is `value` itself, except with a shorter compute dtype on CUDA; on a CPU the ops round what they read. With
     accumulate=False the first op of a backward that forms `grad` overwrites it.
+
+    Without masters (States.masters), `master` is `value` in the compute dtype, on every device. With gradients in bfloat16,
+    `grad` has one micro-batch's gradient, which an op overwrites, and `keep` adds it to `total`, the sum of a step.
 
     A frozen parameter has no gradient, master or moment: `grad` is None, and `master` is `value`, in the compute dtype on CUDA.
 
@@ -79,6 +130,20 @@ class Param:
     init: Init
     accumulate: bool
     matrices: tuple[tuple[int, int], ...] = ()
+    total: Buffer | None = None
+    adds: bool = True  # False: the first micro-batch of a step
+    keep_scratch: Scratch = field(default_factory=dict)
+
+    @property
+    def kept_grad(self) -> Buffer | None:
+        """The gradient of a step, which the optimizer reads."""
+        return self.grad if self.total is None else self.total
+
+    def keep(self, *, again: bool = False) -> None:
+        """total += grad, or total = grad in the first micro-batch of a step; again: `total` has the `grad` of another op."""
+        if self.total is not None and self.grad is not None:
+            accumulate, scratch = self.adds or again, self.keep_scratch
+            keep_gradient(self.grad, total=self.total, accumulate=accumulate, scratch=scratch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +179,9 @@ class Declare:
     windows      windows that other programs on the same buffers have: attention's scratch is large enough for all
     cache        a program of a decoder: the prefill of packed prompts (documents > 0), or a step on one token of each sequence.
                  Every parameter is frozen
-    scales       the scale states of tensors that are rounded to float8, by name
+    states       dtypes of masters and gradients
+    scales       the scale states of tensors that are rounded to float8, by name; `factors`: what each is in a product
+    rounded      the weights that are rounded to float8 once a step, by name
     """
 
     config: ModelConfig
@@ -132,8 +199,12 @@ class Declare:
     invariant: bool = False
     windows: tuple[int | None, ...] = ()
     cache: CacheSize | None = None
+    states: States = FULL
+    head: HeadProducts = "plain"
     params: dict[str, Param] = field(default_factory=dict)
     scales: dict[str, Buffer] = field(default_factory=dict)
+    factors: dict[str, Factor] = field(default_factory=dict)
+    rounded: dict[str, RoundedWeight] = field(default_factory=dict)
 
     @property
     def n(self) -> int:
@@ -171,25 +242,34 @@ class Declare:
 
     def param(self, name: str, *shape: int, init: Init, matrices: tuple[tuple[int, int], ...] = ()) -> Param:
         """The parameter `name`, with its gradient unless it is frozen. The first call with a name declares it."""
+        accumulate = self.accumulate and self.states.gradients == "float32"
         if name not in self.params and self.is_frozen(name):
             rounded = self.device.type != "cpu" or (self.cache is not None and not self.invariant)
             value = self.buffer(name, shape, self.dtype if rounded else self.accumulation_dtype, role="frozen")
-            self.params[name] = Param(name, value, None, value, init, self.accumulate, matrices)
+            self.params[name] = Param(name, value, None, value, init, accumulate, matrices, adds=self.accumulate)
         elif name not in self.params:
-            acc = self.accumulation_dtype
-            master = self.buffer(name, shape, acc, role="params")
-            grad = self.buffer(f"d {name}", shape, acc, role="grads")
-            copied = self.dtype != acc and self.device.type != "cpu"
+            acc, states = self.accumulation_dtype, self.states
+            own = states.masters != "none"
+            master = self.buffer(name, shape, acc if own else self.dtype, role="params")
+            copied = own and self.dtype != acc and self.device.type != "cpu"
             value = self.buffer(f"{name} (compute)", shape, self.dtype, role="params") if copied else master
-            self.params[name] = Param(name, value, grad, master, init, self.accumulate, matrices)
+            in_bfloat16 = states.gradients == "bfloat16"
+            kept = self.buffer(f"d {name}", shape, torch.bfloat16 if in_bfloat16 else acc, role="grads")
+            grad, total = (self.buffer(f"d {name} (float32)", shape, acc), kept) if in_bfloat16 else (kept, None)
+            scratch = (
+                self.scratch("keep", keep_gradient_workspace(Form(shape, acc, self.device))) if in_bfloat16 else {}
+            )
+            own_grad = (total, self.accumulate, scratch)
+            self.params[name] = Param(name, value, grad, master, init, accumulate, matrices, *own_grad)
         return self.params[name]
 
     def is_frozen(self, name: str) -> bool:
         base = self.lora is not None and not is_adapter(name)
         return base or self.cache is not None or any(fnmatchcase(name, pattern) for pattern in self.freeze)
 
-    def scale(self, name: str) -> Buffer:
+    def scale(self, name: str, factor: Factor) -> Buffer:
         """The scale state of a tensor that is rounded to float8."""
+        self.factors[name] = factor
         self.scales[name] = self.buffer(f"scale.{name}", STATE, torch.float32, role="optimizer")
         return self.scales[name]
 
@@ -209,11 +289,14 @@ class Declare:
         *,
         type: BufferType = BufferType.TEMP,
         role: Role = "activations",
+        pitch: int | None = None,
     ) -> Buffer:
         layer = _layer_of(name)
         if self.decodes and (role == "activations" or name.startswith("inputs.")):
             name = f"step.{name}"  # the prefill has a buffer of this name and another size
-        return cast(Buffer, Handle(name, shape, dtype or self.dtype, type, role, layer, self.device))
+        multiple = self.states.multiple if role in ("params", "grads") else 1
+        where = (type, role, layer, self.device, pitch, multiple)
+        return cast(Buffer, Handle(name, shape, dtype or self.dtype, *where))
 
     def scratch(self, name: str, shapes: Shapes, types: dict[str, BufferType] | None = None) -> Scratch:
         """A buffer for each entry of an op's workspace."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..kernels.column_sum import column_sum_fwd
-from ..kernels.fp8_linear import FP8, fp8_activation_fwd, fp8_linear_fwd, fp8_linear_workspace, fp8_quantize_fwd
+from ..kernels.fp8_linear import fp8_product_fwd, fp8_product_workspace
 from ..kernels.linear import (
     linear_bwd_input,
     linear_bwd_weight,
@@ -22,23 +22,10 @@ from ..kernels.low_rank import (
     low_rank_linear_bwd_input,
     low_rank_linear_fwd,
 )
-from ..kernels.scratch import Scratch, of
+from ..kernels.scratch import Scratch, TensorLike, of
+from .fp8 import Fp8
 from .layer import WEIGHT, Buffer, Constant, Declare, Init, Param
 from .lora import Adapter, LowRank
-
-
-@dataclass(frozen=True, slots=True)
-class Fp8:
-    """What a float8 forward needs: x in float8, and the scales of x and of W."""
-
-    x: Buffer
-    x_scale: Buffer
-    w_scale: Buffer
-
-    @classmethod
-    def declare(cls, at: Declare, name: str, site: str, inputs: int) -> Fp8:
-        x = at.buffer(f"scratch.{site}.x8", (at.n, inputs), FP8)
-        return cls(x, at.scale(f"{name}.input"), at.scale(f"{name}.weight"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +39,7 @@ class LinearLayer:
     fp8: Fp8 | None
     forward_scratch: Scratch
     backward_scratch: Scratch
+    added_scratch: dict[str, Scratch]  # of float8 products that are added to dx and to dW
 
     @classmethod
     def declare(
@@ -63,11 +51,12 @@ class LinearLayer:
         init: Init = WEIGHT,
         *,
         bias: bool | None = None,
-        fp8: bool = True,
+        shared: LinearLayer | None = None,
+        keeps_x: bool = False,
         per_head: bool = False,
         parts: tuple[int, ...] = (),
     ) -> LinearLayer:
-        """bias=None: as in the config. fp8=False: never in float8, because rounding x would cost what the GEMM gains.
+        """bias=None: as in the config. shared: another layer of the same x. keeps_x: x is not recomputed in the backward.
         per_head: head h's D outputs read only its own D inputs, weight (H, D, D) = (head, out, in), bias (H, D).
         parts: the outputs of each of several layers that are computed as one."""
         shape = (at.config.n_head, at.config.head_dim, at.config.head_dim) if per_head else (outputs, inputs)
@@ -77,25 +66,25 @@ class LinearLayer:
         b = at.param(f"{name}.bias", *shape[:-1], init=Constant(0.0)) if has_bias else None
         site = name.rsplit(".", 1)[-1]  # layers of one kind run one after another and share their scratch
         x = at.form(inputs)
-        in_fp8 = fp8 and not per_head and at.linear == "fp8"
-        forward = (
-            fp8_linear_workspace(x, w.value)
-            if in_fp8
-            else linear_workspace(x, w.value, backward=False, invariant=at.invariant)
-        )
+        of_x, fp8 = None if shared is None else shared.fp8, None
+        if at.linear != "plain" and not per_head:
+            fp8 = Fp8.declare(at, name, w.value, of_x, trained=w.grad is not None, keeps_x=keeps_x)
+        forward = linear_workspace(x, w.value, backward=False, invariant=at.invariant)
         return cls(
             w=w,
             b=b,
             per_head=per_head,
             invariant=at.invariant,
-            fp8=Fp8.declare(at, name, site, inputs) if in_fp8 else None,
-            forward_scratch=at.scratch(site, forward),
+            fp8=fp8,
+            forward_scratch=at.scratch(site, forward if fp8 is None else {}),
             backward_scratch=at.scratch(f"{site}_bwd", linear_workspace(x, w.value, backward=True)),
+            added_scratch=_added(at, site, x, w, fp8, shared=of_x is not None),
         )
 
     def forward(self, x: Buffer, *, y: Buffer, adapter: LowRank | None = None) -> None:
         if self.fp8 is not None:
-            fp8_quantize_fwd(x, x8=self.fp8.x, state=self.fp8.x_scale)
+            if not self.fp8.shares:
+                self.fp8.x.of(x, columns=self.fp8.keeps)
             self._multiply_fp8(self.fp8, y=y)
             if adapter is not None:
                 low_rank_add_fwd(adapter.u, adapter.bs, adapter.parts, ys=[y], scratch=adapter.scratch)
@@ -115,17 +104,28 @@ class LinearLayer:
         """y = act(h) W' + b in float8; act(h) is not kept."""
         if self.fp8 is None:
             raise ValueError("forward_activation: got a layer that does not multiply in float8; call forward")
-        fp8_activation_fwd(h, kind, a8=self.fp8.x, state=self.fp8.x_scale)
+        self.fp8.x.of_activation(h, kind, columns=self.fp8.keeps)
         self._multiply_fp8(self.fp8, y=y)
 
     def _multiply_fp8(self, fp8: Fp8, *, y: Buffer) -> None:
-        w, b = self.w.value, self.b.value if self.b else None
-        fp8_linear_fwd(fp8.x, fp8.x_scale, w, b, y=y, state=fp8.w_scale, scratch=self.forward_scratch)
+        x, w, b = fp8.x, fp8.w.rounded, self.b.value if self.b else None
+        assert x.rows is not None and w.rows is not None
+        fp8_product_fwd(x.rows, x.state, w.rows, w.state, b, out=y, accumulate=False)
 
     def backward_input(
         self, dy: Buffer, *, dx: Buffer, accumulate: bool = False, adapter: Adapter | None = None
     ) -> None:
-        """dx = dy W, or dx += dy W; adapter: the one of this input, whose du A is added too"""
+        """dx = dy W, or dx += dy W; adapter: this input's adapter; its du A is added too. In float8 it rounds dy, also for
+        `backward_weight`."""
+        if self.fp8 is not None:
+            dy8, w8 = self.fp8.dy, self.fp8.w.rounded
+            dy8.of(dy)
+            assert dy8.rows is not None and w8.columns is not None
+            scratch = self.added_scratch["dx"] if accumulate else {}
+            fp8_product_fwd(dy8.rows, dy8.state, w8.columns, w8.state, out=dx, accumulate=accumulate, scratch=scratch)
+            if adapter is not None:
+                adapter.add_backward(dx=dx)
+            return
         if adapter is not None and adapter.dy_du is not None and adapter.wa is not None and not accumulate:
             w, du, a = self.w.value, adapter.du, adapter.a.value
             joined_linear_bwd_input(dy, w, du, a, dx=dx, joined=adapter.dy_du, wa=adapter.wa)
@@ -148,13 +148,47 @@ class LinearLayer:
             self.bias_grad if bias_grad else None,
         )
         accumulate, scratch = self.w.accumulate, self.backward_scratch
-        if self.w.grad is None and not (self.per_head and db is not None):  # x is not read
+        in_fp8 = self.fp8 is not None and self.fp8.weight_gradient
+        if in_fp8 or (self.w.grad is None and not (self.per_head and db is not None)):  # x or dy is not read
             if db is not None:
                 sums = db.view(dy.shape[1])
                 column_sum_fwd(dy, sums=sums, accumulate=accumulate, scratch=of("column_sum", scratch))
+            if in_fp8:
+                self._backward_weight_fp8(x)
             return
         run(dy, x, self.w.value, dw=self.w.grad, db=db, accumulate=accumulate, scratch=scratch)
+        self.w.keep()
+
+    def _backward_weight_fp8(self, x: Buffer) -> None:
+        fp8, dw, accumulate = self.fp8, self.w.grad, self.w.accumulate
+        assert fp8 is not None and dw is not None
+        if not fp8.keeps and not fp8.shares:
+            fp8.x.of(x, rows=False)
+        dy8t, x8t, scratch = fp8.dy.columns, fp8.x.columns, self.added_scratch["dw"] if accumulate else {}
+        assert dy8t is not None and x8t is not None
+        fp8_product_fwd(
+            dy8t, fp8.dy.state, x8t, fp8.x.state, out=dw, accumulate=accumulate, precise=True, scratch=scratch
+        )
+        self.w.keep()
+
+    @property
+    def reads_x(self) -> bool:
+        """Whether `backward_weight` reads x."""
+        return self.w.grad is not None and not (self.fp8 is not None and self.fp8.keeps)
 
     @property
     def bias_grad(self) -> Buffer | None:
         return self.b.grad if self.b else None
+
+
+def _added(at: Declare, site: str, x: TensorLike, w: Param, fp8: Fp8 | None, *, shared: bool) -> dict[str, Scratch]:
+    """The scratch of a layer's float8 products that are added: to dx, if another layer reads the same x, and to dW after the
+    first micro-batch."""
+    found: dict[str, Scratch] = {"dx": {}, "dw": {}}
+    if fp8 is None or fp8.w.rounded.columns is None:
+        return found
+    if shared:
+        found["dx"] = at.scratch(f"{site}_dx", fp8_product_workspace(fp8.w.rounded.columns, x))
+    if fp8.x.columns is not None and w.grad is not None and w.accumulate:
+        found["dw"] = at.scratch(f"{site}_dw", fp8_product_workspace(fp8.x.columns, w.grad))
+    return found

@@ -84,6 +84,9 @@ class LoraConfig:
         names: object = self.layers
         if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) for name in names):
             refuse("layers", accepted)
+        group = next((name for name in self.layers if name in groups), None)
+        if group is not None:
+            refuse("layers", f"{group!r} alone, or names out of {', '.join(LAYERS)}")
         unknown = [name for name in self.layers if name not in LAYERS]
         if unknown:
             raise ValueError(f"lora.layers: got {unknown[0]!r}{did_you_mean(unknown[0], LAYERS)}; accepted: {accepted}")
@@ -141,7 +144,7 @@ def adapter_parts(config: ModelConfig, lora: LoraConfig) -> tuple[AdapterParts, 
 
 
 class LowRank(NamedTuple):
-    """What an adapted layer adds to its output: y_i += u_i B_i' for the parts of that output."""
+    """What an adapter adds to a layer's output: y_i += u_i B_i' for each part of the output."""
 
     u: Buffer
     bs: list[Buffer]
@@ -181,7 +184,7 @@ class Adapter:
     u: Buffer
     du: Buffer
     joined: Buffer | None  # [x, u]
-    wb: tuple[Buffer | None, ...]  # [W, B_i] of each output; None: its product is not joined
+    wb: tuple[Buffer | None, ...]  # [W, B_i] of each output; None if its product is not joined
     dy_du: Buffer | None  # [dy, du] of the first output, if dx = [dy, du] [W; A]
     wa: Buffer | None  # [W; A]
     scale: float
@@ -229,7 +232,7 @@ class Adapter:
 
         wb = tuple(joined_weight(i, layer) for i, layer in enumerate(layers))
         w, dy_du, wa = layers[0].w.value, None, None
-        if drop is None and joins(w, at.dtype, w.shape[0], adapter.inputs):
+        if drop is None and layers[0].fp8 is None and joins(w, at.dtype, w.shape[0], adapter.inputs):
             dy_du = at.rows(f"scratch.{name}.dy_du", w.shape[0] + rows)
             wa = at.buffer(f"scratch.{name}.wa", (w.shape[0] + rows, adapter.inputs))
         return cls(
@@ -272,6 +275,13 @@ class Adapter:
             list(dys), self.u, [b.value for b in self.bs], self.parts, self.scale,
             du=self.du, dbs=[b.grad for b in self.bs], accumulate=self.a.accumulate, scratch=self.backward_scratch,
         )  # fmt: skip
+
+    def add_backward(self, *, dx: Buffer) -> None:
+        """dx += drop'(du A)"""
+        if self.drop is not None:
+            self.backward_dropped(dx=dx)
+        else:
+            linear_bwd_input(self.du, self.a.value, dx=dx, accumulate=True, scratch=self.backward_scratch)
 
     def backward_dropped(self, *, dx: Buffer) -> None:
         """dx += drop'(du A), if there is dropout. Without dropout, LinearLayer.backward_input adds du A itself."""

@@ -101,7 +101,7 @@ def attention(
 
 
 def causal(config: ModelConfig, block: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Each token attends to those before it and to itself, `window` of them at most; positions start at 0."""
+    """Each token attends to itself and to earlier tokens, at most `window` in all; positions start at 0."""
     t, d, device = q.shape[-2], config.head_dim, q.device
     if config.position == "rope":
         frequencies, factor = rope_frequencies(config.rope_theta, d, config.rope_scaling)
@@ -121,10 +121,12 @@ def causal(config: ModelConfig, block: int, q: Tensor, k: Tensor, v: Tensor) -> 
 
 def feed_forward(p: Params, i: int, x: Tensor, config: ModelConfig, lora: LoraConfig | None = None) -> Tensor:
     name, added = f"blocks.{i}.ffn", low_rank(p, i, "ffn.in", x, config, lora)
-    h = linear(p, f"{name}.up", x)
+    gated = config.activation == "swiglu"
+    h = linear(p, f"{name}.{'up_gate' if gated else 'up'}", x)
+    h, *gates = h.chunk(2, dim=-1) if gated else (h,)
     h = h + added["up"] if "up" in added else h
-    if config.activation == "swiglu":
-        g = linear(p, f"{name}.gate", x)
+    if gated:
+        (g,) = gates
         a = F.silu(g + added["gate"] if "gate" in added else g) * h
     elif config.activation == "gelu":
         a = F.gelu(h, approximate="tanh")

@@ -19,14 +19,16 @@ from ..kernels.attention.context import Ranks
 from ..kernels.cross_entropy import cross_entropy_bwd, cross_entropy_fwd, cross_entropy_step, cross_entropy_workspace
 from ..kernels.embedding import embedding_bwd, embedding_fwd, embedding_workspace
 from ..kernels.embedding_mse import embedding_mse_bwd, embedding_mse_fwd, embedding_mse_step, embedding_mse_workspace
-from ..kernels.fp8_linear import fill_state, fp8_scale_step
+from ..kernels.fp8_head import fp8_cross_entropy_step, fp8_cross_entropy_workspace
+from ..kernels.fp8_linear import Factor, fill_state, fp8_scale_step
 from ..kernels.residual import copy_fwd, zero_fwd
 from ..kernels.rope import rope_table
 from ..kernels.scratch import Scratch
 from ..text.spelling import did_you_mean
 from .block import Block, Dropout, Recomputed
 from .config import ModelConfig
-from .layer import WEIGHT, Buffer, Declare, Linear, Packed, Param, is_adapter
+from .fp8 import Rounded, RoundedWeight
+from .layer import FULL, WEIGHT, Buffer, Declare, HeadProducts, Linear, Packed, Param, States, is_adapter
 from .lora import LoraConfig
 from .norm import NormLayer
 
@@ -61,12 +63,36 @@ class Embedding:
             given, dwpe, accumulate = (dx, tokens, self.positions), self.wpe.grad, self.wpe.accumulate
             embedding_bwd(*given, dwpe=dwpe, accumulate=accumulate, scratch=self.scratch)
         if self.wte.grad is not None:
-            accumulate = self.wte.accumulate or self.tied
+            accumulate = self.wte.accumulate or (self.tied and self.wte.total is None)
             embedding_bwd(dx, tokens, dwte=self.wte.grad, accumulate=accumulate, scratch=self.scratch)
+        if self.wpe:
+            self.wpe.keep()
+        self.wte.keep(again=self.tied)
 
     @property
     def trained(self) -> bool:
         return self.wte.grad is not None or (self.wpe is not None and self.wpe.grad is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Head:
+    """n (N, C) and the head's weight (V, C) in float8."""
+
+    n: Rounded
+    w: RoundedWeight
+
+    @classmethod
+    def declare(cls, at: Declare, w: Param) -> Fp8Head:
+        place = ("scratch.head.x8", "scratch.head.x8t" if w.grad is not None else None)
+        n = Rounded.declare(at, "head.input", "x", (at.n, at.config.n_embd), *place)
+        return cls(n, RoundedWeight.declare(at, "head.weight", w.value))
+
+    def of(self, n: Buffer) -> tuple[Buffer, Buffer | None, Buffer, Buffer, Buffer | None, Buffer]:
+        """Rounds n. Returns x8, x8t, its state, w8, w8t, its state."""
+        self.n.of(n)
+        x, w = self.n, self.w.rounded
+        assert x.rows is not None and w.rows is not None
+        return x.rows, x.columns, x.state, w.rows, w.columns, w.state
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +105,7 @@ class Head:
     targets: Buffer
     inv_total: Buffer
     loss: Buffer
+    fp8: Fp8Head | None
     forward_scratch: Scratch
     backward_scratch: Scratch
 
@@ -88,7 +115,10 @@ class Head:
         tied = c.tie_embeddings
         w = wte if tied else at.param("lm_head.weight", c.vocab_size, c.n_embd, init=WEIGHT)
         x = at.form(c.n_embd)
-        if c.loss == "cross_entropy":
+        if at.head == "fp8":
+            forward = fp8_cross_entropy_workspace(x, w.value, backward=False)
+            backward = fp8_cross_entropy_workspace(x, w.value, backward=True, accumulate=w.accumulate)
+        elif c.loss == "cross_entropy":
             forward = cross_entropy_workspace(x, w.value, backward=False, invariant=at.invariant)
             backward = cross_entropy_workspace(x, w.value, backward=True, invariant=at.invariant)
         else:
@@ -100,34 +130,46 @@ class Head:
             targets=at.buffer("inputs.targets", (at.n,), torch.int64, role="inputs"),
             inv_total=at.buffer("inputs.inv_total", (), at.accumulation_dtype, role="inputs"),
             loss=at.buffer("head.loss", (), at.accumulation_dtype, role="inputs"),  # read after the program: persistent
+            fp8=Fp8Head.declare(at, w) if at.head == "fp8" else None,
             forward_scratch=at.scratch("loss", forward),
             backward_scratch=at.scratch("loss_bwd", backward),
         )
 
     def forward(self, n: Buffer) -> None:
         given, scratch = (n, self.w.value, self.targets, self.inv_total), self.forward_scratch
-        if self.kind == "cross_entropy":
+        if self.fp8 is not None:
+            fp8_cross_entropy_step(*self.fp8.of(n), *given[2:], loss=self.loss, scratch=scratch)
+        elif self.kind == "cross_entropy":
             cross_entropy_fwd(*given, loss=self.loss, invariant=self.invariant, scratch=scratch)
         else:
             embedding_mse_fwd(*given, loss=self.loss, scratch=scratch)
 
     def backward(self, n: Buffer) -> None:
         given, scratch = (n, self.w.value, self.targets, self.inv_total), self.backward_scratch
-        if self.kind == "cross_entropy":
+        if self.fp8 is not None:
+            dw, accumulate = self.w.grad, self.w.accumulate
+            fp8_cross_entropy_step(*self.fp8.of(n), *given[2:], dx=n, dw=dw, accumulate=accumulate, scratch=scratch)
+        elif self.kind == "cross_entropy":
             dw, accumulate, invariant = self.w.grad, self.w.accumulate, self.invariant
             cross_entropy_bwd(*given, dx=n, dw=dw, accumulate=accumulate, invariant=invariant, scratch=scratch)
         else:
             embedding_mse_bwd(*given, dx=n, dwte=self.w.grad, accumulate=self.w.accumulate, scratch=scratch)
+        self.w.keep()
 
     def step(self, n: Buffer) -> None:
         given, scratch = (n, self.w.value, self.targets, self.inv_total), self.backward_scratch
         loss, dx, dw, accumulate = self.loss, n, self.w.grad, self.w.accumulate
-        if self.kind == "cross_entropy":
+        if self.fp8 is not None:
+            fp8_cross_entropy_step(
+                *self.fp8.of(n), *given[2:], loss=loss, dx=dx, dw=dw, accumulate=accumulate, scratch=scratch
+            )
+        elif self.kind == "cross_entropy":
             cross_entropy_step(
                 *given, loss=loss, dx=dx, dw=dw, accumulate=accumulate, invariant=self.invariant, scratch=scratch
             )
         else:
             embedding_mse_step(*given, loss=loss, dx=dx, dwte=dw, accumulate=accumulate, scratch=scratch)
+        self.w.keep()
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +186,9 @@ class Transformer:
     dx: Buffer
     params: dict[str, Param]
     scales: dict[str, Buffer]  # by the name of a tensor that is rounded to float8
+    factors: dict[str, Factor]  # what each of them is in a product
+    rounded: tuple[RoundedWeight, ...]
+    jumps: Buffer | None  # 0-d float32: how many magnitudes grew 100-fold in the last step; None without scales
 
     def initialise(self, config: ModelConfig, generator: torch.Generator) -> None:
         """Fills each parameter as its layer declares it, and the tables."""
@@ -153,7 +198,7 @@ class Transformer:
 
     @property
     def in_draw_order(self) -> list[Param]:
-        """The parameters, adapters last: the others start as they do without adapters."""
+        """The parameters, adapters last, so that the others start as they do without adapters."""
         return sorted(self.params.values(), key=lambda p: is_adapter(p.name))
 
     @property
@@ -164,7 +209,7 @@ class Transformer:
     def fill_tables(self, config: ModelConfig) -> None:
         """Fills the scale states of float8, and the tables of rope, which all blocks share."""
         for name, state in self.scales.items():
-            fill_state(state, weight=name.endswith(".weight"))
+            fill_state(state, self.factors[name])
         rope = self.blocks[0].attention.rope
         if rope is not None:
             rope_table(
@@ -191,15 +236,17 @@ class Transformer:
         self.hidden_states_backward()
 
     def step(self) -> None:
-        if not self.head.w.accumulate:
+        if not self.head.w.adds:
             self.scale_step()
         self.head.step(self.hidden_states())
         self.hidden_states_backward()
 
     def scale_step(self) -> None:
-        """Updates the float8 scales from the values seen since the last step."""
-        for state in self.scales.values():
-            fp8_scale_step(state=state)
+        """Updates the float8 scales from the values seen since the last step, and rounds the weights."""
+        if self.jumps is not None:
+            fp8_scale_step(states=list(self.scales.values()), jumps=self.jumps)
+        for weight in self.rounded:
+            weight.rounded.of(weight.value)
 
     @property
     def stream(self) -> tuple[tuple[Block, Buffer, NormLayer, Buffer], ...]:
@@ -227,8 +274,16 @@ class Transformer:
         self.ln_f.backward(self.ln_f.y, self.x[-1], dx=self.dx, dx_sum=dx_sums[-1], recompute=False)
         for (block, x, *_), dx_sum in tuple(zip(self.stream, dx_sums[:-1], strict=True))[first:][::-1]:
             block.backward(x, dx=self.dx, dx_sum=dx_sum)
+        for p in self._small:
+            p.keep()
         if self.embedding.trained:
             self.embedding.backward(self.drop.backward(self.dx), self.tokens)
+
+    @property
+    def _small(self) -> list[Param]:
+        """The trained weights of norms, biases and adapters: no layer calls their `keep`."""
+        embeddings = [p.name for p in (self.embedding.wte, self.embedding.wpe, self.head.w) if p is not None]
+        return [p for p in self.trained if not p.matrices and p.name not in embeddings]
 
     def _first_trained(self) -> int:
         """Index of the first block whose backward runs; n_layer if only ln_f's backward runs; n_layer + 1 if none runs."""
@@ -243,13 +298,15 @@ def declare(
     config: ModelConfig, b: int, t: int, dtype: torch.dtype, device: torch.device | str,
     recompute: Sequence[frozenset[Recomputed]] = (), *, accumulate: bool = True, linear: Linear = "plain",
     deterministic: bool = True, context: Ranks | None = None, documents: int = 0, lora: LoraConfig | None = None,
-    freeze: tuple[str, ...] = (), invariant: bool = False, windows: tuple[int | None, ...] = (),
+    freeze: tuple[str, ...] = (), invariant: bool = False, windows: tuple[int | None, ...] = (), states: States = FULL,
+    head: HeadProducts = "plain",
 ) -> Transformer:  # fmt: skip
     """The model on handles, for b sequences of t tokens.
 
     recompute       what each block recomputes, from the first on; blocks that are not listed recompute nothing
     accumulate      False: the backward overwrites the parameters' gradients
-    linear          "fp8": the forward of the blocks' linear layers multiplies in float8
+    linear          "fp8": the blocks' linear layers form y and dx in float8; "fp8-all": dW too
+    head            "fp8": the head's products are in float8
     deterministic   False: attention's backward may add in any order, which may be faster
     context         the ranks that share each sequence; t counts the tokens of one rank
     documents       the most documents in a row of packed rows; 0: a row is one sequence
@@ -257,10 +314,11 @@ def declare(
     freeze          patterns of the names of frozen parameters; each must match at least one
     invariant       the bits of a row of the forward depend on the tokens of its sequence up to that row alone
     windows         windows that other programs on the same buffers have; None: no window
+    states          dtypes of masters and gradients
     """
     at = Declare(
         config, b, t, dtype, torch.device(device), accumulate, linear, deterministic, context, documents, lora, freeze,
-        invariant, windows,
+        invariant, windows, states=states, head=head,
     )  # fmt: skip
     model = declare_at(at, recompute)
     _check_frozen(model, freeze)
@@ -288,6 +346,9 @@ def declare_at(at: Declare, recompute: Sequence[frozenset[Recomputed]] = ()) -> 
         dx=at.rows("dx", c),
         params=at.params,
         scales=at.scales,
+        factors=at.factors,
+        rounded=tuple(at.rounded.values()),
+        jumps=at.buffer("scale.jumps", (), torch.float32, role="optimizer") if at.scales else None,
     )
 
 

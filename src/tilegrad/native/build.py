@@ -44,7 +44,10 @@ FLAGS = (
     "-fno-math-errno",
     "-fno-strict-aliasing",
 )
-OWN_FLAGS: dict[str, Sequence[str]] = {"rows/sampling": ("-ffp-contract=off",)}  # source → flags after FLAGS
+OWN_FLAGS: dict[str, Sequence[str]] = {  # source → flags after FLAGS
+    "rows/sampling": ("-ffp-contract=off",),
+    "rows/adamw": ("-ffp-contract=off",),
+}
 HOW = "with a C++ compiler (Debian: apt install g++) run: tilegrad doctor --build"
 
 CPU_FEATURES = {  # instruction set → features that native.cpp checks with __builtin_cpu_supports
@@ -91,7 +94,7 @@ def _commands(cxx: str, flags: Sequence[str], folder: Path) -> Iterator[list[str
     for isa, own in isas.items():
         double = ["-DWITH_DOUBLE"] if isa == "portable" else []
         names = ["attention/kernels"]  # AMX: products of tiles only
-        names += [] if isa == "amx" else ["rows/norm_gelu", "rows/sampling", "gemm/fixed_order"]
+        names += [] if isa == "amx" else ["rows/norm_gelu", "rows/sampling", "rows/adamw", "gemm/fixed_order"]
         for name in names:
             source, target = str(SOURCES / f"{name}.cpp"), str(folder / f"{Path(name).name}_{isa}.o")
             special = OWN_FLAGS.get(name, ())

@@ -1,9 +1,8 @@
 """A Python extension module from one C++ source file of the package. The package works without it, more slowly.
 
-`tilegrad doctor --build` compiles it against the running torch and Python. It needs a C++ compiler, the headers of torch, which
-come with torch, and those of Python. torch's C++ interface changes between versions. So the file name contains the versions of
-torch and Python, which prevents loading a module built for other versions. The module contains a digest of its source and
-flags.
+`tilegrad doctor --build` compiles it against the running torch and Python. It needs a C++ compiler and Python's headers; torch
+contains its own. torch's C++ interface changes between versions. So the file name contains the versions of torch and Python,
+which prevents loading a module built for other versions. The module contains a digest of its source and flags.
 """
 
 from __future__ import annotations

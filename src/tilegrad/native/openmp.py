@@ -11,7 +11,7 @@ import os
 import platform
 import sys
 
-# fewer polls make a quiet machine slower, more a busy one; x86 was measured at 1000: benchmarks/2026-11-15-training-cpu.md
+# fewer polls slow a quiet machine down, more polls a busy one; x86 was measured at 1000: benchmarks/2026-11-15-training-cpu.md
 SPINS = "1000" if platform.machine() in ("x86_64", "AMD64") else "5000"
 
 

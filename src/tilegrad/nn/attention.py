@@ -3,7 +3,7 @@
     q, k, v = x W_in' + b, split into heads       o = attention(rope(q), rope(k), v)       y = o W_out' + b
 
 Parameters have the names and shapes of MultiheadAttention, so its state_dict loads. Attention probabilities are never stored:
-need_weights=True raises. As in MultiheadAttention, True in a bool mask hides a key.
+need_weights=True raises. As in MultiheadAttention, True in a bool mask masks a key out.
 
 It can replace self_attn of torch.nn.TransformerEncoderLayer, and both attentions of a decoder layer. torch's fused inference
 path, which reads the weights and skips this module, is disabled: these kernels run in eval() and in train().
@@ -93,13 +93,15 @@ class Attention(nn.Module):
     def forward(
         self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None,
         key_padding_mask: Tensor | None = None, need_weights: bool = False, attn_mask: Tensor | None = None, *,
-        is_causal: bool = False, cache: Cache | None = None,
+        is_causal: bool = False, intervals: Tensor | None = None, cache: Cache | None = None,
     ) -> tuple[Tensor, None]:  # fmt: skip
         """(y, None). key=None: self-attention. Masks are as in MultiheadAttention: key_padding_mask (B, S), attn_mask (L, S) or
-        (B·H, L, S), bool with True = hidden, or added to the scores. is_causal needs no mask. With a cache, keys and values of
-        earlier calls precede these, and tokens attend causally. A nested query (B, jagged, C) is self-attention too."""
+        (B·H, L, S), bool with True = masked out, or added to the scores. is_causal needs no mask. intervals are those of
+        `tilegrad.attention`, made by `tilegrad.masks`; is_causal is the `causal` of a mask, and attn_mask masks out more. With
+        a cache, the keys and values of earlier calls precede these, and attention is causal. A nested query (B, jagged, C) is
+        self-attention too."""
         if isinstance(query, Tensor) and query.is_nested:
-            given = (key, value, key_padding_mask, attn_mask, cache)
+            given = (key, value, key_padding_mask, attn_mask, intervals, cache)
             return self._nested(query, given, is_causal=is_causal, need_weights=need_weights), None
         x, source, target = self._inputs(query, key, value, need_weights=need_weights)
         q, k, v = self._project(x, source, target)
@@ -114,12 +116,14 @@ class Attention(nn.Module):
                 f"is_causal: got {q.shape[2]} rows, {k.shape[2]} keys; accepted: as many rows as keys, or a cache"
             )
         window = None if self.window is None else (self.window - 1, None)
-        bias = self._bias(key_padding_mask, None if is_causal else attn_mask, q, k)
+        hint = is_causal and intervals is None  # then attn_mask is the causal mask
+        bias = self._bias(key_padding_mask, None if hint else attn_mask, q, k)
         dropout_p = self.dropout if self.training else 0.0
         if self.manager is None or torch.compiler.is_compiling():  # a compiled graph plans its own memory
-            o = attention(q, k, v, causal=causal, window=window, bias=bias, dropout_p=dropout_p)
+            o = attention(q, k, v, causal=causal, window=window, bias=bias, intervals=intervals, dropout_p=dropout_p)
         else:
-            o = managed_attention(q, k, v, Mask(causal, window, bias=bias, dropout_p=dropout_p), self.manager)
+            mask = Mask(causal, window, bias=bias, dropout_p=dropout_p, intervals=intervals)
+            o = managed_attention(q, k, v, mask, self.manager)
         return self._output(o.transpose(1, 2).flatten(2), query), None
 
     def __getstate__(self) -> dict[str, Any]:

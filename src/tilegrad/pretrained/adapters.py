@@ -25,7 +25,7 @@ from ..model.config import ModelConfig
 from ..model.lora import GROUPS, LoraConfig, adapter_parts
 from ..text.atomic import save_tensors
 from ..text.untrusted import file_in, open_tensors, read_json, shown
-from .families import FAMILIES
+from .families import FAMILIES, heights
 from .weights import STORED_DTYPES, Weights, new_folder
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -82,11 +82,13 @@ def merge(params: Mapping[str, Tensor], adapters: Mapping[str, Tensor], config: 
 
 
 def _weight(params: Mapping[str, Tensor], config: ModelConfig, branch: str, part: str) -> Tensor:
-    """The weight (width, Cin) of a part: a parameter of its own, or rows of qkv."""
+    """The weight (width, Cin) of a part: a parameter of its own, or rows of qkv or of up_gate."""
     if f"{branch}.{part}.weight" in params:
         return params[f"{branch}.{part}.weight"]
-    heights = [heads * config.head_dim for heads in (config.n_head, config.kv_heads, config.kv_heads)]
-    rows: dict[str, Tensor] = dict(zip("qkv", params[f"{branch}.qkv.weight"].split(heights), strict=True))
+    layer, parts = ("qkv", tuple("qkv")) if part in "qkv" else ("up_gate", ("up", "gate"))
+    rows: dict[str, Tensor] = dict(
+        zip(parts, params[f"{branch}.{layer}.weight"].split(heights(config, layer)), strict=True)
+    )
     return rows[part]
 
 
@@ -239,8 +241,8 @@ def adapter_json(kind: str, config: ModelConfig, lora: LoraConfig, base: str) ->
 
 
 def _targets(kind: str, config: ModelConfig, lora: LoraConfig) -> list[str]:
-    """target_modules: the last part of each adapted module's name. GPT-2 has two modules c_proj; if only one is adapted, the
-    name of its parent comes before."""
+    """target_modules: the last part of each adapted module's name. GPT-2 has two modules c_proj; if only one is adapted, its
+    parent's name is included."""
     chosen = [part for adapter in adapter_parts(config, lora) for part in adapter.widths]
     every = [part for adapter in adapter_parts(config, LoraConfig()) for part in adapter.widths]
     ends = {part: _module(kind, part, 0).split(".")[-2:] for part in every}

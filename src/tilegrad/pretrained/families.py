@@ -21,7 +21,7 @@ Config = Mapping[str, object]  # config.json, or a part of it
 Names = Mapping[str, tuple[str, ...]]  # our name → their names, stacked; {i} is a block, {p} is weight or bias
 T = TypeVar("T")
 
-_ATTENTION = "model.layers.{i}.self_attn."
+_ATTENTION, _FFN = "model.layers.{i}.self_attn.", "model.layers.{i}.mlp."
 LLAMA: Names = {
     "wte.{p}": ("model.embed_tokens.{p}",),
     "blocks.{i}.ln1.{p}": ("model.layers.{i}.input_layernorm.{p}",),
@@ -30,8 +30,8 @@ LLAMA: Names = {
     **{f"blocks.{{i}}.attn.{x}_norm.{{p}}": (f"{_ATTENTION}{x}_norm.{{p}}",) for x in "qk"},
     "blocks.{i}.attn.proj.{p}": (f"{_ATTENTION}o_proj.{{p}}",),
     "blocks.{i}.ln2.{p}": ("model.layers.{i}.post_attention_layernorm.{p}",),
-    "blocks.{i}.ffn.gate.{p}": ("model.layers.{i}.mlp.gate_proj.{p}",),
-    "blocks.{i}.ffn.up.{p}": ("model.layers.{i}.mlp.up_proj.{p}",),
+    "blocks.{i}.ffn.up_gate.{p}": tuple(f"{_FFN}{x}_proj.{{p}}" for x in ("up", "gate")),
+    **{f"blocks.{{i}}.ffn.{x}.{{p}}": (f"{_FFN}{x}_proj.{{p}}",) for x in ("up", "gate")},
     "blocks.{i}.ffn.down.{p}": ("model.layers.{i}.mlp.down_proj.{p}",),
     "ln_f.{p}": ("model.norm.{p}",),
     "lm_head.{p}": ("lm_head.{p}",),
@@ -62,9 +62,15 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 _TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 
 
+def heights(config: ModelConfig, layer: str) -> list[int]:
+    """The rows of each part of a layer that is several of theirs: qkv or up_gate."""
+    if layer == "up_gate":
+        return [config.ffn] * 2
+    return [heads * config.head_dim for heads in (config.n_head, config.kv_heads, config.kv_heads)]
+
+
 def theirs(kind: str, tensors: Mapping[str, Tensor], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """Our tensors or gradients under their Hugging Face names, as views."""
-    heights = [heads * config.head_dim for heads in (config.n_head, config.kv_heads, config.kv_heads)]
     for ours, x in tensors.items():
         parts = ours.split(".")
         i, p = parts[1] if parts[0] == "blocks" else "", parts[-1]
@@ -72,7 +78,7 @@ def theirs(kind: str, tensors: Mapping[str, Tensor], config: ModelConfig) -> Ite
         if pattern not in FAMILIES[kind]:
             raise ValueError(f"{kind}: got a model with {ours}; accepted: one with the layers of {kind}")
         names = [name.format(i=i, p=p) for name in FAMILIES[kind][pattern]]
-        for name, part in zip(names, x.split(heights) if len(names) > 1 else (x,), strict=True):
+        for name, part in zip(names, x.split(heights(config, parts[-2])) if len(names) > 1 else (x,), strict=True):
             yield name, part.T if kind == "gpt2" and name.endswith(_TRANSPOSED) else part
 
 

@@ -35,6 +35,6 @@ def document_table() -> str:
     without = sum(floats for name, (floats, _) in parts.items() if name != "embeddings")
     rows.insert(3, row("total without embeddings", without, "≈ 13.2 M"))
     rows.append(row("total", sum(floats for floats, _ in parts.values()), "–"))
-    header = ("weights in float32", "floats", "the document", "gradients", "Adam state", "together")
+    header = ("weights in float32", "floats", "the document", "gradients", "Adam state", "gradients and Adam")
     title = f"The specification's example model: {LAYERS} layers, {CHANNELS} channels, vocabulary {VOCABULARY:,}"
     return f"{title}\n{table(header, rows)}"

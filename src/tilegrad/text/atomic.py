@@ -68,7 +68,7 @@ def check_new(path: Path) -> None:
     """Refuses a path that exists: user files are never overwritten."""
     if path.exists() or path.is_symlink():
         kind = "folder" if path.is_dir() else "file"
-        raise ValueError(f"{path}: got a {kind} that is there already; accepted: a new name")
+        raise ValueError(f"{path}: got a {kind} that already exists; accepted: a new name")
 
 
 def check_replaceable(path: Path, mark: str) -> None:

@@ -38,7 +38,7 @@ def train(
     """Train a run in the folder `out`, as `tilegrad train` does, and return its folder, its losses and its best checkpoint.
 
     config   a TOML file's name, its sections as a dictionary, or a RunConfig; None: the preset tiny, or the run in `resume`
-    out      by default runs/NAME; NAME is that of the file or the preset, or "run" for a RunConfig
+    out      by default runs/NAME, with the name of the file or the preset, or "run" for a RunConfig
     resume   a run's folder, or a checkpoint in it, to continue; `config` may change only keys that affect no past step
     show     is called with each event and its numbers: `show=print`
 
@@ -71,14 +71,14 @@ class TrainedModel:
     config: ModelConfig
     params: dict[str, Tensor]
     tokenizer: Tokenizer
-    step: int  # at which it was saved
+    step: int  # steps done when it was saved
     checkpoint: Path
     eos_token_ids: frozenset[int] = frozenset()
     chat_template: ChatTemplate | None = None
     weights: str = "raw"
 
     def generate(self, prompt: str, max_tokens: int = 80, **settings: Unpack[Settings]) -> str:
-        """The prompt and its continuation; `settings` are those of `tilegrad.generate`, which gives several at once."""
+        """The prompt and its continuation. `settings` are keywords of `tilegrad.generate`, which takes several prompts."""
         from .generation import Generation
 
         generation = Generation(self, prompt, max_tokens=max_tokens, **settings)
@@ -186,17 +186,17 @@ def generate(
     logprobs            True: each token's log-probability before temperature and filters
     temperature         0.8 by default; 0 takes the likeliest token
     top_k               draws from the k likeliest tokens; None: from all
-    top_p               draws from the likeliest tokens that have this probability together; 1: from all
-    min_p               draws from tokens of at least this share of the likeliest one's probability; 0: from all
-    repetition_penalty  divides positive logits of tokens that the window has already, and multiplies negative ones; 1: none
+    top_p               draws from the likeliest tokens whose total probability reaches this; 1: from all
+    min_p               draws from tokens with at least this fraction of the largest probability; 0: from all
+    repetition_penalty  divides the positive logits of tokens in the window, and multiplies the negative ones; 1: none
     stop                texts that end a sequence
-    eos                 False: a token that ends a text is a token like any other
+    eos                 False: a sequence continues after a token that ends a text
     seed                the same seed gives the same tokens
     num_samples         sequences for each prompt, 1 by default
-    batch_size          sequences at a time, at most 32 by default; a sequence does not depend on it, but for rounding
-    device              by default where the model's weights are; for a folder CUDA where there is one, else the CPU
-    dtype               by default bfloat16 on CUDA, elsewhere that of the weights
-    invariant           True: the same bits in any batch, and as in training
+    batch_size          sequences at a time, at most 32 by default; it changes a sequence only by rounding
+    device              by default the device of the weights; for a folder CUDA if there is a GPU, else the CPU
+    dtype               by default bfloat16 on CUDA, elsewhere the dtype of the weights
+    invariant           True: a sequence has the same bits in any batch and in training
 
     A sequence longer than block_size slides over its window, with the warning `WindowSlides` (training/generation.py).
 
@@ -216,7 +216,7 @@ def generate(
 def stream(
     model: TrainedModel | StrPath, prompts: Prompts, *, max_tokens: int = 80, **settings: Unpack[Settings]
 ) -> Iterator[Piece]:
-    """The tokens of `generate` as they come, with the text that is new. `Piece.sequence` says which sequence a piece is of.
+    """Yields the tokens of `generate` as they are drawn, each with its new text. `Piece.sequence` is its sequence's number.
 
     >>> import tempfile, tilegrad
     >>> folder = f"{tempfile.mkdtemp()}/small"
@@ -245,8 +245,8 @@ def logprobs(
 
     model       what `load` returns, or a folder that it accepts
     sequences   a text, or a list of texts and of token lists, of 2 … block_size + 1 tokens each
-    device      and dtype: as in `generate`
-    invariant   True: with the bits of `generate(..., logprobs=True, invariant=True)`
+    device      as in `generate`, and so is dtype
+    invariant   True: the same bits as `generate(..., logprobs=True, invariant=True)`
 
     >>> import tempfile, tilegrad
     >>> folder = f"{tempfile.mkdtemp()}/small"
@@ -312,8 +312,8 @@ def evaluate(
 
     run, init   as in `load`, and so are averaged and average
     data        text files and folders; none: all windows that the run holds out for validation
-    batch_size  and seq_len: by default the run's own; for a folder of weights those that `--init` begins with
-    device      by default CUDA where there is one, else the CPU
+    batch_size  by default the run's own, and so is seq_len; for a folder of weights the defaults of a run with `--init`
+    device      by default CUDA if there is a GPU, else the CPU
     dtype       by default the run's own; for a folder of weights bfloat16 on CUDA, float32 elsewhere
     show        is called with each event and its numbers
 

@@ -24,10 +24,6 @@ if TYPE_CHECKING:
     from .generation import SamplingSettings
 
 
-class ContextFull(ValueError):
-    """A message has more tokens than the model attends to."""
-
-
 class Chat:
     """`messages` are all messages that the model reads. `cut` says why the last answer is incomplete; None: it is
     complete. `dropped` says, once in a conversation, that its beginning is not read any more."""
@@ -88,8 +84,8 @@ class Chat:
             self.cut = f"answer: cut after {most:,} tokens, because {why}"
 
     def _fitting(self, messages: list[Message]) -> tuple[list[Message], list[int]]:
-        """The messages and their tokens, without the oldest turns if there is no room for an answer otherwise: for max_tokens
-        if they are given, else for a quarter of the context."""
+        """The messages and their tokens. The oldest turns are dropped until an answer has room: max_tokens, or a quarter of the
+        context if max_tokens is None."""
         size = self._model.config.block_size
         wanted = min(size, size // 4 if self._max_tokens is None else self._max_tokens)
         tokens = self._encode(messages)
@@ -99,12 +95,12 @@ class Chat:
             messages, dropped = messages[2:], dropped + 1
             tokens = self._encode(messages)
         if len(tokens) > size:
-            raise ContextFull(
+            raise ValueError(
                 f"context: got a message of {len(tokens):,} tokens; accepted: at most {size:,}, the model's block_size"
             )
         if dropped and not self._said:
             self._said = True
-            self.dropped = f"context: full, {size:,} tokens; the oldest of the conversation is not read any more"
+            self.dropped = f"context: full, {size:,} tokens; the oldest messages are not read any more"
         return messages, tokens
 
     def _encode(self, messages: list[Message]) -> list[int]:

@@ -35,7 +35,7 @@ from ..model.transformer import declare
 from ..pretrained.adapters import adapter_shapes, merge
 from ..text.atomic import named, save_tensors, sha256_of, sync
 from ..text.untrusted import read_bytes, shown
-from .frozen import base_of, load_own
+from .frozen import base_of, load_own, older_parts
 from .state import RunState, adapters_of, check_run_state, check_shapes
 
 _FORMAT, _VERSION = "tilegrad checkpoint", 1
@@ -176,7 +176,8 @@ def load_model(
     path: Path, init: Path | None = None, *, averaged: bool = True, mean_of: Sequence[Path] = ()
 ) -> tuple[ModelConfig, Checkpoint]:
     """A checkpoint's model configuration and its parameters, without moments, after a check of every byte. Names and shapes
-    must be exactly those of the model. Adapters are merged into their base weights (`base_of`), in the adapters' dtype.
+    must be exactly those of the model. bfloat16 parameters (train.masters none) are returned in float32. Adapters are merged
+    into their base weights (`base_of`), in the adapters' dtype.
 
     averaged   the average of the weights (optimizer.ema), if the checkpoint has one; False: the weights themselves
     mean_of    checkpoints of the same run, the last of them `path`: the mean of their weights, computed in float64 and
@@ -211,7 +212,7 @@ def load_adapters(
 def _load_params(
     path: Path, shapes: Mapping[str, tuple[int, ...]], *, averaged: bool, mean_of: Sequence[Path]
 ) -> Checkpoint:
-    """The parameters of these shapes: those that were trained, and the run's own copy of others."""
+    """The parameters of these shapes: the trained ones, and the run's own copy of the rest."""
     frozen = load_own(path.parent.parent, read_state(path))
     if not mean_of:
         loaded = _load_trained(path, shapes, frozen, averaged=averaged)
@@ -231,6 +232,7 @@ def _load_trained(
     """The trained parameters or, with `averaged`, their average if there is one. A checkpoint whose parameters, together with
     `frozen`, are not those of `shapes` is damaged."""
     manifest = _verified(path)
+    dtypes = ("BF16",) if manifest["state"]["run"]["train"].get("masters") == "none" else ("F32", "F64")
     with Tensors(path, manifest) as file:
         there = {name: shape for name, (_, shape) in file.headers.items() if not _OPTIMIZER.match(name)}
         if both := sorted({*there} & {*frozen}):
@@ -242,8 +244,10 @@ def _load_trained(
                     path,
                     f"got {name} of shape {there.get(name)}; accepted: {shapes.get(name)}, by its own configuration",
                 )
-            if name not in frozen and file.headers[name][0] not in ("F32", "F64"):
-                raise DamagedCheckpoint(path, f"got {name} of dtype {file.headers[name][0]}; accepted: F32 or F64")
+            if name not in frozen and file.headers[name][0] not in dtypes:
+                raise DamagedCheckpoint(
+                    path, f"got {name} of dtype {file.headers[name][0]}; accepted: {' or '.join(dtypes)}"
+                )
         trained, average = {*shapes} - {*frozen}, {name for name in file.headers if name.startswith("ema.")}
         wanted = {f"ema.{name}": file.headers[name] for name in trained} if average else {}
         for name in sorted({*wanted} | average):
@@ -251,8 +255,13 @@ def _load_trained(
                 got, accepted = (of.get(name, "none") for of in (file.headers, wanted))
                 raise DamagedCheckpoint(path, f"got {name} of form {got}; accepted: {accepted}, that of its parameter")
         kind = "ema." if average and averaged else ""
-        tensors = {name: file.read(f"{kind}{name}") for name in shapes if name in trained}
+        tensors = {name: _widened(file.read(f"{kind}{name}")) for name in shapes if name in trained}
     return Checkpoint(path, manifest["step"], tensors, manifest["state"], "averaged" if kind else "raw")
+
+
+def _widened(x: torch.Tensor) -> torch.Tensor:
+    """A bfloat16 tensor in float32, which has all its values; others as they are."""
+    return x.float() if x.dtype == torch.bfloat16 else x
 
 
 def load_into(path: Path, tensors: Mapping[str, torch.Tensor]) -> Checkpoint:
@@ -278,21 +287,25 @@ def load_into(path: Path, tensors: Mapping[str, torch.Tensor]) -> Checkpoint:
 
 class Tensors:
     """The tensors of a checkpoint, in one file or in shards; the files are mapped while this object is open. A shard has
-    slices of flattened tensors, and its header has their offsets. The slices of a tensor must cover it exactly.
+    slices of flattened tensors, and its header has their offsets. The slices of a tensor must cover it exactly. Two tensors of
+    an older checkpoint that are one now (`older_parts`) are one here.
 
     headers   name → (safetensors' dtype, shape)
+    joined    name → its two parts in an older checkpoint
     """
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self._files, self._path = ExitStack(), path
         self._slices: dict[str, list[tuple[int, int, safe_open]]] = {}  # name → (offset, length, file)
         self.headers: dict[str, tuple[str, tuple[int, ...]]] = {}
+        self.joined: dict[str, tuple[str, str]] = {}
         self._sharded = [*manifest["files"]] != [TENSORS]
         try:
             for name in sorted(manifest["files"]):
                 self._open(name)
             if self._sharded:
                 self._check_shards(check_shapes(manifest["state"]))
+            self._join()
         except (ValueError, SafetensorError, RecursionError) as error:
             self._files.close()
             if isinstance(error, DamagedCheckpoint):
@@ -350,9 +363,20 @@ class Tensors:
                 )
             self.headers[name] = self.headers[name][0], whole[name]
 
+    def _join(self) -> None:
+        for name, parts in older_parts(self.headers).items():
+            (dtype, (rows, *shape)), (of_gate, (gate_rows, *gate_shape)) = (self.headers.pop(part) for part in parts)
+            if (dtype, shape) != (of_gate, gate_shape):
+                raise ValueError(f"{parts[1]}: got {of_gate} {gate_shape}; accepted: {dtype} {shape}, as {parts[0]}")
+            self.headers[name], self.joined[name] = (dtype, (rows + gate_rows, *shape)), parts
+
     def read(self, name: str) -> torch.Tensor:
+        x = torch.cat([self._read(part) for part in self.joined[name]]) if name in self.joined else self._read(name)
+        return x.view(self.headers[name][1])
+
+    def _read(self, name: str) -> torch.Tensor:
         parts: list[torch.Tensor] = [file.get_tensor(name) for *_, file in self._slices[name]]
-        return torch.cat(parts).view(self.headers[name][1]) if self._sharded else parts[0]
+        return torch.cat(parts) if self._sharded else parts[0]
 
 
 def latest_good(folder: Path, before: Path) -> Path | None:

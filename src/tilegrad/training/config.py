@@ -15,11 +15,11 @@ from ..data.conversations import Format
 from ..data.packing import TooLong
 from ..data.prepare import TrainOn
 from ..engine.batch import LIMITS as BATCH_LIMITS
-from ..engine.batch import check_decay
+from ..engine.batch import check_decay, check_states
 from ..kernels.muon import MuonConfig, Orthogonalization, Scale
 from ..model.config import LIMITS as MODEL_LIMITS
 from ..model.config import PRESETS, ModelConfig, is_count
-from ..model.layer import Linear
+from ..model.layer import HeadProducts, Kept, Linear, Masters, States
 from ..model.lora import LoraConfig, adapter_parts
 from ..model.transformer import declare
 from ..text.spelling import dtype_name
@@ -78,6 +78,7 @@ class TrainConfig:
     device: str = "cpu"
     dtype: str = "auto"
     linear: Linear = "plain"
+    head: HeadProducts = "plain"
     deterministic: bool = True
     invariant: bool = False
     seed: int = 0
@@ -89,6 +90,8 @@ class TrainConfig:
     schedule: Schedule = "cosine"
     decay_steps: int = -1
     stages: tuple[Stage, ...] = ()
+    masters: Masters = "float32"
+    gradients: Kept = "float32"
 
     def __post_init__(self) -> None:
         if not isinstance(self.freeze, list | tuple) or not all(isinstance(name, str) and name for name in self.freeze):
@@ -109,7 +112,7 @@ class TrainConfig:
             _check_count("epochs", self.epochs, 1)
         if self.patience and not (self.eval_interval and self.eval_batches):
             got = f"{self.patience} with eval_interval {self.eval_interval} and eval_batches {self.eval_batches}"
-            raise ValueError(f"patience: got {got}; accepted: 0, or both of them ≥ 1")
+            raise ValueError(f"patience: got {got}; accepted: 0, or eval_interval and eval_batches ≥ 1")
         for name in ("learning_rate", "min_learning_rate", "weight_decay", "max_norm"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
@@ -122,7 +125,9 @@ class TrainConfig:
         if not isinstance(self.dtype, str | torch.dtype) or dtype_name(self.dtype) not in ("auto", *DTYPES):
             raise ValueError(f"dtype: got {self.dtype!r}; accepted: 'auto', {', '.join(map(repr, DTYPES))}")
         if self.linear not in get_args(Linear):
-            raise ValueError(f"linear: got {self.linear!r}; accepted: 'plain' or 'fp8'")
+            raise ValueError(f"linear: got {self.linear!r}; accepted: {', '.join(map(repr, get_args(Linear)))}")
+        if self.head not in get_args(HeadProducts):
+            raise ValueError(f"head: got {self.head!r}; accepted: {' or '.join(map(repr, get_args(HeadProducts)))}")
         for name in ("deterministic", "invariant"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}: got {getattr(self, name)!r}; accepted: True or False")
@@ -137,6 +142,7 @@ class TrainConfig:
             object.__setattr__(self, "log", tuple(given))
         if self.epochs is None and self.warmup_steps >= self.steps:
             raise ValueError(f"warmup_steps: got {self.warmup_steps}; accepted: less than steps, {self.steps}")
+        States(masters=self.masters, gradients=self.gradients)
         self._check_schedule()
         object.__setattr__(self, "stages", read_stages(self.stages))
 
@@ -170,9 +176,9 @@ class TrainConfig:
 @dataclass(frozen=True, slots=True)
 class OptimizerConfig:
     """name="muon": Muon for the matrices of the blocks (kernels/muon), AdamW for the rest. `ema` is the decay of an average of
-    the weights (kernels/ema.py), 0 for none; the other keys are Muon's. matrix_learning_rate is Muon's rate at its peak; it
-    follows the schedule of learning_rate, which is AdamW's. None is 0.02 with scale="spectral", and learning_rate with
-    scale="rms"."""
+    the weights (kernels/ema.py); 0: no average. `moments` is the dtype of AdamW's moments. The other keys are Muon's.
+    matrix_learning_rate is the peak of Muon's rate, which follows the schedule of learning_rate, AdamW's rate. None is 0.02
+    with scale="spectral", and learning_rate with scale="rms"."""
 
     name: Optimizer = "adamw"
     momentum: float = 0.95
@@ -182,6 +188,7 @@ class OptimizerConfig:
     matrix_learning_rate: float | None = None
     cautious: bool = False
     ema: float = 0.0
+    moments: Kept = "float32"
 
     def __post_init__(self) -> None:
         if self.name not in get_args(Optimizer):
@@ -196,19 +203,20 @@ class OptimizerConfig:
             )
         try:
             self.muon(1.0)
+            States(self.moments)
         except ValueError as error:
             raise ValueError(f"optimizer.{error}") from error
         check_decay("optimizer.ema", self.ema)
-        of_muon = (f for f in fields(self) if f.name not in ("name", "ema"))
+        of_muon = (f for f in fields(self) if f.name not in ("name", "ema", "moments"))
         changed = [f.name for f in of_muon if getattr(self, f.name) != f.default]
         if self.name == "adamw" and changed:
             got = shown(getattr(self, changed[0]))
             raise ValueError(
-                f"optimizer.{changed[0]}: got {got} with optimizer.name 'adamw'; accepted: name 'muon' with it"
+                f"optimizer.{changed[0]}: got {got} with optimizer.name 'adamw'; accepted: its default, or name 'muon'"
             )
 
     def muon(self, learning_rate: float) -> MuonConfig:
-        """Muon's settings. learning_rate: AdamW's at its peak."""
+        """Muon's settings. learning_rate: the peak of AdamW's rate."""
         rate = self.matrix_learning_rate
         if rate is None:
             rate = 0.02 if self.scale == "spectral" else learning_rate
@@ -255,7 +263,7 @@ class DataConfig:
             raise ValueError(f"validation_fraction: got {fraction!r}; accepted: at least 0 and less than 1")
         if self.validation not in ("windows", "end"):
             raise ValueError(f"validation: got {self.validation!r}; accepted: 'windows' or 'end'")
-        if not isinstance(self.text_field, str):
+        if not isinstance(self.text_field, str) or not self.text_field:
             raise ValueError(f"text_field: got {shown(self.text_field)}; accepted: the name of a field")
         for name, accepted in _CHOICES.items():
             if getattr(self, name) not in accepted:
@@ -325,6 +333,11 @@ class RunConfig:
             adapter_parts(self.model, self.lora)  # raises for layers that this model does not have
         if self.lora is not None and self.muon is not None:
             raise ValueError(f"optimizer.name: got {self.optimizer.name!r} with [lora]; accepted: 'adamw'")
+        try:
+            dtype = DTYPES[self.train.dtype]
+            check_states(self.states, dtype, muon=self.muon, lora=self.lora, ema=self.optimizer.ema)
+        except ValueError as error:
+            raise ValueError(f"{'optimizer.' * str(error).startswith('moments')}{error}") from error
         if self.muon is not None and self.optimizer.matrix_learning_rate and not self.train.learning_rate:
             raise ValueError(
                 f"optimizer.matrix_learning_rate: got {self.optimizer.matrix_learning_rate} with learning_rate 0, whose "
@@ -361,6 +374,11 @@ class RunConfig:
     def windows(self) -> tuple[int | None, ...]:
         """The attention windows of the stages."""
         return tuple(dict.fromkeys(cast(int | None, stage.window) for stage in self.train.stages))
+
+    @property
+    def states(self) -> States:
+        """The dtypes of moments, masters and gradients."""
+        return States(self.optimizer.moments, self.train.masters, self.train.gradients)
 
     @property
     def muon(self) -> MuonConfig | None:

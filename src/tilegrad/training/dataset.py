@@ -61,7 +61,7 @@ def prepare_data(
 class Dataset:
     file: TokenFile
     tokenizer: Tokenizer
-    entropy: float  # unigram entropy of what is trained on, in nats
+    entropy: float  # unigram entropy of the trained tokens, in nats
     batches: Batches  # for training
     held_out: Rows | None  # for validation
     training_tokens: int  # targets in an epoch

@@ -102,7 +102,7 @@ def evaluate_weights(
     check_device(device)
     own = config.train.seq_len
     automatic = {"dtype": "auto"} if is_weights(at) else {}
-    t = replace(config.train, **{"device": device, "linear": "plain", **automatic, **settings})
+    t = replace(config.train, **{"device": device, "linear": "plain", "head": "plain", **automatic, **settings})
     config = replace(config, train=t)
     with TemporaryDirectory(prefix="tilegrad-evaluate-") as scratch:
         if files:

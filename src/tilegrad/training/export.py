@@ -100,6 +100,8 @@ def export_adapter(
     average: int | None = None,
 ) -> Written:  # fmt: skip
     """Export the adapters of a run for PEFT, without their base weights."""
+    if is_weights(run):
+        raise ValueError(f"adapter: got {run}, a folder of weights; accepted: --adapter with a run of adapters")
     folder, path, mean_of = weights_of(run, best=best, average=average)
     config, lora, checkpoint = load_adapters(path, averaged=averaged, mean_of=mean_of)
     kind = model_type(folder / "origin")

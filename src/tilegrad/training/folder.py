@@ -8,12 +8,12 @@ best/                 the checkpoint with the lowest validation loss
 origin/               config.json and tokenizer files of the weights that --init named
 frozen.safetensors    the parameters that train.freeze names (frozen.py)
 report.html           curves, memory and a sample, as one self-contained page
-tensorboard/          the log for TensorBoard, where it is installed
-wandb/                files of Weights & Biases, with train.log wandb
+tensorboard/          the log for TensorBoard (train.log)
+wandb/                files of Weights & Biases (train.log)
 loggers.json          ids of the run in wandb and MLflow, which a resumed run continues
 .tilegrad-run         marks the folder as a run of tilegrad: a new run begins in an empty folder, or in one with this file
                       and no checkpoint
-run.lock              exists while a process trains there: its id and a token that all ranks must find; locked by flock
+run.lock              during training: the process's id and a token that all ranks must find; locked by flock
 
 Nothing else in the folder is written or deleted.
 """
@@ -32,7 +32,7 @@ import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -40,6 +40,7 @@ from ..data.batches import split
 from ..data.prepare import load_prepared
 from ..data.tokenizer import Tokenizer, load_tokenizer
 from ..data.tokens import TokenFile, tokens_sha256
+from ..model.config import ModelConfig
 from ..text.atomic import sha256_of, staged_name, write_whole
 from ..text.spelling import did_you_mean
 from ..text.untrusted import shown
@@ -51,7 +52,7 @@ from .checkpoint import (
     newest_name,
     read_state,
 )
-from .config import RunConfig, Values
+from .config import RunConfig, TrainConfig, Values
 from .frozen import OWN
 from .loggers import EVENTS, IDS
 from .state import RunState
@@ -61,14 +62,14 @@ if TYPE_CHECKING:
 
 MARKER, LOCK = ".tilegrad-run", "run.lock"
 _MARK = b'{"format": "tilegrad run", "version": 1}\n'
-_LOCK = re.compile(rb"(?:\d+(?: [0-9a-f]+)?\n)?")  # the content of a lock: a process's id and its token
+_LOCK = re.compile(rb"(?:\d+(?: [0-9a-f]+)?\n)?")  # the content of a lock: a process's id and a token
 _MODELS = "the folder of a run, a checkpoint in it, or a folder of weights"
 _LISTED = 3  # names that an error lists
 SHARED_S = 5.0  # seconds that a network file system may take to show a new file
 
 
 def locate(path: Path, *, accepted: str = "the folder of a run, or a checkpoint in it") -> tuple[Path, Path | None]:
-    """(folder, checkpoint) of a path to resume from: a run's folder, or a checkpoint in it."""
+    """(folder, checkpoint) of a path: a folder, whose checkpoint is None, or a checkpoint in a run."""
     if not path.is_dir():
         what = "got a file" if path.exists() else f"no such folder{did_you_mean(path.name, _neighbours(path))}"
         raise FileNotFoundError(f"{path}: {what}; accepted: {accepted}")
@@ -115,7 +116,7 @@ class Best:
 
 
 def best_of(folder: Path) -> Best | None:
-    """The checkpoint in best/; None if there is none or it is damaged: the next evaluation saves another."""
+    """The checkpoint in best/, or None if it is missing or damaged; the next evaluation then saves one."""
     path = newest_name(folder / "best")
     try:
         state = None if path is None else read_state(path)
@@ -127,7 +128,7 @@ def best_of(folder: Path) -> Best | None:
 
 
 class Chosen(NamedTuple):
-    """The checkpoint whose weights are used, and the checkpoints whose mean is used instead, if any: `path` is the last."""
+    """The checkpoint whose weights are used, or the checkpoints whose mean is used; `path` is then the newest."""
 
     folder: Path
     path: Path
@@ -154,8 +155,8 @@ def weights_of(run: Path, *, best: bool, average: int | None = None) -> Chosen:
 
 
 def forget(folder: Path) -> None:
-    """Delete the log, the curves and the frozen parameters of a run that died before its first checkpoint. Only files that a
-    run wrote are deleted, and nothing through a symbolic link."""
+    """Delete log, curves, loggers' ids and frozen parameters of a run that died before its first checkpoint. Only files that
+    a run wrote are deleted, and nothing through a symbolic link."""
     for name in ("log.jsonl", IDS, OWN):
         (folder / name).unlink(missing_ok=True)
     curves = folder / "tensorboard"
@@ -167,10 +168,15 @@ def forget(folder: Path) -> None:
 
 
 def upgraded(run: dict[str, Values]) -> dict[str, Values]:
-    """A saved configuration with today's keys: runs from before the key `validation` held out the end of the text, and runs
-    from before the key `format` have windows of a text."""
-    before = {"validation": "end", "format": "text", "packing": False, "too_long": "split"}
-    return {**run, "data": {**before, **run["data"]}} if isinstance(run.get("data"), dict) else run
+    """A saved configuration with today's keys. Without the key `validation`, a run held out the end of the text; without
+    the key `format`, it has windows of a text. A key of [model] or [train] that a run lacks has its default."""
+    before = {
+        "data": {"validation": "end", "format": "text", "packing": False, "too_long": "split"},
+        "model": {f.name: f.default for f in fields(ModelConfig) if f.default is not MISSING},
+        "train": {f.name: f.default for f in fields(TrainConfig)},
+    }
+    own = {name: {**values, **run[name]} for name, values in before.items() if isinstance(run.get(name), dict)}
+    return {**run, **own}
 
 
 def resume_command(folder: Path) -> str:
@@ -211,8 +217,8 @@ def own_tokenizer(folder: Path, state: RunState) -> Tokenizer:
 
 
 def origin_of(folder: Path, tokenizer: Tokenizer) -> Path | None:
-    """The folder with the files of the weights that the run began with; None if there is none, or if the run has another
-    tokenizer than they."""
+    """The folder with the files of the weights that the run began with; None if there is none, or if their tokenizer is not the
+    run's."""
     file = folder / "origin" / "tokenizer.json"
     return file.parent if file.is_file() and load_tokenizer(file).json() == tokenizer.json() else None
 
@@ -259,7 +265,7 @@ def _is_left_by_a_killed_process(path: Path) -> bool:
 @contextmanager
 def claimed(folder: Path, *, new: bool) -> Iterator[str]:
     """Lock `folder` against other processes, and yield the lock's token. The folder of a `new` run is made if it is missing,
-    and deleted again if it stays empty. The kernel releases the lock when the process ends, however it ends."""
+    and deleted again if it stays empty. The operating system releases the lock however the process ends."""
     if new:
         _check_ours(folder)
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -288,7 +294,7 @@ def claimed(folder: Path, *, new: bool) -> Iterator[str]:
 
 def check_shared(folder: Path, token: str, mesh: Mesh) -> None:
     """Raise on all ranks if one of them does not find rank 0's token in `folder`, where each rank writes its part of a
-    checkpoint. Called on every rank; `token` is rank 0's."""
+    checkpoint. Called on every rank; rank 0's token counts."""
     token = mesh.gather(token)[0]
     until = time.monotonic() + SHARED_S
     while not (found := _token(folder) == token) and time.monotonic() < until:

@@ -10,10 +10,12 @@ A resumed run refuses weights that differ from those that it began with.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from ..model.config import ModelConfig
@@ -76,4 +78,18 @@ def load_own(folder: Path, state: RunState) -> dict[str, Tensor]:
                 f"{path}: got weights of sha256 {found[:12]}…; accepted: those of the checkpoint, "
                 f"{state['frozen_sha256'][:12]}…"
             )
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    joined = {name: torch.cat([tensors.pop(part) for part in parts]) for name, parts in older_parts(tensors).items()}
+    return tensors | joined
+
+
+def older_parts(names: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """The tensors that are one now, each with its two parts in a checkpoint before version 0.2: up and gate.
+
+    >>> older_parts(["m.blocks.0.ffn.up.weight", "m.blocks.0.ffn.gate.weight", "blocks.1.ffn.up.weight"])
+    {'m.blocks.0.ffn.up_gate.weight': ('m.blocks.0.ffn.up.weight', 'm.blocks.0.ffn.gate.weight')}
+    """
+    there = set(names)
+    every = {name: re.sub(r"\.ffn\.gate\.(weight|bias)$", r".ffn.up.\1", name) for name in sorted(there)}
+    gates = {gate: up for gate, up in every.items() if gate != up and up in there}
+    return {up.replace(".ffn.up.", ".ffn.up_gate."): (up, gate) for gate, up in gates.items()}

@@ -168,7 +168,7 @@ def write(
     Without a tokenizer there is no text."""
     waiting, slots = iter(requests), dict[int, _Open]()
     active = set[int]()  # slots that a step draws tokens for
-    pending: dict[int, deque[_Open]] = {slot: deque() for slot in range(decoder.batch_size)}  # of each result to come
+    pending: dict[int, deque[_Open]] = {slot: deque() for slot in range(decoder.batch_size)}  # by results to come
     ahead = _AHEAD.get(decoder.spec.device.type, 1)
     try:
         while True:
@@ -265,7 +265,7 @@ class Generation:
         self.sequences = len(self.prompts) * num_samples
         self.batch_size = max(1, min(self.sequences, BATCH_SIZE if batch_size is None else batch_size))
         self.device, self.dtype = place(model, device, dtype)
-        check_invariant(self.dtype, self.device, invariant=invariant)
+        check_invariant(model.config, self.dtype, self.device, invariant=invariant)
         longest = max(map(len, self.encoded), default=1)
         self.capacity = min(model.config.block_size, longest + max_tokens - 1)  # the last token is not read
         self.warning = sliding(model.config, longest, max_tokens) if self.prompts else None
@@ -353,22 +353,24 @@ def encode_prompts(
     model: TrainedModel, prompts: Prompts, name: str = "prompts"
 ) -> tuple[list[str | tuple[int, ...]], list[list[int]]]:
     """The prompts as a list, and the tokens of each. `name` is the name of the caller's argument, for error texts."""
-    listed = _listed(prompts)
+    listed = _listed(prompts, name)
     names = [name.removesuffix("s")] if len(listed) == 1 else [f"{name}[{i}]" for i in range(len(listed))]
     return listed, [_encoded(model, prompt, own) for prompt, own in zip(listed, names, strict=True)]
 
 
-def _listed(prompts: Prompts) -> list[str | tuple[int, ...]]:
+def _listed(prompts: Prompts, name: str) -> list[str | tuple[int, ...]]:
     found: list[str | tuple[int, ...]] = []
+    if not isinstance(prompts, Iterable):
+        raise ValueError(f"{name}: got {prompts!r}; accepted: a text, or a list of texts and of token lists")
     for i, prompt in enumerate([prompts] if isinstance(prompts, str) else prompts):
         if not isinstance(prompt, str | Iterable):
             raise ValueError(
-                f"prompts: got a list with {prompt!r}; accepted: a text, or a list of texts and of token lists"
+                f"{name}: got a list with {prompt!r}; accepted: a text, or a list of texts and of token lists"
             )
         try:
             found.append(prompt if isinstance(prompt, str) else tuple(map(operator.index, prompt)))
         except TypeError as error:
-            raise ValueError(f"prompts[{i}]: got {prompt!r}; accepted: a text, or a list of tokens") from error
+            raise ValueError(f"{name}[{i}]: got {prompt!r}; accepted: a text, or a list of tokens") from error
     return found
 
 

@@ -87,7 +87,7 @@ def installed(name: str) -> bool:
 
 
 def _faults(name: str) -> tuple[type[Exception], ...]:
-    """The errors that a logger may raise: of the system, of wrong settings, and of the package."""
+    """The errors that a logger may raise: the usual ones, and the package's own."""
     usual = (OSError, ValueError, RuntimeError, ImportError)
     with suppress(ImportError):
         if name == "wandb":

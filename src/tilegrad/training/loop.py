@@ -86,8 +86,8 @@ class InFlight(NamedTuple):
     draws: int
     data: BatchesState
     learning_rate: float
-    tokens: int  # that all ranks read for it, padding not counted
-    tokens_seen: int  # with those of the steps before it
+    tokens: int  # read by all ranks for this step, padding not counted
+    tokens_seen: int  # read for this step and all steps before it
 
 
 class SkippedSteps:
@@ -158,7 +158,9 @@ class Run:
             max_norm=t.max_norm or math.inf,
             muon=self.config.muon,
             ema=self.config.optimizer.ema,
+            states=self.config.states,
             linear=t.linear,
+            head=t.head,
             deterministic=t.deterministic,
             invariant=t.invariant,
             lora=self.config.lora,
@@ -287,6 +289,7 @@ class Run:
         position = Position(counters(self.engine), self.dataset.batches.state(), self.train_loss)
         self.in_flight: deque[InFlight] = deque()
         self.step_started_at = 0.0
+        self.jumps = 0
         self.skipped = SkippedSteps(optimizer.skipped, optimizer.skipped_in_a_row, position)
         self.checkpointer.forget_last()
 
@@ -387,9 +390,19 @@ class Run:
                 "measured_bytes": self._resident().measured_bytes,
             }
             self.metrics.log(step, "train", numbers)
+            if result.jumps:
+                self._log_jumps(step, result.jumps)
             if step % t.log_interval == 0 or step in (1, t.steps):
                 progress = {"step": step, "steps": t.steps, "tokens_seen": before.tokens_seen}
                 self.metrics.emit("train", numbers | progress | {"planned_bytes": engine.plan.peak_bytes})
+
+    def _log_jumps(self, step: int, jumps: int) -> None:
+        """Log that magnitudes have jumped, and show it once in a run: such a tensor was cut off at its old scale."""
+        values = {"jumps": jumps, "tensors": ", ".join(self.engine.jumps)}
+        self.metrics.log(step, "float8", values)
+        if not self.jumps:
+            self.metrics.emit("float8", {"step": step, **values})
+        self.jumps += jumps
 
     def _evaluate(self) -> None:
         self._record(wait=True)

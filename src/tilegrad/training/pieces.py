@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.distributed.checkpoint
-from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -154,9 +153,9 @@ def load_pieces(path: Path, engine: Engine, mesh: Mesh) -> RunState:
     """Load into an engine with any number of ranks and any buckets. Nothing is written unless every file is as it was saved."""
     mesh.at(f"loading {path.name}")
     manifest = check_together(path, mesh)
-    _check_headers(path, manifest, engine)
-    if (path / TENSORS).exists():
-        _load_whole(path / TENSORS, engine)
+    whole = _check_headers(path, manifest, engine) or (path / TENSORS).exists()
+    if whole:
+        _load_whole(path, manifest, engine)
     else:
         pieces = {name: Piece(*piece) for name, piece in owned_pieces(engine).items()}
         reader = dcp.HuggingFaceStorageReader(str(path))
@@ -181,11 +180,13 @@ def check_together(path: Path, mesh: Mesh) -> Manifest:
     return manifest
 
 
-def _check_headers(path: Path, manifest: Manifest, engine: Engine) -> None:
-    """Refuse other names, shapes or dtypes than this engine's. All ranks read the same headers."""
+def _check_headers(path: Path, manifest: Manifest, engine: Engine) -> bool:
+    """Refuse other names, shapes or dtypes than this engine's. All ranks read the same headers. Returns whether two tensors of
+    an older checkpoint are one now, so that whole tensors must be read."""
     wanted = _shapes(engine)
     with Tensors(path, manifest) as file:
         there = {name: header for name, header in file.headers.items() if not name.startswith("scale.")}
+        joined = bool(file.joined)
     for name in sorted({*wanted, *there} - {"adam_step"}):
         found = there[name][1] if name in there else None
         if found != wanted.get(name):
@@ -195,12 +196,13 @@ def _check_headers(path: Path, manifest: Manifest, engine: Engine) -> None:
         if name not in there or there[name][0] != own:
             got = there[name][0] if name in there else "none"
             raise ValueError(f"{path}: {name}: got dtype {got}; accepted: {own}, this run's")
+    return joined
 
 
-def _load_whole(file: Path, engine: Engine) -> None:
-    with safe_open(file, framework="pt") as tensors:
+def _load_whole(path: Path, manifest: Manifest, engine: Engine) -> None:
+    with Tensors(path, manifest) as file:
         for name, (piece, offset, _) in owned_pieces(engine).items():
-            piece.copy_(tensors.get_tensor(name).reshape(-1)[offset : offset + piece.numel()])
+            piece.copy_(file.read(name).reshape(-1)[offset : offset + piece.numel()])
 
 
 def _together(mesh: Mesh, work: Callable[[], None], name: str) -> None:

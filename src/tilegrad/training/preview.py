@@ -28,7 +28,7 @@ class Preview:
     counts: Numbers  # those that a run prints when it begins
     lengths: dict[str, float]  # least, median, mean and most tokens of a document
     histogram: dict[str, int]  # "16 … 31" → documents of that many tokens
-    trained_share: float  # of the targets
+    trained_share: float  # of the tokens after the first of each document
     padding: dict[str, float]  # share of all positions, packed and padded; empty for windows
     example: list[tuple[str, bool]]
     example_cut: bool  # whether the first document is longer than what is shown

@@ -64,10 +64,10 @@ def train(
     for seq_len in dict.fromkeys((t.seq_len, *(stage.seq_len for stage in t.stages))):
         check_ranks(
             start.config.model, seq_len, t.linear, world=world, shard=shard, context=context, lora=start.config.lora,
-            freeze=t.freeze,
+            freeze=t.freeze, head=t.head,
         )  # fmt: skip
     if start.saved is None:  # a run may resume with more ranks than micro-batches, and then says how many are idle
-        check_accumulation(t.gradient_accumulation, world, context)
+        check_accumulation(t.gradient_accumulation, world, context, t.gradients)
     check_device(t.device)
     check_installed(chosen_loggers(t.log))
     mesh = Mesh(t.device, timeout_s)

@@ -64,10 +64,13 @@ MAY_CHANGE = frozenset(  # the keys of [train] that a resumed run may change
         "log",
     )
 )
+_NO_WEIGHTS = ("block_size", "window", "window_layers", "dropout", "norm_eps", "rope_theta", "rope_scaling", "loss")
 _FOLLOWS = (  # values that a resumed run replaces by its own
     *(("warmup_steps", -1), ("decay_steps", -1), ("dtype", "auto")),
     *(("format", "auto"), ("packing", None), ("too_long", "auto")),
 )
+_ROUNDS = " (to round what it keeps, `tilegrad export` it and begin another run with --init)"
+_REMEDIES = dict.fromkeys(("moments", "masters", "gradients"), _ROUNDS)
 
 
 def preset_run(name: str) -> RunConfig:
@@ -126,13 +129,15 @@ def read_toml(path: Path) -> dict[str, Values]:
 
 
 def run_from(content: Sections, where: str, world: int = 1) -> RunConfig:
-    """The run that a TOML file, flags or a dictionary describe; keys that are not given come from others or the preset.
+    """The run that a TOML file, flags or a dictionary describe. A missing key follows from other keys or the preset.
     `where` names the source in errors; `world` is the number of ranks that a new run starts with."""
     given = checked(content, where)
     model, settings = given["model"], given["train"]
-    base = preset_run(model.pop("preset", "tiny"))
-    if isinstance(settings.get("init"), str) and "n_layer" not in model:  # a saved run has every key of its model
-        base = initial_run(Path(settings["init"]))
+    preset, init = model.pop("preset", None), settings.get("init")
+    base = preset_run("tiny" if preset is None else preset)
+    if isinstance(init, str) and not {f.name for f in fields(ModelConfig)} <= model.keys():  # not a saved run
+        base = initial_run(Path(init))
+        _check_model({**model, **({} if preset is None else {"preset": preset})}, base.model, init)
     data = replace(base.data, **given["data"])
     lora = _adapters(given["lora"], settings.get("init"))
     vocab_size = max(base.model.vocab_size, data.vocab_size)
@@ -148,6 +153,19 @@ def run_from(content: Sections, where: str, world: int = 1) -> RunConfig:
         lora,
         replace(base.optimizer, **given["optimizer"]),
     )
+
+
+def _check_model(given: Values, own: ModelConfig, init: str) -> None:
+    """Refuse keys of [model] that the weights in `init` contradict."""
+    for name, value in given.items():
+        if name == "preset":
+            raise ValueError(
+                f"preset: got {value!r} with init {init!r}; accepted: none, because the weights have their model"
+            )
+        if name not in _NO_WEIGHTS and value != getattr(own, name):
+            raise ValueError(
+                f"{name}: got {shown(value)} with init {init!r}; accepted: {getattr(own, name)}, the weights' own"
+            )
 
 
 def _adapters(given: Values, init: object) -> AdapterConfig | None:
@@ -275,7 +293,9 @@ def resumed(own: RunConfig, asked: Sections) -> RunConfig:
                 continue
             if section != "train" or name not in may_change:
                 shown_name = f"{section}.{name}" if section in ("lora", "optimizer") else name
-                raise ValueError(f"{shown_name}: got {value!r}; accepted: the run's own, {had!r}, when resuming")
+                raise ValueError(
+                    f"{shown_name}: got {value!r}; accepted: the run's own, {had!r}, when resuming{_REMEDIES.get(name, '')}"
+                )
             changes[name] = value
     if "steps" in changes and "epochs" not in changes:
         changes["epochs"] = None

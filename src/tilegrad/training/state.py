@@ -35,7 +35,7 @@ class RunState(TypedDict):
     threads: int  # torch's number of threads at the save
     finite: list[Any] | None  # [engine, data, train_loss] before the latest non-finite steps; None: the last was finite
     tokenizer_sha256: NotRequired[str]  # older checkpoints lack it
-    evaluations_since_best: NotRequired[int]  # likewise
+    evaluations_since_best: NotRequired[int]  # older checkpoints lack it
     base: NotRequired[BaseState]  # in checkpoints of adapters
     frozen_sha256: NotRequired[str]  # of the run's own copy of frozen parameters (frozen.py), if it has one
     shapes: NotRequired[dict[str, list[int]]]  # of trained parameters and moments; only in checkpoints of several ranks

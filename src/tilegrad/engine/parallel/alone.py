@@ -37,7 +37,7 @@ class Alone:
         self.trained: dict[str, Tensor] = {}  # those that are not frozen
         self.stop = False  # whether this rank must stop; after a step, whether any rank must
         self.step = 0
-        self.summed = False  # whether the gradients are those of all ranks
+        self.summed = False  # whether the gradients are summed over the ranks
 
     def view(self, handle: Handle) -> Tensor | Handle:
         """The tensor of one of the model's buffers."""
@@ -85,7 +85,7 @@ class Alone:
         """Wait for the sums in flight, before the gradients are overwritten."""
 
     def update(self, learning_rate: float, loss: float) -> float:
-        """Sum the gradients that are not summed yet, clip, AdamW. Returns the loss over all ranks; `loss` is this rank's."""
+        """Sum the gradients that are not summed yet, clip, AdamW. Returns the loss over all ranks; `loss` is of this rank."""
         self.optimizer.update(learning_rate)
         return loss
 

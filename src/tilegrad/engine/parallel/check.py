@@ -15,22 +15,27 @@ from ...dist.mesh import Mesh
 from ...kernels.cpu.library import library as native_library
 from ...kernels.muon import MuonConfig
 from ...model.config import ModelConfig
+from ...model.layer import Kept
 from ...model.lora import LoraConfig
 from ...native.build import digest as native_sources
 from ..optimizer import AdamW
 from ..spec import Shard, StepSpec
 from .context import check_context
 
+MOST_IN_BFLOAT16 = 128  # micro-batches: a sum in bfloat16 does not change by less than 2⁻⁹ of it
+
 
 def check_ranks(
     config: ModelConfig, seq_len: int, linear: str, *,
     world: int, shard: str, context: int, lora: LoraConfig | None = None, freeze: tuple[str, ...] = (),
-    muon: MuonConfig | None = None,
+    muon: MuonConfig | None = None, head: str = "plain",
 ) -> None:  # fmt: skip
     if shard not in get_args(Shard):
         raise ValueError(f"shard: got {shard!r}; accepted: {', '.join(map(repr, get_args(Shard)))}")
     if world > 1 and linear != "plain":
         raise ValueError(f"linear: got {linear!r} with {world} ranks, whose scales would differ; accepted: 'plain'")
+    if world > 1 and head != "plain":
+        raise ValueError(f"head: got {head!r} with {world} ranks, whose scales would differ; accepted: 'plain'")
     if world > 1 and shard == "all" and (lora is not None or freeze):
         raise ValueError(
             f"shard: got 'all' with frozen parameters ({'lora' if lora is not None else f'freeze {list(freeze)}'}), which it "
@@ -45,12 +50,18 @@ def check_ranks(
         raise ValueError(f"lora.dropout: got {lora.dropout} with context {context}; accepted: 0.0")
 
 
-def check_accumulation(gradient_accumulation: int, world: int, context: int) -> None:
+def check_accumulation(gradient_accumulation: int, world: int, context: int, gradients: Kept = "float32") -> None:
     if gradient_accumulation < world // context:
         each = "rank" if context == 1 else f"group of {context} ranks"
         raise ValueError(
             f"gradient_accumulation: got {gradient_accumulation}; accepted: at least {world // context}, a micro-batch for "
             f"each {each}"
+        )
+    most = MOST_IN_BFLOAT16 * (world // context)
+    if gradients == "bfloat16" and gradient_accumulation > most:
+        raise ValueError(
+            f"gradient_accumulation: got {gradient_accumulation} with gradients 'bfloat16'; accepted: at most {most}, "
+            f"{MOST_IN_BFLOAT16} for each rank, because a sum of more would lose what is added; or gradients 'float32'"
         )
 
 
@@ -75,6 +86,7 @@ def check_same(mesh: Mesh, spec: StepSpec, adamw: AdamW, seed: int) -> None:
             "muon": None if spec.muon is None else asdict(spec.muon),
             "windows": spec.windows,
             "ema": spec.ema,
+            **asdict(spec.states),
             "recompute": [sorted(block) for block in spec.recompute],  # str() of a set differs between processes
             **asdict(adamw),
             "tilegrad": __version__,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
+
 from ...dist.mesh import Mesh
 from ...dist.schedule import Bucket, Touch, cut, touches
 from ...dist.units import UnitParam, Units
@@ -18,7 +20,7 @@ from ..spec import StepSpec
 def schedule_of(model: Transformer, program: Callable[[], object] | None = None) -> tuple[Touch, ...]:
     """The parameters that each op of `program` (default: the model's step) reads, and the gradients that it writes."""
     values = {handle.name: name for name, p in model.params.items() for handle in handles(p.value)}
-    grads = {handle.name: name for name, p in model.params.items() for handle in handles(p.grad)}
+    grads = {handle.name: name for name, p in model.params.items() for handle in handles(p.kept_grad)}
     return touches(program or model.step, observe, values, grads)
 
 
@@ -36,12 +38,21 @@ def declare_optimizer(
     """One rank's optimizer, and the units if everything is sharded, else None."""
     params, units = model.trained, None
     buckets: tuple[Bucket, ...] = ()
-    if spec.world > 1 and spec.shard == "all":
-        units = Units.declare([UnitParam(p.name, *handles((p.value, p.grad, p.master))) for p in params], spec.world)
+    if spec.in_units:
+        own = [UnitParam(p.name, *handles((p.value, p.grad, p.master))) for p in params]
+        units = Units.declare(own, spec.world, torch.bfloat16 if spec.states.gradients == "bfloat16" else None)
     elif spec.world > 1 and spec.shard == "optimizer":
         buckets = buckets_of(model, schedule_of(model), spec.world, spec.bucket_bytes, spec.muon)
     optimizer = Optimizer.declare(
-        params, adamw, spec.muon, spec.ema, rank=rank, world=spec.world, buckets=buckets, units=units
+        params,
+        adamw,
+        spec.muon,
+        spec.ema,
+        rank=rank,
+        world=spec.world,
+        buckets=buckets,
+        units=units,
+        states=spec.states,
     )
     return optimizer, units
 

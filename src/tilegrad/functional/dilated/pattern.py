@@ -10,9 +10,9 @@ the positions offset, offset + r, … attend to each other. Nothing is gathered:
     heads h = c·r + j of offset h mod r = j:     j (0, 1, 1), a head and a position further, and c (0, r, 0)
     sequences                (1, 0, 0)
 
-Attention takes two axes besides the rows. Two axes can be merged if in every tensor the outer stride is the inner stride times
-the inner size: B and segments of (B, T, H, D), or heads and segments of (B, H, T, D), if s divides T. If more than two axes
-remain, the smallest ones become loops.
+Attention takes two axes besides the rows. Two axes can be merged if, in every tensor, the outer stride is the inner stride
+times the inner size: B and segments of (B, T, H, D), or heads and segments of (B, H, T, D), if s divides T. If more than two
+axes remain, the smallest ones become loops.
 """
 
 from __future__ import annotations

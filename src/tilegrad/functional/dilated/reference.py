@@ -2,18 +2,18 @@
 
 Position t is in segment t div s at place t mod s. A branch covers place p if p ≥ offset and r divides p − offset.
 
-The bounds are those of attention (kernels/attention/bounds.py), because dilated attention is attention with a bias: if pair
+The bounds of attention apply (kernels/attention/bounds.py), because dilated attention is attention with a bias: if pair
 (i, j) attends in n branches, bias = log n. A kernel also rounds these intermediate numbers to q's dtype, once each:
 
     y     "head_groups": o before it is divided by G. "longnet": part_b = softmax_b(lse_b) o_b of every branch but the first,
           and the mix of the branches so far
-    delta the same roundings of y times do; "head_groups": also that of o = G y
+    delta the same roundings of y times do; "head_groups": also the rounding of o = G y
     do    "head_groups": dy / G
     dq …  "longnet": the share of every branch but the first, and the sum so far
 
 A product or quotient by a power of two is exact.
 
-The error of lse is that of the worst branch, plus 4 a per mix.
+lse has the error of the worst branch, plus 4 a per mix.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
     y = o_g / G                                             y = Σ_b softmax_b(lse_b) o_b over the branches at a position
 
 The mix of "longnet" is one softmax over the keys of all branches: softmax_b(lse_b) exp(s − lse_b) = exp(s − lse) with
-lse = log Σ_b exp lse_b. So its exact gradient is that of attention over each branch with the mixed y and lse in place of o and
-lse: ds = exp(s − lse) (dy·v − dy·y). Neither o_b nor its gradient is stored. The backward of "head_groups" is that of attention
-with do = dy / G and o = G y.
+lse = log Σ_b exp lse_b. So its exact gradient is attention's backward over each branch, with the mixed y and lse instead of o
+and lse: ds = exp(s − lse) (dy·v − dy·y). Neither o_b nor its gradient is stored. The backward of "head_groups" is attention's
+backward with do = dy / G and o = G y.
 
 Tensors that are returned or saved for the backward come from torch: y, lse (B, H, T), and the gradients. Everything else comes
 from the manager: one TEMP buffer per pass and, in a forward of "longnet", one OUTPUT buffer, of the largest call's size.
@@ -60,7 +60,8 @@ class Options(NamedTuple):
 
 
 class Job(NamedTuple):
-    """A call, its kernel in each direction, and the layouts of its buffers. `added`: adds to the result of earlier branches."""
+    """A call, its kernel in each direction, and the layouts of its buffers. `added`: it adds to the result of earlier
+    branches."""
 
     fwd: Selection
     bwd: Selection

@@ -1,5 +1,5 @@
-"""Activations in C++: one pass over contiguous memory. The loops are in cpu/csrc/rows/norm_gelu.cpp. Each number is computed
-by the same function, wherever it is. The gradients of tanh and swiglu are torch's."""
+"""Activations in C++: one pass over contiguous memory, for swiglu over rows. The loops are in cpu/csrc/rows/norm_gelu.cpp.
+The same function computes each element, wherever it is. torch computes the gradients of tanh and swiglu."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ def workspace(
     others: tuple[Tensor, ...] = (),
     invariant: bool = False,
     *,
+    backward: bool = True,
     sums: bool = True,
 ) -> Shapes:
-    return {} if kind == "gelu" else torch_ops.workspace(x, kind, others, sums=sums)
+    return {} if kind == "gelu" else torch_ops.workspace(x, kind, others, backward=backward, sums=sums)
 
 
 def fwd(h: Tensor, kind: str, *, a: Tensor, scratch: Scratch) -> NativeCall:
@@ -46,7 +47,7 @@ def bwd(
 
 
 def swiglu_fwd(gate: Tensor, up: Tensor, *, a: Tensor, scratch: Scratch) -> NativeCall:
-    return _run(gate, "swiglu", up=up.data_ptr(), a=a.data_ptr())
+    return _run(gate, "swiglu", up=up.data_ptr(), a=a.data_ptr(), columns=gate.shape[1], stride=gate.stride(0))
 
 
 def swiglu_bwd(
@@ -54,13 +55,14 @@ def swiglu_bwd(
     dgate: Tensor, dup: Tensor, a: Tensor | None, dgate_sum: Tensor | None, dup_sum: Tensor | None, accumulate: bool,
     scratch: Scratch,
 ) -> None:  # fmt: skip
-    sums = {"dgate_sum": dgate_sum, "dup_sum": dup_sum}
-    torch_ops.swiglu_bwd(da, gate, up, dgate=dgate, dup=dup, a=None, **sums, accumulate=accumulate, scratch=scratch)
-    if a is not None:
-        swiglu_fwd(gate, up, a=a, scratch=scratch)
+    torch_ops.swiglu_bwd(
+        da, gate, up, dgate=dgate, dup=dup, a=a, dgate_sum=dgate_sum, dup_sum=dup_sum, accumulate=accumulate,
+        scratch=scratch, forward=swiglu_fwd,
+    )  # fmt: skip
 
 
-def _run(h: Tensor, kind: str, **addresses: int) -> NativeCall:
+def _run(h: Tensor, kind: str, **fields: int) -> NativeCall:
     n, threads, dtype = h.numel(), torch.get_num_threads(), DTYPES[h.dtype]
-    call = pack_activation(n=n, threads=threads, isa=isa(), dtype=dtype, kind=KINDS[kind], h=h.data_ptr(), **addresses)
+    fields = {"columns": max(n, 1), "stride": n} | fields
+    call = pack_activation(n=n, threads=threads, isa=isa(), dtype=dtype, kind=KINDS[kind], h=h.data_ptr(), **fields)
     return run_native(native().tilegrad_native_activation, call)

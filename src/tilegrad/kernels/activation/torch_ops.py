@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from ..column_sum import COLUMN_SUM, column_sum_workspace
-from ..scratch import Scratch, Shapes, TensorLike, below, of
+from ..scratch import Scratch, Shapes, TensorLike, below, blocks, of, rows_per_block
 from ..table import Problem
 
 _aten = torch.ops.aten
+BLOCK = {"cpu": 1 << 17, "cuda": 1 << 24}  # elements of swiglu's backward computed at once
 _SATURATED = 80.0  # σ(80) is 1 in float64, and exp(80) is finite in float32
 
 
@@ -19,9 +22,13 @@ def workspace(
     others: tuple[Tensor, ...] = (),
     invariant: bool = False,
     *,
+    backward: bool = True,
     sums: bool = True,
 ) -> Shapes:
-    return below("column_sum", column_sum_workspace(x)) if sums else {}
+    shapes: Shapes = (
+        {"block": ((2, rows_per_block(x, BLOCK), x.shape[1]), x.dtype)} if kind == "swiglu" and backward else {}
+    )
+    return shapes | (below("column_sum", column_sum_workspace(x)) if sums else {})
 
 
 def fwd(h: Tensor, kind: str, *, a: Tensor, scratch: Scratch) -> None:
@@ -58,15 +65,25 @@ def swiglu_fwd(gate: Tensor, up: Tensor, *, a: Tensor, scratch: Scratch) -> None
 def swiglu_bwd(
     da: Tensor, gate: Tensor, up: Tensor, *,
     dgate: Tensor, dup: Tensor, a: Tensor | None, dgate_sum: Tensor | None, dup_sum: Tensor | None, accumulate: bool,
-    scratch: Scratch,
+    scratch: Scratch, forward: Callable[..., object] | None = None,
 ) -> None:  # fmt: skip
-    _aten.silu.out(gate, out=dup).mul_(da)
-    torch.mul(da, up, out=dgate)
-    _aten.silu_backward.grad_input(dgate, gate, grad_input=dgate)
+    """In blocks of rows, because dgate may be gate, dup may be up, and a may be da. forward: computes a, with the forward's
+    bits."""
+    silus, again = scratch["block"]
+    for i in blocks(da.shape[0], silus.shape[0]):
+        silu, of_a = silus[: i.stop - i.start], again[: i.stop - i.start]
+        _aten.silu.out(gate[i], out=silu)
+        if a is not None and forward is not None:
+            forward(gate[i], up[i], a=of_a, scratch={})
+        elif a is not None:
+            torch.mul(silu, up[i], out=of_a)
+        torch.mul(da[i], up[i], out=dup[i])
+        _aten.silu_backward.grad_input(dup[i], gate[i], grad_input=dgate[i])
+        torch.mul(silu, da[i], out=dup[i])
+        if a is not None:
+            a[i].copy_(of_a)
     for x, sums in ((dgate, dgate_sum), (dup, dup_sum)):
         _add_columns(x, sums=sums, accumulate=accumulate, scratch=scratch)
-    if a is not None:
-        swiglu_fwd(gate, up, a=a, scratch=scratch)
 
 
 def _add_columns(x: Tensor, *, sums: Tensor | None, accumulate: bool, scratch: Scratch) -> None:

@@ -4,11 +4,11 @@
     backward   one program per tile; with column sums P programs per tile of columns: program p has the row tiles
                p, p + P, p + 2P, … and writes partials[:, p] = Σ dh of its rows; then dh_sum (+)= Σ_p partials
 
-The arithmetic is float32. Only outputs are rounded. Sums add the rounded numbers in the order of the grid: the same bits
-each time. σ(v) and σ(−v) are 1 / (1 + e) and e / (1 + e) with e = exp(−|v|), which neither cancel nor overflow. For
-float32, exp and division are IEEE-rounded like torch's, because the error of the fast instructions grows to |v| ulps. If
-outputs are bfloat16 or float16 and σ(−v) is added to a term of size 1, it is computed as 1 − σ(v): the memory-bound kernel
-has time for 37 instructions per element.
+The arithmetic is float32. Only outputs are rounded. Sums add the rounded numbers in the order of the grid: the same bits each
+time. σ(v) and σ(−v) are 1 / (1 + e) and e / (1 + e) with e = exp(−|v|), which neither cancel nor overflow. For float32, exp and
+division are IEEE-rounded like torch's, because the error of the fast instructions grows to |v| ulps. If outputs are bfloat16 or
+float16 and σ(−v) is added to a term of size 1, it is computed as 1 − σ(v), because a memory-bound kernel has time for only 37
+instructions per element.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 from ..attention.triton.numerics import LOG2E, power, quotient, to_log2
 from ..attention.triton.numerics import tanh as finite_tanh
 from ..column_sum.triton_ops import add_partials
+from ..dependent_launch import dependent, start_next, wait_for_previous
 from ..gpu import JITKernel, ceil_div, launch, multiprocessors, padded
 from ..scratch import Scratch, Shapes, TensorLike
 
@@ -91,8 +92,11 @@ def tile_of(n, c, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr):
 
 @triton.jit
 def _activation_fwd_kernel(
-    h, a, h_n, a_n, n, c, KIND: tl.constexpr, EXACT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr
-):
+    h, a, h_n, a_n, n, c,
+    KIND: tl.constexpr, EXACT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    start_next(DEPENDENT)
+    wait_for_previous(DEPENDENT)
     rows, columns, inside = tile_of(n, c, BLOCK_N, BLOCK_C)
     of_h = tl.load(h + rows * h_n + columns, inside, 0.0).to(tl.float32)
     tl.store(a + rows * a_n + columns, activate(of_h, KIND, EXACT).to(a.dtype.element_ty), inside)
@@ -125,8 +129,11 @@ def _activation_bwd_kernel(
 
 @triton.jit
 def _swiglu_fwd_kernel(
-    gate, up, a, gate_n, up_n, a_n, n, c, EXACT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr
-):
+    gate, up, a, gate_n, up_n, a_n, n, c,
+    EXACT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    start_next(DEPENDENT)
+    wait_for_previous(DEPENDENT)
     rows, columns, inside = tile_of(n, c, BLOCK_N, BLOCK_C)
     of_gate = tl.load(gate + rows * gate_n + columns, inside, 0.0).to(tl.float32)
     of_up = tl.load(up + rows * up_n + columns, inside, 0.0).to(tl.float32)
@@ -186,6 +193,7 @@ def workspace(
     others: tuple[Tensor, ...] = (),
     invariant: bool = False,
     *,
+    backward: bool = True,
     sums: bool = True,
 ) -> Shapes:
     return {"partials": ((2 if kind == "swiglu" else 1, _programs(x), x.shape[1]), torch.float32)} if sums else {}
@@ -221,7 +229,7 @@ def _launch_forward(kernel: JITKernel, *tensors: Tensor, **constants: str) -> No
     n, c, block_n, block_c, strides = _tiles(*tensors)
     grid = (ceil_div(n, block_n) * ceil_div(c, block_c),)
     tile = {"EXACT": tensors[0].dtype == torch.float32, "BLOCK_N": block_n, "BLOCK_C": block_c, "num_warps": WARPS}
-    launch(kernel, grid, *tensors, *strides, n, c, **constants, **tile)
+    launch(kernel, grid, *tensors, *strides, n, c, **constants, **tile, **dependent(tensors[0], len(tensors[0])))
 
 
 def _launch_backward(

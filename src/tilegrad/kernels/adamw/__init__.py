@@ -6,13 +6,20 @@
     params −= lr · (m / (1 − β1^t)) / (√(v / (1 − β2^t)) + eps)
     rounded = params, in rounded's dtype                                  (if there is a bfloat16 copy)
 
+Lean states: grads, params, or m and v may be bfloat16. They are read exactly, the update is computed in float32, and the new
+m, v and params are rounded stochastically (kernels/rounding.py), by `seed` and t. Rounding to the nearest would lose
+small updates: half a step of bfloat16 is 2⁻⁹ to 2⁻⁸ of a number, and v decreases by at most 1 − β2 of itself. With β2 = 0.999
+it would never decrease. `places` say which elements of the parameters a range has.
+
 If norm is not finite, nothing changes: not params, m, v, rounded, nor the step count t. The device decides this, so the host
-does not wait. Whether grads is clipped in place depends on the kernel. For several ranges, params, grads, m, v, rounded and
-`decayed` are lists, and the step is counted once. `ADAMW` is the table of kernels: each module offers `workspace` and `step`.
+does not wait. Whether grads is clipped in place depends on the kernel. For several ranges, params, grads, m, v, rounded,
+`decayed` and `places` are lists, and the step is counted once. `ADAMW` is the table of kernels: each module offers `workspace`
+and `step`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple, TypeVar, Unpack
 
 import torch
@@ -20,17 +27,40 @@ from torch import Tensor
 
 from .. import gpu
 from ..checks import check_max_norm, check_range, check_tensor
+from ..cpu import rows
 from ..op import op
-from ..scratch import Shapes, TensorLike
-from ..table import Problem, Where
+from ..rounding import Place, Places
+from ..scratch import Shapes, TensorLike, accumulation_dtype
+from ..table import Kernel, Table, Where, takes_all
 
 T = TypeVar("T")
-ADAMW = gpu.triton_else_torch("adamw")
+WHOLE: Places = (Place(0, 0),)
 
 
-def adamw_workspace(params: TensorLike, *, kernel: str | None = None) -> Shapes:
-    """Name → (shape, dtype) of the scratch."""
-    return ADAMW.workspace(Problem(params), kernel=kernel)
+class Problem(NamedTuple):
+    """A step as the table sees it. lean: params, grads, m or v are bfloat16."""
+
+    params: TensorLike
+    lean: bool = False
+
+
+def _native_refuses(problem: Problem) -> str | None:
+    return rows.refusal(problem.params) if problem.lean else "is for lean states; torch has a fused kernel for float32"
+
+
+ADAMW = Table(
+    "adamw",
+    (
+        Kernel("triton", "adamw.triton_ops", lambda problem: gpu.refusal(problem.params)),
+        Kernel("native", "adamw.cpu", _native_refuses),
+        Kernel("torch", "adamw.torch_ops", takes_all),
+    ),
+)
+
+
+def adamw_workspace(params: TensorLike, *, lean: bool = False, kernel: str | None = None) -> Shapes:
+    """Name → (shape, dtype) of the scratch. lean: params, grads, m or v are bfloat16."""
+    return ADAMW.workspace(Problem(params, lean), kernel=kernel)
 
 
 class Range(NamedTuple):
@@ -42,34 +72,80 @@ class Range(NamedTuple):
     v: Tensor
     rounded: Tensor | None
     decayed: int  # number of leading elements with weight decay
+    places: Places = WHOLE
+
+    @property
+    def lean(self) -> bool:
+        return torch.bfloat16 in (self.params.dtype, self.grads.dtype, self.m.dtype)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether new values are rounded stochastically."""
+        return torch.bfloat16 in (self.params.dtype, self.m.dtype)
+
+    def parts(self) -> Iterator[tuple[Range, int]]:
+        """The range from each place to the next, and the number of its first element."""
+        ends = [*(place.start for place in self.places[1:]), len(self.params)]
+        for (start, first), stop in zip(self.places, ends, strict=True):
+            i, rounded = slice(start, stop), self.rounded
+            part = Range(
+                self.params[i], self.grads[i], self.m[i], self.v[i], None if rounded is None else rounded[i],
+                min(max(self.decayed - start, 0), stop - start),
+            )  # fmt: skip
+            yield part, first
 
 
 @op(accumulates=("params", "grads", "m", "v", "step", "rounded"))
 def adamw_step(
     norm: Tensor, learning_rate: float | Tensor, decayed: int | list[int], weight_decay: float = 0.1,
-    max_norm: float = 1.0, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, *,
+    max_norm: float = 1.0, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, seed: Tensor | None = None,
+    places: Places | list[Places] = WHOLE, *,
     params: Tensor | list[Tensor], grads: Tensor | list[Tensor], m: Tensor | list[Tensor], v: Tensor | list[Tensor],
     step: Tensor, rounded: Tensor | list[Tensor] | None = None, **where: Unpack[Where],
 ) -> None:  # fmt: skip
-    """One step: updates params, m, v and step (0-d float32, the number of steps done). max_norm = inf: no clipping."""
+    """One step: updates params, m, v and step (0-d float32, the number of steps done). max_norm = inf: no clipping. seed (0-d
+    int64) is needed if params, m or v are bfloat16."""
     copies = [None] * len(_listed(params)) if rounded is None else _listed(rounded)
-    fields = zip(*map(_listed, (params, grads, m, v)), copies, _listed(decayed), strict=True)
+    of_places = places if isinstance(places, list) else [places] * len(copies)
+    fields = zip(*map(_listed, (params, grads, m, v)), copies, _listed(decayed), of_places, strict=True)
     ranges = [Range(*each) for each in fields]
     first = ranges[0].params
     for each in ranges:
-        _check(each, first)
-    check_tensor("norm", norm, (), first.dtype, first.device)
+        _check(each, ranges[0], seed)
+    check_tensor("norm", norm, (), accumulation_dtype(first.dtype), first.device)
     check_tensor("step", step, (), torch.float32, first.device)
     check_max_norm(max_norm)
-    given = (norm, learning_rate, weight_decay, max_norm, betas, eps)
-    ADAMW.run("step", Problem(first), *given, ranges=ranges, step=step, **where)
+    given = (norm, learning_rate, weight_decay, max_norm, betas, eps, seed)
+    largest = max((each.params for each in ranges), key=len)
+    ADAMW.run("step", Problem(largest, ranges[0].lean), *given, ranges=ranges, step=step, **where)
 
 
 def _listed(x: T | list[T]) -> list[T]:
     return x if isinstance(x, list) else [x]
 
 
-def _check(given: Range, first: Tensor) -> None:
-    p = check_range(first, given.rounded, params=given.params, grads=given.grads, m=given.m, v=given.v)
+def _check(given: Range, first: Range, seed: Tensor | None) -> None:
+    device, lean = first.params.device, first.lean
+    if lean:
+        p = given.params.numel()
+        own = {"params": first.params, "grads": first.grads, "m": first.m, "v": first.m}
+        for name, like in own.items():
+            if like.dtype not in (torch.float32, torch.bfloat16):
+                raise ValueError(f"{name}: got {like.dtype}; accepted: torch.float32 or torch.bfloat16")
+            check_tensor(name, getattr(given, name), (p,), like.dtype, device)
+        if given.rounded is not None:
+            check_tensor("rounded", given.rounded, (p,), torch.bfloat16, device)
+            if first.params.dtype == torch.bfloat16:
+                raise ValueError(
+                    "rounded: got a copy of bfloat16 params; accepted: None, because they are their own copy"
+                )
+    else:
+        p = check_range(first.params, given.rounded, params=given.params, grads=given.grads, m=given.m, v=given.v)
+    if given.rounds:
+        if seed is None:
+            raise ValueError("seed: got None with bfloat16 params or moments; accepted: a 0-d torch.int64 tensor")
+        check_tensor("seed", seed, (), torch.int64, device)
+    if any(place.start % 4 or place.element % 4 for place in given.places):
+        raise ValueError(f"places: got {given.places}; accepted: multiples of 4")
     if not 0 <= given.decayed <= p:
         raise ValueError(f"decayed: got {given.decayed}; accepted: 0 … {p}, the leading elements with weight decay")

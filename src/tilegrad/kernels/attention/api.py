@@ -14,7 +14,7 @@ The equations are in mask.py (scores) and reference.py (the rest).
 
 The table selects a kernel by q, k, v, the mask and, where given, o, do, dq, dk and dv. If a kernel can't read or write the
 layout of one of these (hopper needs rows that start at multiples of 16 bytes), the next kernel runs. A caller with unusual
-layouts passes these tensors to `attention_workspace` too; without them, layouts that every kernel supports are assumed.
+layouts passes these tensors to `attention_workspace` too; it assumes layouts that every kernel supports for the rest.
 
 A call is checked, and a kernel selected and prepared, once for each signature: shapes, strides, dtypes, devices, options, and
 the number of threads, because scratch on the CPU grows with it. Every further call costs a dictionary lookup.
@@ -39,14 +39,14 @@ from ..overlap import check_apart
 from ..scratch import Scratch, Shapes, Views, accumulation_dtype, separate, views
 from ..table import Table
 from . import table
-from .checks import check_lengths, check_options, check_tensors
-from .mask import Mask
+from .checks import check_options, check_tensors, check_values
+from .mask import MASK_TENSORS, Mask
 from .problem import ALIGNED_BYTES, Backward, Forward, Problem, lse_dtype, output_shapes
 
 
 def attention_workspace(
     q: Any, k: Any, v: Any, mask: Mask, *, backward: bool, kernel: str | None = None, deterministic: bool = False,
-    o: Any = None, do: Any = None, dq: Any = None, dk: Any = None, dv: Any = None,
+    invariant: bool = False, o: Any = None, do: Any = None, dq: Any = None, dk: Any = None, dv: Any = None,
 ) -> Shapes:  # fmt: skip
     """Name → (shape, dtype) of each buffer in `scratch`. Reads shapes, dtypes, devices and, if present, strides and addresses,
     so handles of a memory trace are accepted too.
@@ -56,7 +56,7 @@ def attention_workspace(
     """
     check_options(q, k, v, mask)
     check_tensors(q, k, v, mask)
-    problem = Problem(q, k, v, mask, o=o, do=do, dq=dq, dk=dk, dv=dv)
+    problem = Problem(q, k, v, mask, invariant=invariant and not backward, o=o, do=do, dq=dq, dk=dk, dv=dv)
     return table.ATTENTION.workspace(problem, kernel=kernel, backward=backward, deterministic=deterministic)
 
 
@@ -64,7 +64,6 @@ Signature = tuple[object, ...]
 Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
 Run = Callable[[Any], None]  # takes a Forward, or a Backward
 prepared_calls: dict[Signature, PreparedCall] = {}
-_MASK_TENSORS = ("bias", "alibi_slopes", "sinks", "seed", "cu_seqlens_q", "cu_seqlens_k")
 
 
 def signature(call: tuple[object, ...], tensors: tuple[Any, ...], mask: Mask) -> Signature | None:
@@ -77,7 +76,7 @@ def signature(call: tuple[object, ...], tensors: tuple[Any, ...], mask: Mask) ->
         return None
     key: list[object] = [mask.cache_key, *call]
     if mask.has_tensors:
-        tensors += (mask.bias, mask.alibi_slopes, mask.sinks, mask.seed, mask.cu_seqlens_q, mask.cu_seqlens_k)
+        tensors += tuple(getattr(mask, name) for name in MASK_TENSORS)
         key.append(mask.alibi_slopes is not None and getattr(mask.alibi_slopes, "requires_grad", False))
     for x in tensors:
         kind = type(x)
@@ -95,8 +94,8 @@ def signature(call: tuple[object, ...], tensors: tuple[Any, ...], mask: Mask) ->
 
 
 class Selection(NamedTuple):
-    """The kernel that `table` selects for a call, and its scratch by the kernel's own names. `instead` says why it is not the
-    kernel that q, k, v and the mask alone would select; "" if it is."""
+    """The kernel that `table` selects for a call, and its scratch by the kernel's own names. `instead` says why q, k, v and
+    the mask alone would select another kernel; "" if they would not."""
 
     table: Table
     kernel: str
@@ -117,7 +116,7 @@ class Selection(NamedTuple):
 def _own(x: Any) -> Any:
     """x with every tensor, also those of a mask or a tuple, replaced by a new object on the same memory."""
     if isinstance(x, Mask):
-        return replace(x, **{name: _own(getattr(x, name)) for name in _MASK_TENSORS}) if x.has_tensors else x
+        return replace(x, **{name: _own(getattr(x, name)) for name in MASK_TENSORS}) if x.has_tensors else x
     if isinstance(x, tuple):
         return tuple(map(_own, x))
     return x.detach() if isinstance(x, Tensor) else x
@@ -125,8 +124,8 @@ def _own(x: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedCall:
-    """A selected kernel that is ready for all calls of one signature. The other fields are for callers that allocate: forms of
-    o and lse, whether torch.empty_like(q) is right for o, and the bytes of one buffer for all scratch."""
+    """A selected kernel, prepared for all calls of one signature. The other fields are for callers that allocate: forms of o
+    and lse, whether torch.empty_like(q) is right for o, and the bytes of one buffer for all scratch."""
 
     selection: Selection
     run: Run
@@ -151,24 +150,25 @@ def forget() -> None:
 
 def select(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, given: Mapping[str, Tensor | None], kernel: str | None, *,
-    backward: bool, deterministic: bool = False,
+    backward: bool, deterministic: bool = False, invariant: bool = False,
 ) -> Selection:  # fmt: skip
-    """Checks the tensors of a call and selects its kernel. `given`: the call's other tensors by name, as far as they exist."""
+    """Checks the tensors of a call and selects its kernel. `given`: the call's other tensors by name, or None."""
     check_options(q, k, v, mask)
     check_tensors(q, k, v, mask)
     if given:
         _check_given(q, k, v, mask, given)
-    problem = Problem(q, k, v, mask, **{name: given.get(name) for name in ("o", "do", "dq", "dk", "dv")})
+    others = {name: given.get(name) for name in ("o", "do", "dq", "dk", "dv")}
+    problem = Problem(q, k, v, mask, invariant=invariant, **others)
     row = table.ATTENTION.select(problem, kernel)
     if kernel is None and row.name == "tiled" and q.device.type == "cpu":
         library.warn_if_missing()
     module = row.load()
     scratch = module.workspace(*problem, backward=backward, deterministic=deterministic)
-    first = table.ATTENTION.select(Problem(*problem), kernel) if problem.others else row
+    first = table.ATTENTION.select(Problem(*problem, invariant=invariant), kernel) if problem.others else row
     instead = ""
     if first is not row:
-        others = ", ".join(problem.others)
-        instead = f", given {others} too, because {first.name!r} can't run this call: {first.refuses(problem)}"
+        why = f"because {first.name!r} can't run this call: {first.refuses(problem)}"
+        instead = f", given {', '.join(problem.others)} too, {why}"
     return Selection(table.ATTENTION, row.name, module, scratch, instead)
 
 
@@ -196,13 +196,14 @@ def _check_given(q: Tensor, k: Tensor, v: Tensor, mask: Mask, given: Mapping[str
 @op()
 def attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, *,
-    o: Tensor | None, lse: Tensor | None, scratch: Scratch | None = None, kernel: str | None = None,
+    o: Tensor | None, lse: Tensor | None, scratch: Scratch | None = None, kernel: str | None = None, invariant: bool = False,
 ) -> None:  # fmt: skip
-    """Computes o and lse. The backward needs both."""
-    key = signature(("fwd", kernel, torch.get_num_threads(), _aligned(scratch)), (q, k, v, o, lse), mask)
-    prepared, writes = recall(key), {"o": o, "lse": lse}
-    selection = prepared.selection if prepared else select(q, k, v, mask, writes, kernel, backward=False)
-    _run(key, prepared, selection, Forward(q, k, v, mask, o, lse, ()), writes, scratch)
+    """Computes o and lse. The backward needs both. invariant: a row of o has the same bits in any batch and in
+    `cache_attention_fwd`, with the kernels that the tables select on the device."""
+    key = signature(("fwd", kernel, torch.get_num_threads(), _aligned(scratch), invariant), (q, k, v, o, lse), mask)
+    prepared, writes, how = recall(key), {"o": o, "lse": lse}, {"backward": False, "invariant": invariant}
+    selection = prepared.selection if prepared else select(q, k, v, mask, writes, kernel, **how)
+    _run(key, prepared, selection, Forward(q, k, v, mask, o, lse, (), invariant), writes, scratch)
 
 
 @op(accumulates=("dsinks",))
@@ -242,10 +243,10 @@ def _run(
     addresses = (prepared, *[x.data_ptr() for x in call.tensors])
     if prepared is None or addresses not in _checked:
         reads = {name: x for name, x in call._asdict().items() if name not in writes}
-        check_apart(writes, reads | {name: getattr(call.mask, name) for name in _MASK_TENSORS})
+        check_apart(writes, reads | {name: getattr(call.mask, name) for name in MASK_TENSORS})
         if prepared is not None:
             remember(_checked, addresses, value=True)
-    check_lengths(call.q, call.k, call.mask)
+    check_values(call.q, call.k, call.mask)
     device = call.q.device
     needed = views(scratch, selection.scratch, device, "attention", kernel=selection.kernel, more=selection.instead)
     if not any(x is not None for x in writes.values()):

@@ -2,7 +2,7 @@
 
 A kernel may round r = p ∘ keep / (1 − dropout_p) (before r v and rᵀ do), dx (before dx k and dxᵀ q) and o (before delta)
 to q's dtype, once each. Everything else is computed in the accumulator: scores, their sums, lse, delta, dp, dbias, dsinks.
-With var(x) = u² x² / 3, the variance of one rounding, and g = 1 − tanh²(x / c), which is 1 without a softcap:
+Let var(x) = u² x² / 3 be the variance of one rounding, and g = 1 − tanh²(x / c), or 1 without a softcap:
 
     σ²(o)      = Σⱼ var(rᵢⱼ) vⱼ²                                            σ²(lse) = 0
     σ²(delta)  = Σⱼ var(rᵢⱼ) (doᵢ·vⱼ)² + Σ var(oᵢ) doᵢ²                      shared by row i: dsᵢⱼ errs by −pᵢⱼ times this error
@@ -26,10 +26,10 @@ B is six standard deviations of an error that a row shares. A sum of n terms t r
     V(exp)   = ((s − lse)² + 16) / 3                                        exp errs by up to 4, or by the kernel's exp_error
     B(lse)   = 6 √Σⱼ pᵢⱼ² (V(s) + V(exp)) + B(Σ p) + |lse| + 4
 
-**Large scores.** The error δ of a score s can be |s| a, but p must not err as much. The forward's maximum, lse and the
-backward's p are computed from the same rounded scores, bit for bit. So lse contains the errors δ too, and the relative error of
-pᵢⱼ is δⱼ − Σₖ pᵢₖ δₖ: 0 if one key has all probability of a row, however large its score. What remains is the rounding of lse.
-The row's maximum m has the accumulator's dtype, so rounding m + log Σ errs by at most log Σ = −log max p:
+**Large scores.** The error δ of a score s can be |s| a, but p must err less. The forward's maximum, lse and the backward's p
+are computed from the same rounded scores, bit for bit. So lse contains the errors δ too, and the relative error of pᵢⱼ is
+δⱼ − Σₖ pᵢₖ δₖ: 0 if one key has all probability of a row, however large its score. Only the rounding of lse remains. The row's
+maximum m has the accumulator's dtype, so rounding m + log Σ errs by at most log Σ = −log max p:
 
     B(row)   = B(Σ p) + 4 + min(|lse|, −log max p / a)                      shared: relative error of every p of the row
     V(o)     = Σⱼ pᵢⱼ² (V(s) + V(exp)) (keepᵢⱼ vⱼ − oᵢ)²                      effect of a row's errors of s and exp on o
@@ -77,7 +77,7 @@ def _bounds(
     # Longer than 60 lines: the formulas of the docstring in their order, which share many intermediate results.
     dtype, a, kv = q.dtype, roundoff(accumulation_dtype(q.dtype)), k
     if dtype == torch.float64:
-        a *= 2  # the oracle, in float64 too, rounds as much
+        a *= 2  # the oracle is in float64 too, and rounds as much
     q, k, v, do = (x.double() for x in (q, k, v, do))
     k, v = reference._heads_of(k, like=q), reference._heads_of(v, like=q)
     (tq, d), (tk, dv), scale = q.shape[2:], (k.shape[2], v.shape[3]), mask.scale_for(q.shape[3])
@@ -181,7 +181,8 @@ def _bounds(
         terms, dbias = ds.numel() // max(1, mask.float_bias.numel()), exact["dbias"].reshape(shape)
 
         def squares(x: Tensor) -> Tensor:
-            """Σ x² in the bias's shape. A row shares its errors: those in one bias element are added before squaring."""
+            """Σ x² in the bias's shape. A row shares its errors, so a row's errors in one bias element are added before
+            squaring."""
             return ((x.sum(-1, keepdim=True) if shape[3] == 1 else x) ** 2).sum_to_size(shape)
 
         along_rows = (var_delta * (p * dbias).sum(-1) ** 2).sum()

@@ -15,7 +15,7 @@ from .mask import Mask
 from .problem import sizes_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 TENSOR = "a tensor (torch.from_numpy converts a NumPy array)"
 
 
@@ -58,8 +58,11 @@ def _dtype_and_shape(x: Any) -> str:
     return f"{x.dtype}, {_shape(x)}"
 
 
+_INTEGERS = (int, torch.SymInt)  # torch.export has sizes that are symbols
+
+
 def _is_int(x: object) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool)
+    return isinstance(x, _INTEGERS) and not isinstance(x, bool)
 
 
 def _is_number(x: object) -> bool:
@@ -90,7 +93,7 @@ def check_options(q: Any, k: Any, v: Any, mask: Mask) -> None:
         require(_is_tensor(x), name, x, TENSOR, TypeError, show=_kind)
     for name, x in (
         ("bias", mask.bias), ("alibi_slopes", mask.alibi_slopes), ("sinks", mask.sinks),
-        ("cu_seqlens_q", mask.cu_seqlens_q), ("cu_seqlens_k", mask.cu_seqlens_k),
+        ("cu_seqlens_q", mask.cu_seqlens_q), ("cu_seqlens_k", mask.cu_seqlens_k), ("intervals", mask.intervals),
     ):  # fmt: skip
         require(x is None or _is_tensor(x), name, x, f"None or {TENSOR}", TypeError, show=_kind)
     learned = getattr(mask.alibi_slopes, "requires_grad", False)
@@ -118,6 +121,7 @@ def check_tensors(q: Any, k: Any, v: Any, mask: Mask) -> None:
     _check_qkv(q, k, v, mask)
     _check_packing(mask)
     _check_mask(q, k, v, mask)
+    _check_intervals(k, mask)
 
 
 def _check_qkv(q: Any, k: Any, v: Any, mask: Mask) -> None:
@@ -132,7 +136,7 @@ def _check_qkv(q: Any, k: Any, v: Any, mask: Mask) -> None:
         require(x.dtype == q.dtype, name, (x, q), "q's dtype", TypeError, show=_dtypes)
     others: tuple[tuple[str, Any], ...] = (
         *qkv[1:], ("bias", mask.bias), ("alibi_slopes", mask.alibi_slopes), ("sinks", mask.sinks), ("seed", mask.seed),
-        ("cu_seqlens_q", mask.cu_seqlens_q), ("cu_seqlens_k", mask.cu_seqlens_k),
+        ("cu_seqlens_q", mask.cu_seqlens_q), ("cu_seqlens_k", mask.cu_seqlens_k), ("intervals", mask.intervals),
     )  # fmt: skip
     for name, x in others:
         require(not _is_tensor(x) or x.device == q.device, name, (x, q), "q's device", show=_devices)
@@ -192,15 +196,53 @@ def _check_mask(q: Any, k: Any, v: Any, mask: Mask) -> None:
         require(ok, "seed", seed, _SEED, TypeError, show=_dtype_and_shape)
 
 
-def check_lengths(q: Tensor, k: Tensor, mask: Mask) -> None:
-    """Checks values of cu_seqlens; on a GPU only with TILEGRAD_CHECK=1, because reading them waits and breaks capture."""
-    if mask.cu_seqlens_q is None or mask.cu_seqlens_k is None:
+_INTERVALS = "int32, (B or 1, Hkv or 1, Tk, 2 or 4): start and end of one or two runs of rows for each column"
+_TOGETHER = "any strides of B and Hkv, and the rest contiguous (call .contiguous())"
+
+
+def _check_intervals(k: Any, mask: Mask) -> None:
+    x = mask.intervals
+    if x is None:
         return
-    if q.device.type != "cpu" and os.environ.get("TILEGRAD_CHECK") != "1":
+    remedy = "None for packed sequences: write them as intervals of a dense call (tilegrad.masks.documents)"
+    require(not mask.varlen, "intervals", x, remedy, show=_shape)
+    require(x.dtype == torch.int32, "intervals", x.dtype, f"{_INTERVALS} (call .to(torch.int32))", TypeError)
+    b, hkv, tk = k.shape[:3]
+    shape = tuple(x.shape)
+    fits = len(shape) == 4 and shape[0] in (1, b) and shape[1] in (1, hkv) and shape[2] == tk and shape[3] in (2, 4)
+    require(fits, "intervals", f"shape {shape} for B = {b}, Hkv = {hkv}, Tk = {tk}", _INTERVALS, show=str)
+    together = not isinstance(x, Tensor) or x.stride(3) == 1 and (tk <= 1 or x.stride(2) == shape[3])
+    require(together, "intervals", x, _TOGETHER, show=_strides)
+
+
+def check_values(q: Tensor, k: Tensor, mask: Mask) -> None:
+    """Checks values of cu_seqlens and intervals; on a GPU only with TILEGRAD_CHECK=1, because reading them synchronizes and
+    breaks capture."""
+    if not mask.has_tensors or q.device.type != "cpu" and os.environ.get("TILEGRAD_CHECK") != "1":
         return
+    if mask.intervals is not None:
+        _check_rows(mask.intervals, q.shape[2])
+    if mask.cu_seqlens_q is not None and mask.cu_seqlens_k is not None:
+        _check_lengths(q, k, mask, mask.cu_seqlens_q, mask.cu_seqlens_k)
+
+
+def _check_rows(intervals: Tensor, tq: int) -> None:
+    """0 ≤ start ≤ end ≤ Tq."""
+    starts, ends = intervals[..., 0::2], intervals[..., 1::2]
+    wrong = (starts < 0) | (starts > ends) | (ends > tq)
+    if wrong.any():
+        b, h, j, n = wrong.nonzero()[0].tolist()
+        start, end = intervals[b, h, j, 2 * n : 2 * n + 2].tolist()
+        raise ValueError(
+            f"intervals: got [{start}, {end}) in [{b}, {h}, {j}, {2 * n} : {2 * n + 2}]; accepted: 0 ≤ start ≤ end ≤ {tq}, "
+            "the rows of q (an empty interval has start = end)"
+        )
+
+
+def _check_lengths(q: Tensor, k: Tensor, mask: Mask, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
     for side, cu, total, longest in (
-        ("q", mask.cu_seqlens_q, q.shape[0], mask.max_seqlen_q),
-        ("k", mask.cu_seqlens_k, k.shape[0], mask.max_seqlen_k),
+        ("q", cu_seqlens_q, q.shape[0], mask.max_seqlen_q),
+        ("k", cu_seqlens_k, k.shape[0], mask.max_seqlen_k),
     ):
         ends = cu.tolist()
         lengths = [b - a for a, b in pairwise(ends)]

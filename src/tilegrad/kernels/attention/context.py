@@ -11,7 +11,8 @@ columns start at column 0, as in one call on the whole sequence, so without a wi
     q (B, Hq, t, D)   k (B, Hkv, t, D)   v (B, Hkv, t, Dv)   o, do (B, Hq, t, Dv)   lse, dlse (B, Hq, t)      t = T / N = 2·c
 
 dsinks is this rank's part, to be summed over the ranks like every gradient of a parameter. A rank sends its k and v N − 1 times
-in the forward and in the backward, which also sends N − 1 times their size in float32. Whole K and V exist during one op only.
+in the forward and again in the backward, which also sends N − 1 times as many float32 numbers. K and V exist only
+during an op.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ def check_mask(mask: Mask) -> None:
     """Refuses masks that a sequence split among ranks does not support."""
     require(mask.causal, "causal", mask.causal, "True where ranks share a sequence")
     require(mask.bias is None, "bias", "a tensor", "None where ranks share a sequence", show=str)
+    require(mask.intervals is None, "intervals", "a tensor", "None where ranks share a sequence", show=str)
     require(not mask.dropout_p, "dropout_p", mask.dropout_p, "0.0 where ranks share a sequence")
     require(not mask.varlen, "cu_seqlens_q", "a tensor", "None where ranks share a sequence", show=str)
 

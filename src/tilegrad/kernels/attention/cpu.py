@@ -4,8 +4,8 @@ The loops over tiles are in forward.h and backward.h of cpu/csrc/attention (amx_
 where a processor has AMX), the equations in mask.py and reference.py. A tile costs two GEMMs in the forward and five in the
 backward. Tiles that the band or a bias masks out are skipped, and so are masked-out strips of tiles on the band's edges. Sums
 are float32 (float64 for float64 inputs). Scratch is O(threads · (G·T·(2·D + Dv) + tile · D)), G = Hq / Hkv. It has a T×T matrix
-only for the gradient of a T×T bias that is broadcast over heads or sequences and has another dtype than the sums. Results have
-the same bits on any number of threads (cpu/csrc/threads/work_queue.h).
+only for the gradient of a T×T bias that is broadcast over heads or sequences and whose dtype is not the dtype of sums. Results
+have the same bits on any number of threads (cpu/csrc/threads/work_queue.h). On x86 results below the least normal number are 0.
 
 A call uses torch.get_num_threads() of torch's own threads (cpu/csrc/threads/thread_pool.h) and releases the GIL.
 cpu/library.py chooses the instruction set, cpu/abi.py packs the arguments.
@@ -25,7 +25,7 @@ from ..cpu.abi import DTYPES, NO_DTYPE, Call, pack_call
 from ..cpu.library import ISAS, isa, native
 from ..philox import threshold
 from ..scratch import Shapes, Views, accumulation_dtype
-from .mask import Mask, four_dims
+from .mask import MASK_TENSORS, Mask, four_dims
 from .problem import Backward, Forward
 
 _FORWARD, _BACKWARD = 0, 1
@@ -34,7 +34,7 @@ _ABSENT = (0, 0, 0, 0, 0)  # address and strides of an absent tensor
 
 def exp_error(dtype: torch.dtype) -> float:
     """The relative error of exp if it exceeds the default of bounds.py, else 0. With AMX exp is a short polynomial (amx.h): its
-    error is far below the rounding of p to bfloat16, but above that of lse, which is float32."""
+    error is far below the rounding of p to bfloat16, but above the rounding of lse to float32."""
     return 3e-6 if dtype == torch.bfloat16 and ISAS[isa()] == "amx" else 0.0
 
 
@@ -62,7 +62,8 @@ def size_fields(q: Any, v: Any, mask: Mask) -> dict[str, Any]:
 def workspace(q: Any, k: Any, v: Any, mask: Mask, *, backward: bool, deterministic: bool) -> Shapes:
     """Grows with every size and with the number of threads."""
     dtype, bias = accumulation_dtype(q.dtype), mask.float_bias
-    needed_bytes = native().tilegrad_native_scratch(pack_call(**size_fields(q, v, mask)), backward)
+    sizes = pack_call(**size_fields(q, v, mask), intervals=_interval_form(mask.intervals))
+    needed_bytes = native().tilegrad_native_scratch(sizes, backward)
     shapes: Shapes = {"native": (((needed_bytes + 64) // dtype.itemsize,), dtype)}  # 64: room to align to a cache line
     if backward and bias is not None and bias.dtype != dtype and not _kept_in_all(bias, q, v):
         shapes["dbias"] = tuple(bias.shape), dtype
@@ -108,6 +109,19 @@ def _pairs(x: Tensor | None) -> tuple[int, ...]:
     return (x.data_ptr(), *(0 if n == 1 else stride for n, stride in zip(x.shape, x.stride(), strict=True)))
 
 
+def _interval_form(x: Any) -> tuple[int, ...]:
+    """The part of `_intervals` that the scratch depends on, from the shape alone."""
+    return _ABSENT if x is None else (1, int(x.shape[0] > 1), int(x.shape[1] > 1), x.shape[3], 1)
+
+
+def _intervals(x: Tensor | None) -> tuple[int, ...]:
+    """Address and strides of (B, Hkv, Tk, 2 or 4); an axis of size 1 is broadcast by stride 0."""
+    if x is None:
+        return _ABSENT
+    b, h = (0 if n == 1 else stride for n, stride in zip(x.shape[:2], x.stride()[:2], strict=True))
+    return x.data_ptr(), b, h, x.shape[3], 1
+
+
 def _signed(seed: int | Tensor) -> int:
     """The 64 bits of a seed as a signed integer."""
     return (int(seed) + 2**63) % 2**64 - 2**63
@@ -130,25 +144,24 @@ def _fields(call: Forward | Backward) -> dict[str, Any]:
         "q": _rows(q, varlen=varlen), "k": _rows(call.k, varlen=varlen), "v": _rows(call.v, varlen=varlen),
         "o": _rows(call.o, varlen=varlen), "lse": _statistic(call.lse, varlen=varlen),
         "sinks": by_head(mask.sinks), "slopes": by_head(mask.alibi_slopes), "bias": _pairs(mask.bias),
+        "intervals": _intervals(mask.intervals),
     }  # fmt: skip
 
 
 # Offset of each field of `Call` in words of 8 bytes; every field is whole words.
 _AT = {field[0]: getattr(Call, field[0]).offset // 8 for field in Call._fields_}
-_MASK_FIELDS = ("bias", "slopes", "sinks", "seed", "cu_seqlens_q", "cu_seqlens_k")  # in the order of Mask.tensors
 
 
 class NativeRun:
-    """Runs calls of one signature. What they have in common is packed once; addresses, the instruction set and the seed are
+    """Runs calls of one signature. What the calls share is packed once; addresses, the instruction set and the seed are
     written at each call. eager.cpp does the same with `program`."""
 
     def __init__(self, direction: int, fields: dict[str, Any], call: Forward | Backward, views: Views) -> None:
         mask, dbias = call.mask, call.dbias if isinstance(call, Backward) else None
-        held = (mask.bias, mask.alibi_slopes, mask.sinks, mask.seed, mask.cu_seqlens_q, mask.cu_seqlens_k)
         given = {name: getattr(call, name, None) for name in ("q", "k", "v", "o", "lse", "do", "dlse")}
-        given |= dict(zip(_MASK_FIELDS, held, strict=True))
+        given |= {name: getattr(mask, name) for name in MASK_TENSORS}
         given |= {name: getattr(call, name, None) for name in ("dq", "dk", "dv", "dbias", "dsinks")}
-        fields_of = {"do": "do_", "dv": "dv_"}
+        fields_of = {"do": "do_", "dv": "dv_", "alibi_slopes": "slopes"}
         self._places = [_AT[fields_of.get(name, name)] for name, x in given.items() if isinstance(x, Tensor)]
         self._direction, self._words, self._run = (
             direction,
@@ -163,7 +176,7 @@ class NativeRun:
 
     def __call__(self, call: Forward | Backward) -> None:
         words, dbias, sums = self._words[:], None, None
-        for i, x in zip(self._places, call.tensors, strict=False):  # also the seed's, replaced below by its value
+        for i, x in zip(self._places, call.tensors, strict=False):  # the seed's address is replaced below by its value
             words[i] = x.data_ptr()
         if self._dropout and call.mask.seed is not None:
             words[_AT["seed"]] = _signed(call.mask.seed) % 2**64

@@ -4,6 +4,7 @@ Rows i < Tq and columns j < Tk are aligned at the bottom right: row i is at colu
 
     distance(i, j) = i + Tk − Tq − j
     attends(i, j)  = −right ≤ distance ≤ left          None = open on that side; causal closes the right side at 0
+                     and i in no interval of column j  intervals (B or 1, Hkv or 1, Tk, 2·n), n = 1 or 2: start ≤ i < end
     s(i, j)        = scale · q_i·k_j                   scale defaults to 1/√D
                    → c · tanh(s / c)                   softcap c > 0
                    → s + bias(i, j)                    a bool bias masks out where it is False, −inf does too
@@ -16,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from types import NoneType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +26,9 @@ from ..cache import remember
 
 Window = tuple[int | None, int | None]
 NO_WINDOW: Window = (None, None)
+# In the order of `Mask.tensors`. A seed may be an int too.
+MASK_TENSORS = ("bias", "alibi_slopes", "sinks", "seed", "cu_seqlens_q", "cu_seqlens_k", "intervals")
+NEVER = 2**31 - 1  # a row that no call has
 NUMBERS = frozenset((bool, int, float, NoneType))
 _interned: dict[tuple[object, ...], Mask] = {}  # by numbers and their types, because 1 == True
 
@@ -59,14 +64,14 @@ class Mask:
     cu_seqlens_k: Tensor | None = None
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
+    intervals: Tensor | None = None  # (B or 1, Hkv or 1, Tk, 2 or 4) int32: rows that do not attend to a column
     # The interned mask of the same numbers; None: calls with this mask are not cached.
     cache_key: Mask | None = field(init=False, repr=False)
     has_tensors: bool = field(init=False, repr=False)  # also True for an int seed
 
     def __post_init__(self) -> None:
-        none = (
-            self.bias is self.alibi_slopes is self.sinks is self.seed is self.cu_seqlens_q is self.cu_seqlens_k is None
-        )
+        of_scores = self.bias is self.alibi_slopes is self.sinks is self.seed is None
+        none = of_scores and self.cu_seqlens_q is self.cu_seqlens_k is self.intervals is None
         object.__setattr__(self, "has_tensors", not none)
         object.__setattr__(self, "cache_key", self._find_interned())
 
@@ -83,15 +88,22 @@ class Mask:
         if found is None and not self.has_tensors:
             found = remember(_interned, (values, types), self)
         if found is None:
-            found = replace(
-                self, bias=None, alibi_slopes=None, sinks=None, seed=None, cu_seqlens_q=None, cu_seqlens_k=None
-            )
+            no_tensors: dict[str, Any] = dict.fromkeys(MASK_TENSORS)
+            found = replace(self, **no_tensors)
         return found
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors of the mask, which a memory trace counts as read."""
-        held = (self.bias, self.alibi_slopes, self.sinks, self.seed, self.cu_seqlens_q, self.cu_seqlens_k)
+        held = (
+            self.bias,
+            self.alibi_slopes,
+            self.sinks,
+            self.seed,
+            self.cu_seqlens_q,
+            self.cu_seqlens_k,
+            self.intervals,
+        )
         return tuple(t for t in held if t is not None and not isinstance(t, int))
 
     @property
@@ -157,6 +169,45 @@ def attends(mask: Mask, gap: Tensor) -> Tensor:
     if right is not None:
         inside &= gap >= -right
     return inside
+
+
+def masked_by(intervals: Tensor, rows: Tensor) -> Tensor:
+    """Where an interval masks a pair out: intervals (B, H, N, 2·n) of N columns and rows (M,) → (B, H, M, N) bool."""
+    starts, ends = intervals.unflatten(-1, (-1, 2)).unbind(-1)  # (B, H, N, n)
+    i = rows[:, None, None]
+    masked: Tensor = (i >= starts[:, :, None]) & (i < ends[:, :, None])
+    return masked.any(-1)
+
+
+def interval_edges(intervals: Tensor, tile: int) -> Tensor:
+    """Edges of the intervals in each tile of `tile` columns: (B, H, tiles, n, 4), (least start, largest start, least end,
+    largest end) of each of the n intervals of a column; the last tile may be narrower.
+
+    Rows a … b − 1 of a tile are all masked out if largest start ≤ a and b ≤ least end for one of the n intervals. No interval
+    masks any of them out if b ≤ least start or largest end ≤ a for all n. An empty interval counts as start = 2³¹ − 1 and
+    end = −1, so it fails the first test and never fails the second.
+    """
+    b, h, tk, pairs = *intervals.shape[:3], intervals.shape[3] // 2
+    columns = intervals.unflatten(-1, (pairs, 2)).clone()
+    edges, empty = (
+        intervals.new_empty(b, h, -(-tk // tile), pairs, 4),
+        intervals.new_empty(b, h, tk, pairs, dtype=torch.bool),
+    )
+    for t, first in enumerate(range(0, tk, tile)):
+        at = slice(first, first + tile)
+        edges_of_tile(columns[:, :, at], empty=empty[:, :, at], edges=edges[:, :, t])
+    return edges
+
+
+def edges_of_tile(columns: Tensor, *, empty: Tensor, edges: Tensor) -> None:
+    """edges (B, H, n, 4) of one tile from the intervals of its columns (B, H, N, n, 2), which are overwritten."""
+    starts, ends = columns.unbind(-1)
+    torch.ge(starts, ends, out=empty)
+    starts.masked_fill_(empty, NEVER)
+    ends.masked_fill_(empty, -1)
+    for first, x in ((0, starts), (2, ends)):
+        torch.amin(x, 2, out=edges[..., first])
+        torch.amax(x, 2, out=edges[..., first + 1])
 
 
 def four_dims(bias: Tensor) -> Tensor:

@@ -42,13 +42,16 @@ class Inputs(NamedTuple):
 
 
 class Problem(Inputs):
-    """A call of attention as the table of kernels reads it. `others` has those of o, do, dq, dk and dv that are known, by name:
-    a kernel may be unable to read or write the layout of one."""
+    """A call of attention as the table of kernels reads it. `others`: o, do, dq, dk and dv by name, if known, because
+    a kernel may be unable to read or write their layouts. invariant, for a forward: a row of o must have the bits that
+    attention over a cache gives it, in any batch."""
 
     others: dict[str, Any]
+    invariant: bool
 
-    def __new__(cls, q: Any, k: Any, v: Any, mask: Mask, **others: Any) -> Problem:
+    def __new__(cls, q: Any, k: Any, v: Any, mask: Mask, *, invariant: bool = False, **others: Any) -> Problem:
         problem = super().__new__(cls, q, k, v, mask)
+        problem.invariant = invariant
         problem.others = {name: x for name, x in others.items() if x is not None}
         return problem
 
@@ -68,6 +71,7 @@ class Forward(NamedTuple):
     o: Tensor | None
     lse: Tensor | None
     memory: tuple[Tensor, ...]
+    invariant: bool = False
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -120,6 +124,7 @@ class Sizes(NamedTuple):
     right: int | None
     total_q: int | None = None  # rows of all packed sequences; None for a dense call
     total_k: int | None = None
+    intervals: bool = False
 
     @property
     def varlen(self) -> bool:
@@ -152,7 +157,7 @@ def sizes_of(q: Any, k: Any, v: Any, mask: Mask) -> Sizes:
     left, right = mask.band
     left = None if left is None or left >= tk - 1 else left
     right = None if right is None or right >= tq - 1 else right
-    return Sizes(batch, hq, hkv, tq, tk, d, dv, left, right, total_q, total_k)
+    return Sizes(batch, hq, hkv, tq, tk, d, dv, left, right, total_q, total_k, mask.intervals is not None)
 
 
 def output_shapes(q: Any, v: Any, mask: Mask) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -202,7 +207,7 @@ def rows_aligned(x: Tensor) -> bool:
 
 
 def tma_refusal(name: str, x: Any, *, varlen: bool) -> str | None:
-    """Why TMA can't address x, or None. Strides are checked only if x has any (a handle may not), the address likewise."""
+    """Why TMA can't address x, or None. Strides and the address are checked only if x has them; a handle may not."""
     itemsize = x.dtype.itemsize
     if x.shape[-1] * itemsize % ALIGNED_BYTES:
         return f"{name}: rows of {x.shape[-1]} elements are not a multiple of {ALIGNED_BYTES} bytes, which TMA needs"

@@ -5,6 +5,7 @@
 `qkv_attention_*` takes one buffer, `q_k_v_attention_*` three. They pass views to the op of api.py, so nothing is copied. They
 are separate ops so that a memory trace records the model's own buffers. The backward is deterministic by default, so that a
 resumed run has the same bits. If a sequence is split over the ranks of a `group` (context.py), T counts the rows of one rank.
+invariant is as in `attention_fwd`; the engine refuses it for a split sequence.
 
 Packed rows: with cu_seqlens in the mask, the B·T rows are packed sequences, seen as (B·T, H, D). The memory of lse is then
 (Hq, B·T), and rope takes each row's position from `positions` (B, T).
@@ -50,13 +51,14 @@ def split(qkv: Any, n_head: int, n_kv_head: int, *, packed: bool = False) -> tup
 
 def qkv_attention_workspace(
     b: int, t: int, n_head: int, n_kv_head: int, head_dim: int, dtype: torch.dtype, device: torch.device, mask: Mask, *,
-    backward: bool, deterministic: bool = True, group: Ranks | None = None,
+    backward: bool, deterministic: bool = True, invariant: bool = False, group: Ranks | None = None,
 ) -> Shapes:  # fmt: skip
     """Scratch for every kernel that may run up to t rows: the table may select another kernel for few rows, or for a forward
     without dropout, as in evaluation."""
     if group is not None:
         q, k = (Form((b, h, t, head_dim), dtype, device) for h in (n_head, n_kv_head))
         return gather_attention_workspace(q, k, k, mask, group.world, backward=backward, deterministic=deterministic)
+    ordered = invariant and not backward
     masks = (mask,) if backward else (mask, replace(mask, dropout_p=0.0))
     problems = []
     if mask.cu_seqlens_q is not None:
@@ -66,19 +68,20 @@ def qkv_attention_workspace(
             ends: Any = Form((sequences * documents + 1,), torch.int32, device)
             packing = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": rows, "max_seqlen_k": rows}
             q, k = (Form((sequences * rows, h, head_dim), dtype, device) for h in (n_head, n_kv_head))
-            problems += [Problem(q, k, k, replace(each, **packing)) for each in masks]
+            problems += [Problem(q, k, k, replace(each, **packing), invariant=ordered) for each in masks]
     else:
         for rows in (min(t, FEW_ROWS), t):
             q, k = (Form((b, h, rows, head_dim), dtype, device) for h in (n_head, n_kv_head))
-            problems += [Problem(q, k, k, each) for each in masks]
+            problems += [Problem(q, k, k, each, invariant=ordered) for each in masks]
     return table.ATTENTION.workspace(*problems, backward=backward, deterministic=backward and deterministic)
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, group: Ranks | None, *, o: Tensor, lse: Tensor, scratch: Scratch
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, group: Ranks | None, *, o: Tensor, lse: Tensor, scratch: Scratch,
+    invariant: bool,
+) -> None:  # fmt: skip
     if group is None:
-        attention_fwd(q, k, v, mask, o=o, lse=lse, scratch=scratch)
+        attention_fwd(q, k, v, mask, o=o, lse=lse, scratch=scratch, invariant=invariant)
     else:
         gather_attention_fwd(q, k, v, mask, group, o=o, lse=lse, scratch=scratch)
 
@@ -97,12 +100,12 @@ def _attend_backward(
 @op()
 def qkv_attention_fwd(
     qkv: Tensor, mask: Mask, n_head: int, n_kv_head: int, group: Ranks | None = None, *,
-    o: Tensor, lse: Tensor, scratch: Scratch,
+    o: Tensor, lse: Tensor, scratch: Scratch, invariant: bool = False,
 ) -> None:  # fmt: skip
     packed = mask.varlen
     q, k, v = split(qkv, n_head, n_kv_head, packed=packed)
     o, lse = _heads(o, n_head, packed=packed), _statistic(lse, packed=packed)
-    _attend(q, k, v, mask, group, o=o, lse=lse, scratch=scratch)
+    _attend(q, k, v, mask, group, o=o, lse=lse, scratch=scratch, invariant=invariant)
 
 
 @op()
@@ -129,7 +132,7 @@ def qkv_rope_fwd(
     cos: Tensor, sin: Tensor, rotated: int, head_dim: int, group: Ranks | None = None, positions: Tensor | None = None, *,
     qkv: Tensor, scratch: Scratch,
 ) -> None:  # fmt: skip
-    """Rotate the first `rotated` heads of each row (those of q and k) by the row's position in the sequence, in place."""
+    """Rotates the first `rotated` heads of each row (q's and k's heads) by the row's position in the sequence, in place."""
     for heads, cos_at, sin_at in _rotated(qkv, cos, sin, rotated, head_dim, group):
         rope_fwd(heads, cos_at, sin_at, positions, y=heads, scratch=scratch)
 
@@ -139,7 +142,7 @@ def qkv_rope_bwd(
     cos: Tensor, sin: Tensor, rotated: int, head_dim: int, group: Ranks | None = None, positions: Tensor | None = None, *,
     dqkv: Tensor, scratch: Scratch,
 ) -> None:  # fmt: skip
-    """Rotate the gradients of these heads back, in place."""
+    """Rotates the gradients of these heads back, in place."""
     for heads, cos_at, sin_at in _rotated(dqkv, cos, sin, rotated, head_dim, group):
         rope_bwd(heads, cos_at, sin_at, positions, dx=heads, scratch=scratch)
 
@@ -169,11 +172,12 @@ def q_k_v_attention_fwd(
     o: Tensor,
     lse: Tensor,
     scratch: Scratch,
+    invariant: bool = False,
 ) -> None:
     packed = mask.varlen
     q, k, v = (_heads(x, h, packed=packed) for x, h in ((q, n_head), (k, n_kv_head), (v, n_kv_head)))
     o, lse = _heads(o, n_head, packed=packed), _statistic(lse, packed=packed)
-    _attend(q, k, v, mask, group, o=o, lse=lse, scratch=scratch)
+    _attend(q, k, v, mask, group, o=o, lse=lse, scratch=scratch, invariant=invariant)
 
 
 @op()

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ..philox import WORK_BUFFERS, drop_mask, round_keys
 from ..scratch import Shapes, Views
-from .mask import Mask, attends, distance, four_dims, packed, sequences
+from .mask import Mask, attends, distance, four_dims, masked_by, packed, sequences
 from .problem import Backward, Forward
 
 
@@ -81,6 +81,9 @@ def softmax(q: Tensor, k: Tensor, mask: Mask, batch: range) -> Softmax:
     attended = attends(mask, gap)
     if mask.bool_bias is not None:
         attended = attended & mask.bool_bias
+    if mask.intervals is not None:
+        masked = masked_by(mask.intervals, torch.arange(tq, device=q.device))
+        attended = attended & ~masked.repeat_interleave(h // masked.shape[1], dim=1)
     s = s.masked_fill(~attended, -torch.inf)
     if mask.sinks is not None:
         s = torch.cat([s, mask.sinks.to(s.dtype)[:, None, None].expand(b, h, tq, 1)], dim=-1)
@@ -92,12 +95,12 @@ def softmax(q: Tensor, k: Tensor, mask: Mask, batch: range) -> Softmax:
 
 
 def _heads_of(k: Tensor, like: Tensor) -> Tensor:
-    """Repeat each kv head for the query heads that share it: (B, Hkv, T, D) → (B, Hq, T, D)."""
+    """Repeats each kv head for the query heads that share it: (B, Hkv, T, D) → (B, Hq, T, D)."""
     return k.repeat_interleave(like.shape[1] // k.shape[1], dim=1)
 
 
 def _summed_to_heads_of(dk: Tensor, like: Tensor) -> Tensor:
-    """The reverse of `_heads_of`: sum the gradients of the query heads that share a kv head."""
+    """The reverse of `_heads_of`: sums the gradients of the query heads that share a kv head."""
     b, hq, t, d = dk.shape
     return dk.reshape(b, like.shape[1], hq // like.shape[1], t, d).sum(2)
 

@@ -6,20 +6,42 @@ import torch
 
 from .. import gpu, triton_version
 from ..cpu import library
-from ..table import Kernel, Table, takes_all
+from ..table import Kernel, Table
 from .problem import FEW_ROWS, Problem, tma_refusal
 
 MOST_HEADS = 65535  # programs on the second axis of a CUDA grid
 HOPPER_ROWS = 128  # rows of a tile
+HOPPER_WIDEST = 256  # head dimension
+WIDEST_FLOAT32 = 256  # head dimension that triton takes in float32 on every GPU
 FEW_TILES = 64  # row tiles: fewer leave multiprocessors idle; triton splits the columns among programs instead
-# Rows, packed sequences: with more and shorter sequences, hopper spends most of the time in its tile scheduler.
+# Rows, packed sequences: with more sequences of fewer rows, hopper spends most of the time in its tile scheduler.
 SHORT, MANY_SEQUENCES = 64, 256
 
 
 def _triton_refuses(problem: Problem) -> str | None:
     if problem.k.shape[1] > MOST_HEADS:
         return f"takes up to {MOST_HEADS} kv heads (limit of an axis of a CUDA grid), not {problem.k.shape[1]}"
-    return gpu.refusal(problem.q)
+    return gpu.refusal(problem.q) or _too_wide(problem)
+
+
+def _too_wide(problem: Problem) -> str | None:
+    """Why tiles of a float32 head do not fit in shared memory: the backward needs 128 KiB, with products in float64 192 KiB."""
+    q, widest = problem.q, max(problem.q.shape[-1], problem.v.shape[-1])
+    if q.device.type != "cuda" or q.dtype != torch.float32 or widest <= WIDEST_FLOAT32:
+        return None
+    major, minor = torch.cuda.get_device_capability(q.device)
+    if major in (9, 10):
+        return None
+    return (
+        f"takes float32 heads of more than {WIDEST_FLOAT32} on compute capability 9.0 and 10.0, which have enough shared "
+        f"memory, and {q.device} has {major}.{minor}"
+    )
+
+
+def _other_order(problem: Problem) -> str | None:
+    """Why a kernel cannot run an invariant problem. On a CPU the engine requires the native kernels, which are invariant."""
+    other_order = "adds in another order than attention over a cache, and the problem is invariant"
+    return other_order if problem.invariant and problem.q.device.type != "cpu" else None
 
 
 def _hopper_refuses(problem: Problem) -> str | None:
@@ -39,11 +61,11 @@ def _hopper_refuses(problem: Problem) -> str | None:
         return f"needs compute capability 9.0, and {q.device} has {major}.{minor}"
     if dtype not in ("float16", "bfloat16"):
         return f"takes float16 and bfloat16, not {dtype}"
-    if d != dv or d % 8 or d < 16:
-        return f"takes one head dimension of 16 to 256 in steps of 8, not {d} for q and {dv} for v"
+    if d != dv or d % 8 or not 16 <= d <= HOPPER_WIDEST:
+        return f"takes one head dimension of 16 to {HOPPER_WIDEST} in steps of 8, not {d} for q and {dv} for v"
     if any(problem.others[name].dtype != q.dtype for name in ("dk", "dv") if name in problem.others):
         return "writes dk and dv only in q's dtype, not in float32"
-    for name in ("bias", "alibi_slopes"):
+    for name in ("bias", "alibi_slopes", "intervals"):
         if getattr(mask, name) is not None:
             return f"takes no {name}"
     if mask.dropout_p:
@@ -58,6 +80,8 @@ def _hopper_refuses(problem: Problem) -> str | None:
         return (
             f"leaves more than {MANY_SEQUENCES} packed sequences of up to {SHORT} rows to triton, which is faster there"
         )
+    if _other_order(problem):
+        return _other_order(problem)
     tensors = {"q": q, "k": k, "v": v} | problem.others
     reasons = (tma_refusal(name, x, varlen=mask.varlen) for name, x in tensors.items())
     return next((reason for reason in reasons if reason), None)
@@ -78,11 +102,11 @@ ATTENTION = Table(
         Kernel("hopper", "attention.hopper", _hopper_refuses),
         Kernel("triton", "attention.triton", _triton_refuses),
         Kernel("native", "attention.cpu", _native_refuses),
-        Kernel("tiled", "attention.tiled", takes_all),
+        Kernel("tiled", "attention.tiled", _other_order),
         Kernel(
             "reference",
             "attention.reference",
-            takes_all,
+            _other_order,
             by_name_only="is the oracle, with whole T×T matrices: runs only by name",
         ),
     ),

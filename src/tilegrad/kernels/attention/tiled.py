@@ -1,8 +1,8 @@
 """Tiled attention in plain torch ops: O(T) memory, every feature, every device, no allocation.
 
 A *slab* is a number of sequences × kv heads that are computed at once. The rows of the G = Hq / Hkv query heads of a kv head
-are stacked: a tile of scores is (slab, G·M, N), and one GEMM sums the gradient of a kv head over its query heads. Tiles outside
-the band are not computed, and only tiles on its edges are masked.
+are stacked: a tile of scores is (slab, G·M, N), and one GEMM sums the gradient of a kv head over its query heads. Tiles
+outside the band are not computed, nor tiles that intervals mask out in the whole slab. Only tiles on an edge are masked.
 
     forward, for each tile of rows:                      backward, for each tile of columns:
       row_max = sink, row_sum = 1 (or lowest, 0)           for each tile of rows that attends:
@@ -24,7 +24,7 @@ accepted. Scratch is O(slab · tile + T · D); there is no T×T matrix.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 import torch
@@ -32,11 +32,13 @@ from torch import Tensor
 
 from ..philox import WORK_BUFFERS, Key, drop_mask, round_keys
 from ..scratch import Scratch, Shapes, Views, accumulation_dtype
-from .mask import Mask, four_dims, packed, sequences
+from .mask import Mask, edges_of_tile, four_dims, packed, sequences
 from .problem import Backward, Forward, Sizes, sizes_of
 
 TILE = 256  # rows, and columns, of a tile
 SLAB = 1 << 21  # scores computed at once
+
+Edges = list[list[int]]  # of the intervals of a tile of columns: `interval_edges` of mask.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,12 @@ def _scratch_of(sizes: Sizes, dtype: torch.dtype, mask: Mask, *, backward: bool)
         shapes["empty"] = ((all_rows,), torch.bool)
     if mask.bool_bias is not None:
         shapes["bias_masked"] = ((scores,), torch.bool)
+    if mask.intervals is not None:
+        pairs, pairs_of_tile = mask.intervals.shape[-1] // 2, cut.batches * cut.heads * cut.m * cut.n
+        shapes["columns"] = ((cols * pairs * 2,), torch.int64)
+        shapes["empty_intervals"] = ((cols * pairs,), torch.bool)
+        shapes["edges"] = ((-(-sizes.tk // TILE) * pairs * 4,), torch.int64)
+        shapes["interval_masked"] = ((2 * pairs_of_tile,), torch.bool)
     if mask.dropout_p:
         shapes["philox"] = ((WORK_BUFFERS * scores,), torch.int64)
         shapes["dropped"] = ((scores,), torch.bool)
@@ -133,7 +141,7 @@ def prepare_bwd(call: Backward, views: Views) -> Callable[[Backward], None]:
 
 
 def _run_forward(call: Forward, cut: Cut, scratch: Scratch) -> None:
-    q, k, v, mask, o, lse, _ = call
+    q, k, v, mask, o, lse, *_ = call
     keys = _round_keys(mask, scratch)
     if mask.cu_seqlens_q is None or mask.cu_seqlens_k is None:
         _fwd(q, k, v, mask, 0, cut, keys, o=o, lse=lse, scratch=scratch)
@@ -185,6 +193,11 @@ class Slab:
     first: int
     keys: list[tuple[Key, Key]]
     scratch: Scratch
+    edges: list[Edges] = field(default_factory=list)  # of every TILE columns, if the mask has intervals
+
+    def __post_init__(self) -> None:
+        if self.mask.intervals is not None:
+            self.edges.extend(self.edges_of_tiles(self.mask.intervals))
 
     @property
     def size(self) -> int:
@@ -211,8 +224,8 @@ class Slab:
         return copy.view(self.size, -1, tile.shape[-1])
 
     def load_transposed(self, name: str, tile: Tensor) -> Tensor:
-        """Copies a tile of columns into the scratch, (slab, D, N). Every BLAS multiplies matrices faster if neither is
-        transposed, some by far."""
+        """Copies a tile of columns into the scratch, (slab, D, N). Every BLAS is faster, and some much faster, if
+        neither factor is transposed."""
         b, h, n, d = tile.shape
         return self.buffer(name, b, h, d, n).copy_(tile.mT).view(self.size, d, n)
 
@@ -247,6 +260,8 @@ class Slab:
                 by_head.addcmul_(self.buffer("distance", *gap.shape).copy_(gap).abs_(), slopes, value=-1.0)
             if not whole:
                 by_head.masked_fill_(self.masked_out(gap), -torch.inf)
+        if mask.intervals is not None:
+            self.mask_intervals(by_head, mask.intervals, i, j)
         if mask.bool_bias is not None:
             attends = self.bias_tile(four_dims(mask.bool_bias), i, j)
             masked = self.buffer("bias_masked", *attends.shape)
@@ -260,6 +275,46 @@ class Slab:
         far.zero_() if left is None else torch.gt(gap, left, out=far)
         near.zero_() if right is None else torch.lt(gap, -right, out=near)
         return far.logical_or_(near)
+
+    def columns(self, intervals: Tensor, j: range) -> Tensor:
+        """A copy of the intervals of a tile of columns, (batches or 1, kv heads or 1, N, n, 2)."""
+        if intervals.shape[0] > 1:
+            intervals = intervals[self.batch.start : self.batch.stop]
+        if intervals.shape[1] > 1:
+            intervals = intervals[:, self.heads.start : self.heads.stop]
+        tile = intervals[:, :, j.start : j.stop].unflatten(-1, (-1, 2))
+        return self.buffer("columns", *tile.shape).copy_(tile)
+
+    def edges_of_tiles(self, intervals: Tensor) -> list[Edges]:
+        """The edges of every TILE columns, over all heads of the slab."""
+        tiles = list(_tiles(range(self.tk)))
+        edges = self.buffer("edges", len(tiles), intervals.shape[-1] // 2, 4)
+        for t, j in enumerate(tiles):
+            columns = self.columns(intervals, j).flatten(0, 2)[None, None]
+            empty = self.buffer("empty_intervals", *columns.shape[:-1])
+            edges_of_tile(columns, empty=empty, edges=edges[t][None, None])
+        return edges.tolist()
+
+    def computed(self, i: range, j: range) -> bool:
+        """False if intervals mask out the whole tile, in all heads of the slab."""
+        tiles = self.edges[j.start // TILE : -(-j.stop // TILE)]
+        masked_out = (any(last <= i.start and i.stop <= least for _, last, least, _ in of) for of in tiles)
+        return not tiles or not all(masked_out)
+
+    def mask_intervals(self, by_head: Tensor, intervals: Tensor, i: range, j: range) -> None:
+        """by_head = −∞ where an interval masks a pair out, if any edge crosses the tile."""
+        tiles = self.edges[j.start // TILE : -(-j.stop // TILE)]
+        if all(i.stop <= first or most <= i.start for of in tiles for first, _, _, most in of):
+            return
+        columns = self.columns(intervals, j)
+        rows = self.scratch["index"][i.start : i.stop, None]
+        b, h, n = columns.shape[:3]
+        inside, before_end = self.buffer("interval_masked", 2, b, h, len(i), n).unbind()
+        s = by_head.unflatten(1, (-1, self.group))
+        for interval in range(columns.shape[3]):
+            start, end = columns[:, :, None, :, interval].unbind(-1)
+            torch.ge(rows, start, out=inside).logical_and_(torch.lt(rows, end, out=before_end))
+            s.masked_fill_(inside[:, :, None], -torch.inf)
 
     def dropped(self, i: range, j: range) -> Tensor:
         """True where dropout drops a pair, (slab, G·M, N)."""
@@ -319,6 +374,8 @@ def _fwd_rows(slab: Slab, q: Tensor, k: Tensor, v: Tensor, i: range, *, o: Tenso
         row_sum.sub_(row_max).exp_()
 
     for j in _tiles(mask.columns_of(i, slab.tq, slab.tk)):
+        if not slab.computed(i, j):
+            continue
         k_t, vj = slab.load_transposed("k_t", slab.cols(k, j)), slab.load("v", slab.cols(v, j))
         s = slab.scores(qi, k_t, i, j, tanh=None)
         torch.maximum(torch.amax(s, -1, out=new_max), row_max, out=new_max)
@@ -387,6 +444,8 @@ def _bwd_cols(
     k_t, v_t = slab.load_transposed("k_t", slab.cols(k, j)), slab.load_transposed("v_t", slab.cols(v, j))
     dkj, dvj = slab.buffer("dk", *kj.shape).zero_(), slab.buffer("dv", *v_t.mT.shape).zero_()
     for i in _tiles(mask.rows_of(j, slab.tq, slab.tk)):
+        if not slab.computed(i, j):
+            continue
         qi, doi = slab.load("q", slab.rows(q, i)), slab.load("do", slab.rows(do, i))
         shape = (slab.size, qi.shape[1], len(j))
         tanh = slab.buffer("tanh", *shape) if mask.softcap else None

@@ -7,14 +7,15 @@
                                       k_cache[b, :, p] = k[b], v likewise, then
                                       o[b] = attention of q[b] to columns 0 … p of k_cache[b] and v_cache[b]
 
-The equations are those of attention/mask.py with Tq = 1 and Tk = p + 1: window, softcap, ALiBi slopes, sinks and scale are
+The equations of attention/mask.py apply with Tq = 1 and Tk = p + 1: window, softcap, ALiBi slopes, sinks and scale are
 taken from the mask. The mask must be causal, without dropout, bias and packed sequences.
 
 A position outside 0 … capacity − 1 writes nothing and gives o[b] = 0, so −1 marks a row of the batch without a sequence. A slot
 outside 0 … B · capacity − 1 writes nothing either. Columns after positions[b] are not used, so a cache needs no initial value.
 
-The bits of a row depend on its own sequence alone, not on the batch or on the number of threads. A row by kernel `native` has
-the same bits as in the training forward, dense or packed, by attention's kernel `native`.
+The bits of a row depend on its own sequence alone, not on the batch or on the number of threads. With kernel `native` a row has
+the same bits as in the training forward, dense or packed, with attention's kernel `native`. With kernel `triton` it has the
+bits of attention's kernel `triton` with invariant=True.
 
 `CACHE_ATTENTION` is the table of kernels. Each module offers `workspace`, `write` on k and v (N, Hkv, D), and `fwd` on q and o
 (B, Hq, D), k and v (B, Hkv, D).
@@ -49,6 +50,10 @@ class Problem(NamedTuple):
     rows: int | None = None
 
 
+def _triton_refuses(problem: Problem) -> str | None:
+    return gpu.refusal(problem.cache)
+
+
 def _native_refuses(problem: Problem) -> str | None:
     if problem.cache.device.type != "cpu":
         return f"runs on the CPU, not on {problem.cache.device.type}"
@@ -59,7 +64,7 @@ def _native_refuses(problem: Problem) -> str | None:
 CACHE_ATTENTION = Table(
     "cache_attention",
     (
-        Kernel("triton", "cache_attention.triton_ops", lambda problem: gpu.refusal(problem.cache)),
+        Kernel("triton", "cache_attention.triton_ops", _triton_refuses),
         Kernel("native", "cache_attention.cpu", _native_refuses),
         Kernel("torch", "cache_attention.torch_ops", takes_all),
     ),
@@ -134,6 +139,7 @@ def check_mask(mask: Mask) -> None:
     require(mask.causal is True, "causal", mask.causal, f"True, {why}")
     require(not mask.dropout_p, "dropout_p", mask.dropout_p, "0, because generation has no dropout")
     require(mask.bias is None, "bias", mask.bias, "None, because the lengths of sequences differ", show=_shape)
+    require(mask.intervals is None, "intervals", mask.intervals, f"None, {why}", show=_shape)
     for name, x in (("cu_seqlens_q", mask.cu_seqlens_q), ("cu_seqlens_k", mask.cu_seqlens_k)):
         require(x is None, name, x, "None, because each sequence has its own place in the cache", show=_shape)
 

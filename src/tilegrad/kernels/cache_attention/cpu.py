@@ -1,4 +1,5 @@
-"""Attention over a cache in C++: the forward of attention/cpu.py, with lengths from `positions`. It also appends the new rows.
+"""Attention over a cache in C++: the forward of attention/cpu.py with lengths from `positions`, which also appends the new
+rows.
 
 The loops run in the order of the training forward (cpu/csrc/attention/forward.h and amx_forward.h), so the bits are the same. A
 thread computes the query heads of one kv head of one sequence.

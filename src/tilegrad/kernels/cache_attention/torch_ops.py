@@ -65,8 +65,8 @@ def _inside(x: Tensor, end: int, scratch: Scratch) -> Tensor:
 
 
 def write(k: Tensor, v: Tensor, slots: Tensor, *, k_cache: Tensor, v_cache: Tensor, scratch: Scratch) -> None:
-    """A row whose slot is outside the cache repeats the last row of its block whose slot is inside: it writes the same numbers
-    again. If all slots of a block are outside, the old numbers of one slot are written back."""
+    """A row whose slot is outside the cache writes the last row of its block with a slot inside, again. If all slots of a block
+    are outside, the old numbers of one slot are written back."""
     b, hkv, capacity, d = k_cache.shape
     for i in blocks(len(k), ROWS):
         n = i.stop - i.start

@@ -1,15 +1,18 @@
-"""Attention over a cache in Triton. A program attends from all query heads of one kv head to one split of the columns.
+"""Attention over a cache in Triton. A program attends from the query heads of one kv head to one split of the columns.
 
-    _attend_kernel   for each tile of the split:   s = scores   new_max = max(row_max, max s)   p = exp(s − new_max)
-                                                   row_sum = alpha · row_sum + Σ p              acc = alpha · acc + p v
-                     then the new column: the program whose split contains it also writes it to the cache
-    _merge_kernel    top = max(row_max of the splits, sink)   w = exp(row_max − top)
-                     o = Σ w · acc / (Σ w · row_sum + exp(sink − top))
+    _attend_kernel   for each tile of the split, as in attention's forward:   x = scores   p, alpha, new_max = weights(x)
+                                                     row_sum = alpha · row_sum + Σ p       acc = alpha · acc + p v
+    _merge_kernel    combines the splits in their order, after the sink, then o = acc / row_sum
 
-Splits depend only on the capacity, the dtype and the head dimension, so a row has the same bits in any batch. A program reads
-its position on the device, so the launches can be captured. The cache is read once, up to the position. Sums are float32; for
-float32 inputs on devices with fast float64 (attention/triton/fit.py) they are float64. p is rounded to v's dtype, except for
-the new column and where sums are float64.
+The functions are in attention/triton (scores.py, softmax.py). Splits have SPLIT columns and tiles are `ordered`, so a row has
+the same bits in any batch and for any capacity. Half-precision rows of q, k and v that do not start at multiples of 16 bytes
+have another tile, and so other bits. The programs of splits outside a row's columns return at once.
+
+The tile with the new column loads that column from k and v instead of the cache, and its program writes it to the cache.
+
+A program reads its position on the device, so the launches can be captured. The cache is read once, up to the position. Sums
+are float32; for float32 inputs on devices with fast float64 (attention/triton/fit.py) they are float64. p is rounded to v's
+dtype, except where sums are float64.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -22,51 +25,61 @@ from torch import Tensor
 
 from ..attention.mask import Mask
 from ..attention.problem import LEAST_BLOCK, LEAST_FACTOR
-from ..attention.triton.arguments import ieee_fp32
+from ..attention.triton.arguments import alignment, exponent_arguments, ieee_fp32
 from ..attention.triton.fit import product_bits
-from ..attention.triton.numerics import LOWEST, dot, dot_transposed, exponential, ratio, rounded_product
+from ..attention.triton.memory import steps
+from ..attention.triton.numerics import dot, dot_transposed, ratio
 from ..attention.triton.scores import Head, scores
+from ..attention.triton.softmax import combine, no_column, weights, with_sink
+from ..attention.triton.tiles import SPLIT, UNALIGNED, ordered
+from ..dependent_launch import dependent, start_next, wait_for_previous
 from ..gpu import ceil_div, launch, padded
 from ..scratch import Scratch, Shapes, TensorLike
 
-MOST_SPLITS = 32
-LEAST_ROWS = 16  # fewest rows of a tile of queries that tl.dot takes
-COPIED, WARPS = 1024, 4  # COPIED: a program of `_write_kernel` copies at most so many elements of a row
+AHEAD = 4  # splits whose loads a program of `_merge_kernel` starts together
+MERGE_WARPS = 1  # for one row of D columns
+COPIED, WARPS = 1024, 4  # COPIED: most elements of a row that a program of `_write_kernel` copies
 
 
 @triton.jit
-def _scores(s, i, j, head, IEEE_FP32: tl.constexpr):
-    x, _tanh = scores(s, i, j, head, IEEE_FP32, MASKED=False)
-    if head.softcap is None and head.slope is None:
-        x = rounded_product(x, head.factor)
-    return x
+def _columns_of(positions, b, capacity, left):
+    """(first, last) column that the new token of sequence b attends to; (0, −1) if its position is outside the cache."""
+    position = tl.load(positions + b)
+    position = tl.where((position >= 0) & (position < capacity), position, -1).to(tl.int32)
+    first = position * 0
+    if left is not None:
+        first = tl.maximum(position - left, 0)
+    return first, position
 
 
 @triton.jit
 def _attend_kernel(
     q, k, v, positions, slopes,
     acc_parts, max_parts, sum_parts, k_cache, v_cache,
-    q_b, q_h, k_b, k_h, v_b, v_h, slopes_b, slopes_h, kv_heads, capacity, share, splits, left, factor, softcap,
-    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    NEGATIVE: tl.constexpr, IEEE_FP32: tl.constexpr, FP64: tl.constexpr,
+    q_b, q_h, k_b, k_h, v_b, v_h, slopes_b, slopes_h, heads, kv_heads, capacity, splits, left,
+    factor, log2_factor, coarse_factor, softcap,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, ALIGN: tl.constexpr, NEGATIVE: tl.constexpr, IEEE_FP32: tl.constexpr, FP64: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    n = tl.program_id(0)
+    start_next(DEPENDENT)
+    wait_for_previous(DEPENDENT)
+    n = tl.program_id(0) % heads
+    split = tl.program_id(0) // heads
     b, h = n // kv_heads, n % kv_heads
-    split = tl.program_id(1)
-    position = tl.load(positions + b)
-    inside = (position >= 0) & (position < capacity)
-    position = tl.where(inside, position, -1).to(tl.int32)
-    begin = split * share
-    end = tl.minimum(begin + share, position)
-    owner = inside & (position >= begin) & (position < begin + share)
+    first, position = _columns_of(positions, b, capacity, left)
+    begin = split * SPLIT
+    if begin > position or begin + SPLIT <= first:
+        return
 
     ACC: tl.constexpr = tl.float64 if FP64 else tl.float32
-    rows = tl.arange(0, BLOCK_M)
+    rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     query_head = h * GROUP + rows
     here = (rows < GROUP)[:, None] & (d < D)[None, :]
     wide_b = b.to(tl.int64)
-    q_tile = tl.load(q + wide_b * q_b + query_head[:, None] * q_h + d[None, :], mask=here, other=0.0)
+    of_heads = tl.multiple_of(query_head[:, None] * q_h, [ALIGN, ALIGN])
+    q_tile = tl.load(q + steps(b, q_b, ALIGN) + of_heads + d[None, :], mask=here, other=0.0)
     if FP64:
         q_tile = q_tile.to(ACC)
     if NEGATIVE:
@@ -75,87 +88,84 @@ def _attend_kernel(
     if slopes is not None:
         at_slopes = slopes + wide_b * slopes_b + query_head * slopes_h
         slope = tl.load(at_slopes, mask=rows < GROUP, other=0.0).to(tl.float32)[:, None]
-    head = Head(b, h, 1, position + 1, left, 0, factor, softcap, None, 0, 0, slope, None, 0, 1.0)
+    head = Head(b, h, 1, position + 1, left, None, factor, softcap, None, 0, 0, slope, None, 0, 1.0, None, None)
+    PLAIN: tl.constexpr = head.softcap is None and head.slope is None
     i = tl.zeros([BLOCK_M, 1], tl.int32)
-    of_head = n.to(tl.int64) * capacity * D
-    k_cache += of_head
-    v_cache += of_head
-    row_max = tl.full([BLOCK_M], LOWEST, ACC)
+    k += steps(b, k_b, ALIGN) + steps(h, k_h, ALIGN)
+    v += steps(b, v_b, ALIGN) + steps(h, v_h, ALIGN)
+    k_cache += steps(n.to(tl.int64) * capacity, D, ALIGN)
+    v_cache += steps(n.to(tl.int64) * capacity, D, ALIGN)
     row_sum = tl.zeros([BLOCK_M], ACC)
+    row_max = no_column(row_sum, coarse_factor, PLAIN)
     acc = tl.zeros([BLOCK_M, BLOCK_D], ACC)
 
-    first = begin
-    if left is not None:
-        first = tl.maximum(begin, (position - left) // BLOCK_N * BLOCK_N)
-    for t in tl.range(0, (end - first + BLOCK_N - 1) // BLOCK_N):
+    first = tl.maximum(begin, first // BLOCK_N * BLOCK_N)
+    last = tl.minimum(begin + SPLIT, position + 1)
+    for t in tl.range(0, (last - first + BLOCK_N - 1) // BLOCK_N):
         start = first + t * BLOCK_N
         j = start + tl.arange(0, BLOCK_N)
         tile = start.to(tl.int64) * D + tl.arange(0, BLOCK_N)[:, None] * D + d[None, :]
-        there = (j < end)[:, None] & (d < D)[None, :]
-        k_tile = tl.load(k_cache + tile, mask=there, other=0.0)
-        x = _scores(dot_transposed(q_tile, k_tile, None, IEEE_FP32), i, j[None, :], head, IEEE_FP32)
-        attends = j < end
-        if left is not None:
-            attends &= position - j <= left
-        x = tl.where(attends[None, :], x, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(x, 1))
-        p = exponential(x - new_max[:, None], IEEE_FP32)
-        alpha = exponential(row_max - new_max, IEEE_FP32)
+        there = (j <= position)[:, None] & (d < D)[None, :]
+        new = (j == position)[:, None]
+        k_tile = tl.load(tl.where(new, k + d[None, :], k_cache + tile), mask=there, other=0.0)
+        v_tile = tl.load(tl.where(new, v + d[None, :], v_cache + tile), mask=there, other=0.0)
+        s = dot_transposed(q_tile, k_tile, None, IEEE_FP32)
+        x, _tanh = scores(s, i, j[None, :], head, IEEE_FP32, MASKED=True)
+        p, alpha, row_max = weights(x, row_max, log2_factor, coarse_factor, PLAIN, IEEE_FP32)
         row_sum = row_sum * alpha + tl.sum(p, 1)
-        v_tile = tl.load(v_cache + tile, mask=there, other=0.0)
         acc = dot(p, v_tile, acc * alpha[:, None], IEEE_FP32)
-        row_max = new_max
-
-    own = owner & (d < D)
-    k_new = tl.load(k + wide_b * k_b + h * k_h + d, mask=own, other=0.0)
-    v_new = tl.load(v + wide_b * v_b + h * v_h + d, mask=own, other=0.0)
-    row = position.to(tl.int64) * D + d
-    tl.store(k_cache + row, k_new, mask=own)
-    tl.store(v_cache + row, v_new, mask=own)
-    s = tl.sum(q_tile.to(ACC) * k_new.to(ACC)[None, :], 1)[:, None]
-    x = tl.where(owner, _scores(s, i, i + position, head, IEEE_FP32), float("-inf"))
-    new_max = tl.maximum(row_max, tl.max(x, 1))
-    p = exponential(x - new_max[:, None], IEEE_FP32)
-    alpha = exponential(row_max - new_max, IEEE_FP32)
-    row_sum = row_sum * alpha + tl.sum(p, 1)
-    acc = acc * alpha[:, None] + p * v_new.to(ACC)[None, :]
 
     part = (wide_b * kv_heads * GROUP + query_head) * splits + split
-    some = row_sum > 0.0
-    tl.store(max_parts + part, tl.where(some, new_max, float("-inf")), mask=rows < GROUP)
+    tl.store(max_parts + part, row_max, mask=rows < GROUP)
     tl.store(sum_parts + part, row_sum, mask=rows < GROUP)
-    tl.store(acc_parts + part[:, None] * D + d[None, :], acc, mask=here & some[:, None])
+    tl.store(acc_parts + part[:, None] * D + d[None, :], acc, mask=here)
+    own = (position < begin + SPLIT) & (d < D)
+    row = position.to(tl.int64) * D + d
+    tl.store(k_cache + row, tl.load(k + d, mask=own, other=0.0), mask=own)
+    tl.store(v_cache + row, tl.load(v + d, mask=own, other=0.0), mask=own)
 
 
 @triton.jit
 def _merge_kernel(
-    acc_parts, max_parts, sum_parts, sinks,
+    acc_parts, max_parts, sum_parts, sinks, positions,
     o,
-    o_b, o_h, sinks_h, heads, splits,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, IEEE_FP32: tl.constexpr,
+    o_b, o_h, sinks_h, heads, capacity, splits, left, factor, log2_factor, coarse_factor, inv_keep,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, AHEAD: tl.constexpr, PLAIN: tl.constexpr,
+    IEEE_FP32: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    start_next(DEPENDENT)
+    wait_for_previous(DEPENDENT)
     n = tl.program_id(0)
     b, h = n // heads, n % heads
-    s = tl.arange(0, BLOCK_S)
-    d = tl.arange(0, BLOCK_D)
-    part = n.to(tl.int64) * splits + s
-
-    row_max = tl.load(max_parts + part, mask=s < splits, other=float("-inf"))
-    some = row_max > float("-inf")
-    sums = tl.load(sum_parts + part, mask=some, other=0.0)
-    at_acc = acc_parts + part[:, None] * D + d[None, :]
-    acc = tl.load(at_acc, mask=some[:, None] & (d < D)[None, :], other=0.0)
-    top = tl.maximum(tl.max(row_max, 0), LOWEST)
+    one = tl.arange(0, 1)
+    d = tl.arange(0, BLOCK_D)[None, :]
+    first, position = _columns_of(positions, b, capacity, left)
+    part = n.to(tl.int64) * splits + one
+    row_sum = tl.zeros([1], sum_parts.dtype.element_ty)
+    row_max = no_column(row_sum, coarse_factor, PLAIN)
+    empty = row_max
     if sinks is not None:
         sink = tl.load(sinks + h * sinks_h).to(tl.float32)
-        top = tl.maximum(top, sink)
-    w = exponential(row_max - top, IEEE_FP32)
-    total = tl.sum(w * sums, 0)
-    if sinks is not None:
-        total += exponential(sink - top, IEEE_FP32)
-    total = tl.where(total > 0.0, total, 1.0)
+        row_max, row_sum = with_sink(row_max, sink, factor, log2_factor, coarse_factor, PLAIN, IEEE_FP32)
+        row_sum = row_sum.to(sum_parts.dtype.element_ty)
+    acc = tl.zeros([1, BLOCK_D], row_sum.dtype)
 
-    y = ratio(tl.sum(acc * w[:, None], 0), total, IEEE_FP32)
+    first = first // SPLIT
+    for t in tl.range(0, (position // SPLIT - first + AHEAD) // AHEAD):
+        for ahead in tl.static_range(AHEAD):
+            split = first + t * AHEAD + ahead
+            there = split * SPLIT + one <= position
+            part_max = tl.load(max_parts + part + split, mask=there, other=0.0)
+            part_max = tl.where(there, part_max, empty)
+            part_sum = tl.load(sum_parts + part + split, mask=there, other=0.0)
+            at_acc = acc_parts + (part + split)[:, None] * D + d
+            part_acc = tl.load(at_acc, mask=there[:, None] & (d < D), other=0.0)
+            acc, row_max, row_sum = combine(
+                acc, row_max, row_sum, part_acc, part_max, part_sum, log2_factor, coarse_factor, PLAIN, IEEE_FP32
+            )
+
+    row_sum = tl.where(row_sum > 0.0, row_sum, 1.0)
+    y = acc * ratio(inv_keep, row_sum, IEEE_FP32)[:, None]
     tl.store(o + b.to(tl.int64) * o_b + h * o_h + d, y.to(o.dtype.element_ty), mask=d < D)
 
 
@@ -176,27 +186,12 @@ def _write_kernel(
     tl.store(v_cache + to, tl.load(v + n * v_n + c, mask=here, other=0.0), mask=here)
 
 
-def _columns(dtype: torch.dtype, head_dim: int) -> int:
-    """Columns of a tile."""
-    wide = padded(head_dim) > 128
-    if dtype == torch.float32:
-        return 16 if wide else 32
-    return 32 if wide else 64
-
-
-def _share(cache: TensorLike) -> int:
-    """Columns of a split, a multiple of those of a tile."""
-    _, _, capacity, d = cache.shape
-    tile = _columns(cache.dtype, d)
-    return tile * ceil_div(capacity, tile * MOST_SPLITS)
-
-
 def workspace(cache: TensorLike, n_head: int, rows: int | None = None) -> Shapes:
     if rows is not None:
         return {}
     b, _, capacity, d = cache.shape
     acc = torch.float64 if product_bits(cache.dtype, cache.device) == 64 else torch.float32
-    parts = b, n_head, ceil_div(capacity, _share(cache))
+    parts = b, n_head, ceil_div(capacity, SPLIT)
     return {"acc": ((*parts, d), acc), "row_max": (parts, acc), "row_sum": (parts, acc)}
 
 
@@ -205,22 +200,28 @@ def fwd(
     o: Tensor, k_cache: Tensor, v_cache: Tensor, scratch: Scratch,
 ) -> None:  # fmt: skip
     (b, hq, d), (_, hkv, capacity, _) = q.shape, k_cache.shape
-    share, scale, slopes, sinks = _share(k_cache), mask.scale_for(d), mask.alibi_slopes, mask.sinks
+    scale, slopes, sinks, left, group = mask.scale_for(d), mask.alibi_slopes, mask.sinks, mask.band[0], hq // hkv
     parts = scratch["acc"], scratch["row_max"], scratch["row_sum"]
-    splits = parts[1].shape[2]
-    left = mask.band[0]
+    splits, bits, softcap = parts[1].shape[2], product_bits(q.dtype, q.device), mask.softcap or None
+    align, factor = alignment(q, k, v, k_cache.flatten(0, 1), varlen=True), max(abs(scale), LEAST_FACTOR)
+    tile = ordered(bits, d, d) if align > 1 or bits > 16 else UNALIGNED[0]
+    factors = (factor, *exponent_arguments(factor, q.dtype).values())
     strides: tuple[int, ...] = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
     strides += (0, 0) if slopes is None else (slopes.stride(0) if slopes.ndim == 2 else 0, slopes.stride(-1))
-    numbers = (hkv, capacity, share, splits, left, max(abs(scale), LEAST_FACTOR), mask.softcap or None)
-    ieee = ieee_fp32(q.dtype)
-    shared = {"D": d, "BLOCK_D": max(LEAST_BLOCK, padded(d)), "IEEE_FP32": ieee, "num_warps": WARPS}
+    numbers = (b * hkv, hkv, capacity, splits, left, *factors, softcap)
+    shared = {"D": d, "BLOCK_D": max(LEAST_BLOCK, padded(d)), "SPLIT": SPLIT, "IEEE_FP32": ieee_fp32(q.dtype)}
+    shared |= dependent(q, b)
     launch(
-        _attend_kernel, (b * hkv, splits), q, k, v, positions, slopes, *parts, k_cache, v_cache, *strides, *numbers,
-        GROUP=hq // hkv, BLOCK_M=max(LEAST_ROWS, padded(hq // hkv)), BLOCK_N=_columns(q.dtype, d), NEGATIVE=scale < 0.0,
-        FP64=product_bits(q.dtype, q.device) == 64, **shared,
+        _attend_kernel, (b * hkv * splits, ceil_div(group, tile.m)),
+        q, k, v, positions, slopes, *parts, k_cache, v_cache, *strides, *numbers,
+        GROUP=group, BLOCK_M=tile.m, BLOCK_N=tile.n, ALIGN=align, NEGATIVE=scale < 0.0, FP64=bits == 64,
+        num_warps=tile.warps, num_stages=tile.stages, **shared,
     )  # fmt: skip
     strides = (*o.stride()[:2], 0 if sinks is None else sinks.stride(0))
-    launch(_merge_kernel, (b * hq,), *parts, sinks, o, *strides, hq, splits, BLOCK_S=padded(splits), **shared)
+    launch(
+        _merge_kernel, (b * hq,), *parts, sinks, positions, o, *strides, hq, capacity, splits, left, *factors, 1.0,
+        AHEAD=AHEAD, PLAIN=softcap is None and slopes is None, num_warps=MERGE_WARPS, **shared,
+    )  # fmt: skip
 
 
 def write(k: Tensor, v: Tensor, slots: Tensor, *, k_cache: Tensor, v_cache: Tensor, scratch: Scratch) -> None:

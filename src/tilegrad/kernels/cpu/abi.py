@@ -1,9 +1,9 @@
-"""The structures of the native library's C ABI: each of its functions takes a pointer to one.
+"""The structures of the native library's C ABI: each function takes a pointer to one.
 
 They repeat C++ definitions field by field: Call and CacheWrite of csrc/attention, Norm and Activation of
-csrc/rows/norm_gelu.h, Sample of csrc/rows/sampling.h, Gemm and FixedOrder of csrc/gemm. The library reports the offset of each
-field (csrc/layout.h), and loading compares them (`mismatch`). Packing is derived from the same definitions: struct.Struct fills
-a structure in half the time of ctypes.
+csrc/rows/norm_gelu.h, Sample of csrc/rows/sampling.h, LeanAdamW of csrc/rows/adamw.h, Gemm and FixedOrder of csrc/gemm. The
+library reports the offset of each field (csrc/layout.h), and loading compares them (`mismatch`). Packing is derived from the
+same definitions: struct.Struct fills a structure in half the time of ctypes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Call(ctypes.Structure):
         *_fields("bias_dtype dbias_dtype dkv_dtype dropout_threshold seed", _INT),
         *_fields("cu_seqlens_q cu_seqlens_k positions scratch", _POINTER),
         *_fields("scratch_bytes", _INT),
-        *_fields("q k v o lse k_new v_new do_ dlse dq dk dv_ dsinks sinks slopes bias dbias", View),
+        *_fields("q k v o lse k_new v_new do_ dlse dq dk dv_ dsinks sinks slopes bias dbias intervals", View),
         *_fields("scale softcap dropout_p", _DOUBLE),
     ]
 
@@ -67,7 +67,7 @@ class Norm(ctypes.Structure):
 
 
 class Activation(ctypes.Structure):
-    _fields_ = [*_fields("n threads isa dtype kind", _INT), *_fields("h up a da dh", _POINTER)]
+    _fields_ = [*_fields("n threads isa dtype kind columns stride", _INT), *_fields("h up a da dh", _POINTER)]
 
 
 class Sample(ctypes.Structure):
@@ -75,6 +75,13 @@ class Sample(ctypes.Structure):
         *_fields("n v threads isa mass_bits", _INT),
         *_fields("logits seen numbers places", Rows),
         *_fields("settings seeds sequences drawn tokens logprobs", _POINTER),
+    ]
+
+
+class LeanAdamW(ctypes.Structure):
+    _fields_ = [
+        *_fields("n decayed first step seed threads isa params_dtype grads_dtype moments_dtype", _INT),
+        *_fields("params grads m v rounded scalars", _POINTER),
     ]
 
 
@@ -95,7 +102,7 @@ class FixedOrder(ctypes.Structure):
 
 
 STRUCTURES: tuple[type[ctypes.Structure], ...] = (
-    View, Rows, Call, CacheWrite, Norm, Activation, Sample, Gemm, FixedOrder,
+    View, Rows, Call, CacheWrite, Norm, Activation, Sample, LeanAdamW, Gemm, FixedOrder,
 )  # fmt: skip
 
 
@@ -120,7 +127,7 @@ def packer(structure: type[ctypes.Structure]) -> Callable[..., bytes]:
 
 pack_call, pack_norm, pack_activation = packer(Call), packer(Norm), packer(Activation)
 pack_gemm, pack_fixed_order = packer(Gemm), packer(FixedOrder)
-pack_sample, pack_cache_write = packer(Sample), packer(CacheWrite)
+pack_sample, pack_cache_write, pack_lean_adamw = packer(Sample), packer(CacheWrite), packer(LeanAdamW)
 
 
 class _Place(ctypes.Structure):

@@ -1,7 +1,7 @@
-"""The native library at run time: loaded if it matches the sources, run on torch's threads, with the best instruction set.
+"""The native library at run time: loaded if it matches the sources, and run on torch's threads with the best instruction set.
 
 TILEGRAD_ISA=portable, avx2, avx512 or amx selects another instruction set; raises if the library or the processor lacks it.
-float64 has portable kernels only. AMX kernels take bfloat16; other dtypes then run on AVX-512.
+float64 has portable kernels only. AMX kernels take bfloat16; with amx other dtypes run on AVX-512.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ISAS = ("portable", "avx2", "avx512", "amx")
 SLOW = "attention runs on plain torch ops"
 _environment: dict[bytes, bytes] = os.environ._data  # type: ignore[attr-defined]
 _ASKED = b"TILEGRAD_ISA"
-_children: list[int] = []  # in a forked child: its process id and those of its forked ancestors
+_children: list[int] = []  # in a forked child: the process ids of itself and of its forked ancestors
 os.register_at_fork(after_in_child=lambda: _children.append(os.getpid()))
 
 
@@ -56,7 +56,8 @@ def library() -> ctypes.CDLL | str:
     found.tilegrad_native_run.restype = None
     found.tilegrad_native_run_all.restype = None
     found.tilegrad_native_panel_bytes.restype = ctypes.c_int64
-    for name in ("norm_fwd", "norm_bwd", "activation", "sample", "gemm", "fixed_order", "cache_write", "attention_fwd"):
+    functions = ("norm_fwd", "norm_bwd", "activation", "sample", "lean_adamw", "gemm", "fixed_order", "cache_write")
+    for name in (*functions, "attention_fwd"):
         function = getattr(found, f"tilegrad_native_{name}")
         function.argtypes, function.restype = (ctypes.c_char_p,), None
     return found
@@ -100,7 +101,7 @@ def blas() -> ctypes.CDLL | str:
 
 def openmp() -> ctypes.CDLL | None:
     """The OpenMP runtime that torch has loaded; GNU's, Intel's and LLVM's all export GOMP_parallel. None in a forked child,
-    where the runtime would wait for threads that did not survive the fork."""
+    where the runtime would wait for threads that the fork did not copy."""
     if _children:
         return None
     maps = Path("/proc/self/maps")
@@ -133,7 +134,7 @@ def run_native(function: Callable[[bytes], None], structure: bytes) -> NativeCal
 
 def merge_native(calls: Calls) -> Calls:
     """The same calls, with successive native calls merged into one. Between products that read large weights a call from Python
-    takes about 50 µs, and the kernel of a norm takes 8."""
+    takes about 50 µs, but a norm's kernel only 8."""
     merged: Calls = []
     for _, group in itertools.groupby(calls, lambda call: isinstance(call, NativeCall)):
         listed = list(group)

@@ -1,8 +1,8 @@
 """Shared by the native kernels over rows: norm/cpu.py, activation/cpu.py and column_sum/cpu.py call csrc/rows/norm_gelu.cpp.
 
-They take float32, or bfloat16 converted to float32 in registers. Means, sums and gradients of parameters are float32. No
-scratch. Rows (columns for sums over rows, elements for activations) are split among torch.get_num_threads() threads; the result
-does not depend on the split.
+They take float32, or bfloat16 converted to float32 in registers. Means, sums and gradients of parameters are float32. They need
+no scratch. Rows (columns for sums over rows, elements for activations) are split among torch.get_num_threads() threads; the
+result does not depend on the split.
 """
 
 from __future__ import annotations

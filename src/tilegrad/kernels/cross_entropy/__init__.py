@@ -5,11 +5,19 @@
     dl = (p − onehot(target)) · inv_total     dx = dl w     dw += dlᵀ x        (0 in rows without a target)
                                                                                (accumulate=False: dw = dlᵀ x)
 
-inv_total is 1 / (number of targets of the whole step), a 0-d tensor, so that micro-batches add up to one large batch. Rows are
+With a bias (V,) and `Terms` c = softcap, ε = label_smoothing and z = z_loss:
+
+    l = x wᵀ + bias      l ← c · tanh(l / c)      lse = logsumexp(l)
+    nll = (1 − ε) (lse − l[target]) + ε (lse − mean l) + z · lse²
+    dl = ((1 + 2 z lse) p − (1 − ε) onehot(target) − ε / V) · (1 − (l / c)²) · inv_total       dbias += Σ_n dl
+
+inv_total is 1 / (number of targets of the whole step), a 0-d tensor, so that micro-batches add up to one large batch. It may
+also be a factor of each row, (N,). `losses` (N,) is nll · inv_total of each row, and 0 without a target. Rows are
 processed in chunks: the logits of a chunk are overwritten by their gradient, and dx may be x. `cross_entropy_step` is forward
 and backward on one set of logits. `cross_entropy_bwd` computes them again in the same chunks, so its dx and dw have the same
-bits. `CROSS_ENTROPY` is the table of kernels: each module offers `workspace` and `run`. The products are those of `linear`;
-invariant=True is that of `linear_fwd`, for the logits.
+bits. `CROSS_ENTROPY` is the table of kernels: each module offers `workspace` and `run`. The op `linear` computes the
+products; invariant=True is passed to `linear_fwd` for the logits. For a loss with other products (kernels/fp8_head.py) a module
+also offers `softmax_workspace`, `softmax` and `total`.
 """
 
 from __future__ import annotations
@@ -24,6 +32,7 @@ from ..checks import check_given, check_param
 from ..op import op
 from ..scratch import Shapes, TensorLike, accumulation_dtype
 from ..table import BACKWARD, FORWARD, Where
+from .terms import PLAIN, Terms
 
 
 class Problem(NamedTuple):
@@ -32,6 +41,8 @@ class Problem(NamedTuple):
     x: TensorLike
     w: TensorLike
     invariant: bool = False
+    bias: TensorLike | None = None
+    terms: Terms = PLAIN
 
 
 def _triton_refuses(problem: Problem) -> str | None:
@@ -47,56 +58,72 @@ class Outputs(NamedTuple):
     dx: Tensor | None = None
     dw: Tensor | None = None
     accumulate: bool = True
+    losses: Tensor | None = None
+    dbias: Tensor | None = None
+
+    @property
+    def has_gradients(self) -> bool:
+        return not (self.dx is None and self.dw is None and self.dbias is None)
 
 
 CROSS_ENTROPY = gpu.triton_else_torch("cross_entropy", _triton_refuses)
 
 
 def cross_entropy_workspace(
-    x: TensorLike, w: TensorLike, *, backward: bool, invariant: bool = False, kernel: str | None = None
-) -> Shapes:
+    x: TensorLike, w: TensorLike, *,
+    backward: bool, invariant: bool = False, bias: TensorLike | None = None, terms: Terms = PLAIN,
+    kernel: str | None = None,
+) -> Shapes:  # fmt: skip
     """Name → (shape, dtype) of the scratch of `_fwd` or, with backward=True, of `_bwd` and `_step`."""
-    return CROSS_ENTROPY.workspace(Problem(x, w, invariant), kernel=kernel, backward=backward)
+    return CROSS_ENTROPY.workspace(Problem(x, w, invariant, bias, terms), kernel=kernel, backward=backward)
 
 
 @op()
 def cross_entropy_fwd(
-    x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, *,
-    loss: Tensor, invariant: bool = False, **where: Unpack[Where],
+    x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, bias: Tensor | None = None, *,
+    loss: Tensor | None = None, losses: Tensor | None = None, invariant: bool = False, terms: Terms = PLAIN,
+    **where: Unpack[Where],
 ) -> None:  # fmt: skip
-    """loss (0-d), overwritten."""
-    _run(Problem(x, w, invariant), targets, inv_total, Outputs(loss), FORWARD, where)
+    """loss (0-d) and losses (N,), overwritten."""
+    out = Outputs(loss, losses=losses)
+    _run(Problem(x, w, invariant, bias, terms), targets, inv_total, out, FORWARD, where)
 
 
-@op(accumulates=("dw",))
+@op(accumulates=("dw", "dbias"))
 def cross_entropy_bwd(
-    x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, *,
-    dx: Tensor | None = None, dw: Tensor | None = None, accumulate: bool = True, invariant: bool = False,
-    **where: Unpack[Where],
+    x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, bias: Tensor | None = None, *,
+    dx: Tensor | None = None, dw: Tensor | None = None, dbias: Tensor | None = None, accumulate: bool = True,
+    invariant: bool = False, terms: Terms = PLAIN, **where: Unpack[Where],
 ) -> None:  # fmt: skip
-    """dx is overwritten, dw accumulated (accumulate=False: overwritten). Computes the logits again."""
-    _run(Problem(x, w, invariant), targets, inv_total, Outputs(None, dx, dw, accumulate), BACKWARD, where)
+    """dx is overwritten; dw and dbias are accumulated (accumulate=False: overwritten). Computes the logits again."""
+    out = Outputs(None, dx, dw, accumulate, dbias=dbias)
+    _run(Problem(x, w, invariant, bias, terms), targets, inv_total, out, BACKWARD, where)
 
 
-@op(accumulates=("dw",))
+@op(accumulates=("dw", "dbias"))
 def cross_entropy_step(
-    x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, *,
-    loss: Tensor, dx: Tensor | None = None, dw: Tensor | None = None, accumulate: bool = True, invariant: bool = False,
-    **where: Unpack[Where],
+    x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, bias: Tensor | None = None, *,
+    loss: Tensor, dx: Tensor | None = None, dw: Tensor | None = None, dbias: Tensor | None = None,
+    accumulate: bool = True, invariant: bool = False, terms: Terms = PLAIN, **where: Unpack[Where],
 ) -> None:  # fmt: skip
     """Forward and backward in one pass over the logits."""
-    _run(Problem(x, w, invariant), targets, inv_total, Outputs(loss, dx, dw, accumulate), BACKWARD, where)
+    out = Outputs(loss, dx, dw, accumulate, dbias=dbias)
+    _run(Problem(x, w, invariant, bias, terms), targets, inv_total, out, BACKWARD, where)
 
 
 def _run(
     problem: Problem, targets: Tensor, inv_total: Tensor, out: Outputs, options: dict[str, bool], where: Where
 ) -> None:
     x, w = cast(Tensor, problem.x), cast(Tensor, problem.w)
+    _, _, invariant, bias, terms = problem
     check_loss(x, w, targets, inv_total, out, "w")
-    if out.dw is not None and not out.accumulate and not x.shape[0]:
-        out.dw.zero_()
-    invariant = problem.invariant
-    CROSS_ENTROPY.run("run", problem, x, w, targets, inv_total, invariant, options=options, out=out, **where)
+    if bias is not None:
+        check_param("bias", cast(Tensor, bias), (w.shape[0],), x)
+    for gradient in (out.dw, out.dbias):
+        if gradient is not None and not out.accumulate and not x.shape[0]:
+            gradient.zero_()
+    reads = x, w, targets, inv_total, invariant, bias, terms
+    CROSS_ENTROPY.run("run", problem, *reads, options=options, out=out, **where)
 
 
 def check_loss(x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, out: Outputs, name: str) -> None:
@@ -107,10 +134,12 @@ def check_loss(x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, out: Ou
     check_given(
         x.device,
         ("targets", targets, (n,), torch.int64),
-        ("inv_total", inv_total, (), acc),
+        ("inv_total", inv_total, (n,) if inv_total.ndim else (), acc),
         ("loss", out.loss, (), acc),
+        ("losses", out.losses, (n,), acc),
         ("dx", out.dx, (n, c), x.dtype),
         (f"d{name}", out.dw, (v, c), acc),
+        ("dbias", out.dbias, (v,), acc),
     )
     if x.device.type == "cpu" and n:
         low, high = (int(end) for end in targets.aminmax())

@@ -22,15 +22,18 @@ def chunks(n: int, most: int, multiple: int = 1) -> Iterator[slice]:
     return blocks(n, min(most, -(-size // multiple) * multiple))
 
 
-def products_workspace(x: TensorLike, w: TensorLike, rows: int, *, backward: bool, invariant: bool = False) -> Shapes:
-    """Scratch of l = x wᵀ on `rows` rows and, in a backward, of dx and dw. "w" is w rounded once for all chunks."""
+def products_workspace(
+    x: TensorLike, w: TensorLike, rows: int, *, backward: bool, invariant: bool = False, bias: bool = False
+) -> Shapes:
+    """Scratch of l = x wᵀ, with or without a bias, on `rows` rows and, in a backward, of its gradients. "w" is w rounded once
+    for all chunks."""
     v, c = w.shape
     shapes: Shapes = {}
     if rounds_weights(x, w):
         shapes["w"] = ((v, c), x.dtype)
         w = Form((v, c), x.dtype, x.device)
     chunk = Form((rows, c), x.dtype, x.device)
-    products = linear_workspace(chunk, w, backward=False, bias=False, invariant=invariant)
+    products = linear_workspace(chunk, w, backward=False, bias=bias, invariant=invariant)
     if backward:
-        products = larger(products, linear_workspace(chunk, w, backward=True, bias=False))
+        products = larger(products, linear_workspace(chunk, w, backward=True, bias=bias))
     return shapes | below("linear", products)

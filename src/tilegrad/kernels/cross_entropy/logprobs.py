@@ -2,8 +2,8 @@
 
     logprobs[n] = log softmax(x[n] wᵀ)[targets[n]]        0 where there is no target
 
-Logits are computed for a chunk of rows at a time, in the dtype that a loss has them in: on a CPU a bfloat16 product writes
-bfloat16. A row has the bits that `sample_fwd` gives for the same logits.
+Logits are computed for a chunk of rows at a time, in the same dtype as in a loss: on a CPU a bfloat16 product writes bfloat16.
+A row has the same bits as `sample_fwd` gives for these logits.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
     logsumexp(l) = max l − log max p          (accurate: max p ≥ 1/V is never small)
     dx = inv_total ∘ ((p − onehot) w)         dw += (p − onehot)ᵀ (inv_total ∘ x)
 
-so that inv_total multiplies C columns instead of V. Logits are float32 (float64 for float64). bfloat16 products on a CPU
+so that inv_total multiplies C columns instead of V. The other terms change p − onehot in place before that. With a softcap the
+tanh of a block of rows is kept for the gradient. Logits are float32 (float64 for float64). bfloat16 products on a CPU
 cannot write float32. There the logits and p − onehot are bfloat16, and blocks of rows that stay in cache are converted to
 float32 and back.
 """
@@ -19,12 +20,13 @@ from torch import Tensor
 from ..linear import linear_bwd, linear_fwd
 from ..scratch import Scratch, Shapes, TensorLike, accumulation_dtype, blocks, of
 from .chunks import chunks, most_rows, products_workspace
+from .terms import PLAIN, Terms
 
 if TYPE_CHECKING:
     from . import Outputs
 
 CHUNK = {"cpu": 1 << 26, "cuda": 1 << 28}  # bytes of logits held at once
-BLOCK = 1 << 20  # bfloat16 logits converted to float32 at once
+BLOCK = 1 << 20  # logits converted to float32 or capped at once on a CPU
 _aten = torch.ops.aten
 
 
@@ -41,30 +43,37 @@ def chunks_of(x: TensorLike, w: TensorLike) -> Iterator[slice]:
     return chunks(x.shape[0], _rows(x, w))
 
 
-def _block_rows(x: TensorLike, w: TensorLike) -> int:
-    """Rows of a chunk whose softmax is computed at once: all, unless they are converted to float32."""
+def _block_rows(x: TensorLike, w: TensorLike, terms: Terms) -> int:
+    """Rows of a chunk whose softmax is computed at once: all, except on a CPU if they are converted to float32 or capped."""
     rows, converted = _rows(x, w), _logits_dtype(x) != accumulation_dtype(x.dtype)
-    return int(max(1, min(rows, BLOCK // max(w.shape[0], 1)))) if converted else rows
+    small = converted or (terms.softcap and x.device.type == "cpu")
+    return int(max(1, min(rows, BLOCK // max(w.shape[0], 1)))) if small else rows
 
 
-def workspace(x: TensorLike, w: TensorLike, invariant: bool = False, *, backward: bool) -> Shapes:
+def workspace(
+    x: TensorLike, w: TensorLike, invariant: bool = False, bias: TensorLike | None = None, terms: Terms = PLAIN, *,
+    backward: bool,
+) -> Shapes:  # fmt: skip
     acc, logits, (v, c), rows = accumulation_dtype(x.dtype), _logits_dtype(x), w.shape, _rows(x, w)
     shapes: Shapes = {
         "logits": ((rows, v), logits),
-        "statistics": ((4, rows), acc),
+        "statistics": ((5 if terms.label_smoothing else 4, rows), acc),
         "part": ((), acc),
         "index": ((rows,), torch.int64),
-        "valid": ((rows,), torch.bool),
+        "ignored": ((rows,), torch.bool),
     }
     if logits != acc:
-        shapes["block"] = ((_block_rows(x, w), v), acc)
+        shapes["block"] = ((_block_rows(x, w, terms), v), acc)
+    if terms.softcap:
+        shapes["tanh"] = ((_block_rows(x, w, terms), v), acc)
     if backward:
         shapes["x_scaled"] = ((rows, c), x.dtype)
         if x.dtype != acc:
             shapes["x32"] = ((rows, c), acc)
         if x.dtype != logits:
             shapes["dlogits"] = ((rows, v), x.dtype)
-    return shapes | products_workspace(x, w, rows, backward=backward, invariant=invariant)
+    added = bias is not None
+    return shapes | products_workspace(x, w, rows, backward=backward, invariant=invariant, bias=added)
 
 
 def run(
@@ -73,65 +82,123 @@ def run(
     targets: Tensor,
     inv_total: Tensor,
     invariant: bool = False,
+    bias: Tensor | None = None,
+    terms: Terms = PLAIN,
     *,
     out: Outputs,
     scratch: Scratch,
 ) -> None:
-    loss, dx, dw, accumulate = out
+    loss, dx, dw, accumulate, losses, dbias = out
     linear = of("linear", scratch)
     if "w" in scratch:
         w = scratch["w"].copy_(w)  # rounded once for all chunks
     if loss is not None:
         loss.zero_()
-    gradients = dx is not None or dw is not None
+    if dbias is not None and not accumulate:
+        dbias.zero_()
+    wide = scratch["logits"].dtype != x.dtype  # such a product adds no bias
     for i in chunks_of(x, w):
         m = i.stop - i.start
-        rows = {name: scratch[name][:m] for name in ("logits", "index", "valid")}
+        rows = {name: scratch[name][:m] for name in ("logits", "index", "ignored")}
         scale = scratch["statistics"][0, :m]
-        mask_targets(targets[i], inv_total, valid=rows["valid"], index=rows["index"], scale=scale)
-        linear_fwd(x[i], w, None, y=rows["logits"], invariant=invariant, scratch=linear)
-        for j in blocks(m, _block_rows(x, w)):
-            _probabilities(rows, j, scale, scratch, loss=loss, gradients=gradients)
-        if gradients:
-            dxi = None if dx is None else dx[i]
+        mask_targets(targets, inv_total, i, ignored=rows["ignored"], index=rows["index"], scale=scale)
+        linear_fwd(x[i], w, None if wide else bias, y=rows["logits"], invariant=invariant, scratch=linear)
+        if wide and bias is not None:
+            rows["logits"].add_(bias)
+        of_chunk = out._replace(dx=None if dx is None else dx[i], losses=None if losses is None else losses[i])
+        for j in blocks(m, _block_rows(x, w, terms)):
+            _probabilities(rows, j, scale, scratch, terms, out=of_chunk)
+        if out.has_gradients:
             added = accumulate or i.start > 0  # later chunks add to dw
-            _chunk_bwd(rows["logits"], x[i], w, scale, scratch, linear, dx=dxi, dw=dw, accumulate=added)
+            _chunk_bwd(rows, x[i], w, scale, scratch, linear, dx=of_chunk.dx, dw=dw, accumulate=added)
 
 
-def mask_targets(targets: Tensor, inv_total: Tensor, *, valid: Tensor, index: Tensor, scale: Tensor) -> None:
-    """valid = targets ≥ 0; index = the target, or 0 if there is none; scale = inv_total, or 0 if there is none."""
-    torch.ge(targets, 0, out=valid)
-    torch.clamp(targets, min=0, out=index)
-    scale.copy_(valid).mul_(inv_total)
-
-
-def _probabilities(
-    rows: Scratch, j: slice, scale: Tensor, scratch: Scratch, *, loss: Tensor | None, gradients: bool
+def mask_targets(
+    targets: Tensor, inv_total: Tensor, i: slice, *, ignored: Tensor, index: Tensor, scale: Tensor
 ) -> None:
-    """loss += Σ nll ∘ scale over rows j of a chunk. With gradients, also replaces the logits by p − onehot."""
+    """ignored = targets < 0 in rows i; index = the target, or 0 if there is none; scale = inv_total, or 0 if there is none."""
+    torch.lt(targets[i], 0, out=ignored)
+    torch.clamp(targets[i], min=0, out=index)
+    scale.copy_(inv_total[i] if inv_total.ndim else inv_total).masked_fill_(ignored, 0.0)
+
+
+def softmax_workspace(logits: TensorLike) -> Shapes:
+    """Scratch of `softmax` on this many logits or fewer."""
+    (rows, v), acc = logits.shape, accumulation_dtype(logits.dtype)
+    shapes: Shapes = {"statistics": ((4, rows), acc), "index": ((rows,), torch.int64), "ignored": ((rows,), torch.bool)}
+    block = max(1, min(rows, BLOCK // max(v, 1)))
+    return shapes | ({"block": ((block, v), acc)} if logits.dtype != acc else {})
+
+
+def softmax(
+    logits: Tensor, targets: Tensor, inv_total: Tensor, gradient: bool, *, losses: Tensor, scratch: Scratch
+) -> None:
+    """losses = nll · inv_total; with `gradient` dl overwrites the logits."""
+    from . import Outputs
+
+    m = logits.shape[0]
+    rows = {"logits": logits, "index": scratch["index"][:m], "ignored": scratch["ignored"][:m]}
+    scale, out = scratch["statistics"][0, :m], Outputs(None, dx=logits if gradient else None, losses=losses)
+    mask_targets(targets, inv_total, slice(0, m), ignored=rows["ignored"], index=rows["index"], scale=scale)
+    for j in blocks(m, scratch["block"].shape[0] if "block" in scratch else m):
+        _probabilities(rows, j, scale, scratch, PLAIN, out=out)
+    if gradient:
+        logits.mul_(scale[:, None]).masked_fill_(rows["ignored"][:, None], 0.0)
+
+
+def total(losses: Tensor, *, loss: Tensor) -> None:
+    torch.sum(losses, 0, out=loss)
+
+
+def _probabilities(rows: Scratch, j: slice, scale: Tensor, scratch: Scratch, terms: Terms, *, out: Outputs) -> None:
+    """losses = nll ∘ scale of rows j of a chunk, and loss += Σ losses. With gradients, also replaces the logits by
+    ((1 + 2 z lse) p − (1 − ε) onehot − ε / V) ∘ (1 − tanh²), and adds it to dbias."""
     logits, index = rows["logits"][j], rows["index"][j, None]
-    row_max, p_max, at_target = scratch["statistics"][1:, j].unbind()
+    row_max, p_max, at_target, *mean = scratch["statistics"][1:, j].unbind()
+    softcap, smoothing, z_loss = terms
+    has_loss = out.loss is not None or out.losses is not None
     p = scratch["block"][: logits.shape[0]].copy_(logits) if "block" in scratch else logits
-    if loss is not None:
+    if softcap:
+        tanh = torch.div(p, softcap, out=scratch["tanh"][: p.shape[0]]).tanh_()
+        torch.mul(tanh, softcap, out=p)
+    if has_loss or z_loss:
         torch.amax(p, -1, out=row_max)
+    if has_loss:
         torch.gather(p, 1, index, out=at_target[:, None])
+    if has_loss and smoothing:
+        at_target.mul_(1.0 - smoothing).add_(torch.mean(p, -1, out=mean[0]), alpha=smoothing)
     _aten._softmax.out(p, -1, half_to_float=False, out=p)
-    if loss is not None:
-        torch.amax(p, -1, out=p_max).log_()
-        nll = row_max.sub_(p_max).sub_(at_target)
-        loss.add_(torch.sum(nll.mul_(scale[j]), 0, out=scratch["part"]))
-    if gradients:
-        p.scatter_add_(1, index, p_max.fill_(-1.0)[:, None])
+    if has_loss or z_loss:
+        lse = row_max.sub_(torch.amax(p, -1, out=p_max).log_())
+    if has_loss:
+        nll = torch.sub(lse, at_target, out=at_target)
+        if z_loss:
+            nll.addcmul_(lse, lse, value=z_loss)
+        nll.mul_(scale[j]).masked_fill_(rows["ignored"][j], 0.0)
+    if out.losses is not None:
+        out.losses[j].copy_(nll)
+    if out.loss is not None:
+        out.loss.add_(torch.sum(nll, 0, out=scratch["part"]))
+    if out.has_gradients:
+        if z_loss:
+            p.mul_(lse.mul_(2.0 * z_loss).add_(1.0)[:, None])
+        if smoothing:
+            p.sub_(smoothing / p.shape[1])
+        p.scatter_add_(1, index, p_max.fill_(smoothing - 1.0)[:, None])
+        if softcap:
+            p.mul_(tanh.square_().neg_().add_(1.0))
+        if out.dbias is not None:
+            out.dbias.addmv_(p.t(), scale[j])
         if p is not logits:
             logits.copy_(p)
 
 
 def _chunk_bwd(
-    dl: Tensor, x: Tensor, w: Tensor, scale: Tensor, scratch: Scratch, linear: Scratch, *,
+    rows: Scratch, x: Tensor, w: Tensor, scale: Tensor, scratch: Scratch, linear: Scratch, *,
     dx: Tensor | None, dw: Tensor | None, accumulate: bool,
 ) -> None:  # fmt: skip
     """dx and dw of one chunk, from dl = p − onehot."""
-    m = x.shape[0]
+    m, dl = x.shape[0], rows["logits"]
     if "dlogits" in scratch:
         dl = scratch["dlogits"][:m].copy_(dl)
     if dw is not None:
@@ -140,6 +207,7 @@ def _chunk_bwd(
     if dx is not None:
         linear_bwd(dl, x, w, dx=dx, scratch=linear)
         _scaled(dx, scale, scratch, y=dx)
+        dx.masked_fill_(rows["ignored"][:, None], 0.0)  # 0 · NaN
 
 
 def _scaled(x: Tensor, scale: Tensor, scratch: Scratch, *, y: Tensor) -> None:

@@ -7,6 +7,9 @@ A program has one row of l (V,) and reads it twice, tile by tile:
     pass 2   l ← exp(l − row_max) · inv_total / row_sum                    = dl, except in the target's column
     then     l[target] ← (p[target] − 1) · inv_total                       one number
 
+The other terms are compile-time constants. A softcap is applied as l is loaded. Smoothing adds Σ l to pass 1, and pass 2 then
+stores dl of every column except the target.
+
 The second pass mostly hits the cache, so memory is read once and written once: 4 · N · V bytes for bfloat16. A row without a
 target is filled with 0 and not read. Logits have x's dtype: for bfloat16 they are rounded before the softmax, and dl once after
 it. dl already includes inv_total, so the GEMMs for dx and dw need no scale.
@@ -26,10 +29,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..attention.triton.numerics import quotient, tanh
 from ..gpu import ceil_div, launch, padded
 from ..linear import linear_bwd_input, linear_bwd_weight, linear_fwd
 from ..scratch import Scratch, Shapes, TensorLike, of
 from .chunks import chunks, most_rows, products_workspace
+from .terms import PLAIN, Terms
 
 if TYPE_CHECKING:
     from . import Outputs
@@ -45,13 +50,43 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def _capped(x, SOFTCAP: tl.constexpr, EXACT: tl.constexpr):
+    """SOFTCAP · tanh(x / SOFTCAP); x itself if SOFTCAP is 0."""
+    if SOFTCAP != 0.0:
+        return tl.where(x == x, SOFTCAP * tanh(quotient(x, SOFTCAP, EXACT), EXACT), x)
+    else:
+        return x
+
+
+@triton.jit
+def _slope(x, SOFTCAP: tl.constexpr, EXACT: tl.constexpr):
+    """1 − (x / SOFTCAP)² of a capped x"""
+    y = quotient(x, SOFTCAP, EXACT)
+    return 1.0 - y * y
+
+
+@triton.jit
+def _gradient(x, row_max, factor, constant, SOFTCAP: tl.constexpr, SMOOTHING: tl.constexpr, EXACT: tl.constexpr):
+    """dl of capped logits x, except in the target's column: (exp(x − row_max) · factor − constant) · (1 − (x / SOFTCAP)²)"""
+    dx = tl.exp2(x * LOG2E - row_max * LOG2E) * factor
+    if SMOOTHING != 0.0:
+        dx -= constant
+    if SOFTCAP != 0.0:
+        dx *= _slope(x, SOFTCAP, EXACT)
+    return dx
+
+
+@triton.jit
 def _softmax_kernel(
-    targets, inv_total, logits, nll, targets_n, logits_n, V, GRADIENT: tl.constexpr, TILE: tl.constexpr
-):
+    targets, inv_total, logits, nll, targets_n, logits_n, V, GRADIENT: tl.constexpr, TILE: tl.constexpr,
+    BY_ROW: tl.constexpr = False, SOFTCAP: tl.constexpr = 0.0, SMOOTHING: tl.constexpr = 0.0,
+    Z_LOSS: tl.constexpr = 0.0,
+):  # fmt: skip
     n = tl.program_id(0).to(tl.int64)
     row, cols = logits + n * logits_n, tl.arange(0, TILE)
     whole = V // TILE * TILE
     rest = whole + cols < V
+    EXACT: tl.constexpr = logits.dtype.element_ty == tl.float32
     target = tl.load(targets + n * targets_n)
 
     if target < 0:
@@ -62,31 +97,58 @@ def _softmax_kernel(
                 tl.store(row + k + cols, nothing)
             tl.store(row + whole + cols, nothing, mask=rest)
     else:
-        scale = tl.load(inv_total)
-        at_target = tl.load(row + target).to(tl.float32)
-        row_max, row_sum = at_target, 0.0
+        scale = tl.load(inv_total + n if BY_ROW else inv_total)
+        at_target = _capped(tl.load(row + target).to(tl.float32), SOFTCAP, EXACT)
+        row_max, row_sum, total = at_target, 0.0, 0.0
         for k in range(0, whole, TILE):
-            x = tl.load(row + k + cols, eviction_policy="evict_last").to(tl.float32)
+            x = _capped(tl.load(row + k + cols, eviction_policy="evict_last").to(tl.float32), SOFTCAP, EXACT)
+            if SMOOTHING != 0.0:
+                total += tl.sum(x, 0)
             new_max = tl.maximum(row_max, tl.max(x, 0))
             row_sum = row_sum * tl.exp2((row_max - new_max) * LOG2E) + tl.sum(tl.exp2(x * LOG2E - new_max * LOG2E), 0)
             row_max = new_max
         x = tl.load(row + whole + cols, mask=rest, other=-float("inf")).to(tl.float32)
+        if SOFTCAP != 0.0:
+            x = tl.where(rest, _capped(x, SOFTCAP, EXACT), -float("inf"))
+        if SMOOTHING != 0.0:
+            total += tl.sum(tl.where(rest, x, 0.0), 0)
         new_max = tl.maximum(row_max, tl.max(x, 0))
         row_sum = row_sum * tl.exp2((row_max - new_max) * LOG2E) + tl.sum(tl.exp2(x * LOG2E - new_max * LOG2E), 0)
         row_max = new_max
 
-        tl.store(nll + n, (tl.log(row_sum) - (at_target - row_max)) * scale)
+        expected = at_target
+        if SMOOTHING != 0.0:
+            expected = at_target * (1.0 - SMOOTHING) + total * (SMOOTHING / V)
+        place = nll + n
+        value = tl.log(row_sum) - (expected - row_max)
+        if Z_LOSS != 0.0:
+            lse = row_max + tl.log(row_sum)
+            value += Z_LOSS * lse * lse
+        tl.store(place, value * scale)
         if GRADIENT:
             factor = scale / row_sum
-            dx = tl.exp2(x * LOG2E - row_max * LOG2E) * factor
+            constant = 0.0
+            if Z_LOSS != 0.0:
+                factor *= 1.0 + 2.0 * Z_LOSS * lse
+            if SMOOTHING != 0.0:
+                constant = scale * (SMOOTHING / V)
+            dx = _gradient(x, row_max, factor, constant, SOFTCAP, SMOOTHING, EXACT)
             tl.store(row + whole + cols, dx.to(logits.dtype.element_ty), mask=rest)
             for k in range(0, whole, TILE):
-                x = tl.load(row + k + cols, eviction_policy="evict_first").to(tl.float32)
-                dx = tl.exp2(x * LOG2E - row_max * LOG2E) * factor
+                x = _capped(tl.load(row + k + cols, eviction_policy="evict_first").to(tl.float32), SOFTCAP, EXACT)
+                dx = _gradient(x, row_max, factor, constant, SOFTCAP, SMOOTHING, EXACT)
                 tl.store(row + k + cols, dx.to(logits.dtype.element_ty))
             tl.debug_barrier()
             p = tl.exp2((at_target - row_max) * LOG2E) / row_sum
-            tl.store(row + target, ((p - 1.0) * scale).to(logits.dtype.element_ty))
+            if Z_LOSS != 0.0:
+                p *= 1.0 + 2.0 * Z_LOSS * lse
+            if SMOOTHING != 0.0:
+                p += SMOOTHING - SMOOTHING / V
+            place = row + target
+            d = (p - 1.0) * scale
+            if SOFTCAP != 0.0:
+                d *= _slope(at_target, SOFTCAP, EXACT)
+            tl.store(place, d.to(logits.dtype.element_ty))
 
 
 @triton.jit
@@ -122,10 +184,36 @@ def chunks_of(x: TensorLike, w: TensorLike) -> Iterator[slice]:
     return chunks(x.shape[0], _rows(x, w), ROWS)
 
 
-def workspace(x: TensorLike, w: TensorLike, invariant: bool = False, *, backward: bool) -> Shapes:
+def workspace(
+    x: TensorLike, w: TensorLike, invariant: bool = False, bias: TensorLike | None = None, terms: Terms = PLAIN, *,
+    backward: bool,
+) -> Shapes:  # fmt: skip
     rows = _rows(x, w)
     shapes: Shapes = {"logits": ((rows, _lead(w)), x.dtype), "nll": ((x.shape[0],), torch.float32)}
-    return shapes | products_workspace(x, w, rows, backward=backward, invariant=invariant)
+    added = bias is not None
+    return shapes | products_workspace(x, w, rows, backward=backward, invariant=invariant, bias=added)
+
+
+def softmax_workspace(logits: TensorLike) -> Shapes:
+    """Scratch of `softmax` on this many logits or fewer."""
+    return {}
+
+
+def softmax(
+    logits: Tensor, targets: Tensor, inv_total: Tensor, gradient: bool, *, losses: Tensor, scratch: Scratch
+) -> None:
+    """losses = nll · inv_total; with `gradient` dl overwrites the logits."""
+    v = logits.shape[1]
+    tile = min(padded(v), TILE)
+    constants = {"GRADIENT": gradient, "TILE": tile, "num_warps": max(4, tile >> 9), "BY_ROW": False}
+    plain = {"SOFTCAP": 0.0, "SMOOTHING": 0.0, "Z_LOSS": 0.0}
+    given = (targets, inv_total, logits, losses, targets.stride(0), logits.stride(0), v)
+    launch(_softmax_kernel, (logits.shape[0],), *given, **constants, **plain)
+
+
+def total(losses: Tensor, *, loss: Tensor) -> None:
+    """loss = Σ losses"""
+    launch(_sum_kernel, (1,), losses, loss, losses.shape[0], SUM=SUM)
 
 
 def run(
@@ -134,28 +222,39 @@ def run(
     targets: Tensor,
     inv_total: Tensor,
     invariant: bool = False,
+    bias: Tensor | None = None,
+    terms: Terms = PLAIN,
     *,
     out: Outputs,
     scratch: Scratch,
 ) -> None:
-    loss, dx, dw, accumulate = out
-    linear, v, nll = of("linear", scratch), w.shape[0], scratch["nll"]
+    loss, dx, dw, accumulate, losses, dbias = out
+    linear, v, nll = of("linear", scratch), w.shape[0], scratch["nll"] if losses is None else losses
     if "w" in scratch:
         w = scratch["w"].copy_(w)  # rounded once for all chunks
-    gradient, tile, columns = dx is not None or dw is not None, min(padded(v), TILE), _columns(v)
+    tile, columns, by_row = min(padded(v), TILE), _columns(v), inv_total.ndim == 1
+    constants: dict[str, float] = {"GRADIENT": out.has_gradients, "TILE": tile, "num_warps": max(4, tile >> 9)}
+    constants |= {
+        "BY_ROW": by_row,
+        "SOFTCAP": terms.softcap,
+        "SMOOTHING": terms.label_smoothing,
+        "Z_LOSS": terms.z_loss,
+    }
     for i in chunks_of(x, w):
         logits = scratch["logits"][: i.stop - i.start, :v]
         for j in columns:
-            linear_fwd(x[i], w[j], None, y=logits[:, j], invariant=invariant, scratch=linear)
-        given = (targets[i], inv_total, logits, nll[i], targets.stride(0), logits.stride(0), v)
-        warps = max(4, tile >> 9)
-        launch(_softmax_kernel, (logits.shape[0],), *given, GRADIENT=gradient, TILE=tile, num_warps=warps)
-        if dw is not None:
-            added = accumulate or i.start > 0  # later chunks add to dw
+            own = None if bias is None else bias[j]
+            linear_fwd(x[i], w[j], own, y=logits[:, j], invariant=invariant, scratch=linear)
+        scale = inv_total[i] if by_row else inv_total
+        given = (targets[i], scale, logits, nll[i], targets.stride(0), logits.stride(0), v)
+        launch(_softmax_kernel, (logits.shape[0],), *given, **constants)
+        if dw is not None or dbias is not None:
+            added = accumulate or i.start > 0  # later chunks add to dw and dbias
             for j in columns:
-                linear_bwd_weight(logits[:, j], x[i], w[j], dw=dw[j], accumulate=added, scratch=linear)
+                dwj, dbj = (None if gradient is None else gradient[j] for gradient in (dw, dbias))
+                linear_bwd_weight(logits[:, j], x[i], w[j], dw=dwj, db=dbj, accumulate=added, scratch=linear)
         if dx is not None:
-            for j in reversed(columns):  # the few remaining columns first: rounding their small sum errs less
+            for j in reversed(columns):  # the few remaining columns first: the rounding error of their sum is small
                 linear_bwd_input(logits[:, j], w[j], dx=dx[i], accumulate=j.stop < v, scratch=linear)
     if loss is not None:
-        launch(_sum_kernel, (1,), nll, loss, nll.shape[0], SUM=SUM)
+        total(nll, loss=loss)

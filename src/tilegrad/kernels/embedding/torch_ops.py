@@ -13,7 +13,7 @@ BLOCK = {"cpu": 1 << 20, "cuda": 1 << 24}  # elements of dx converted at once
 
 
 def workspace(x: TensorLike, *, converts: bool = True, packed: bool = False) -> Shapes:
-    """x32: rows in the accumulation dtype, needed if rows are converted and x has another dtype. wpe: rows of wpe, in packed
+    """x32: rows in the accumulation dtype, needed if rows are converted and x has another dtype. wpe: rows of wpe, for packed
     rows."""
     acc = accumulation_dtype(x.dtype)
     names = ("x32",) * (converts and x.dtype != acc) + ("wpe",) * packed

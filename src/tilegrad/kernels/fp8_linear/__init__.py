@@ -1,51 +1,65 @@
-"""y = x wᵀ + b with x and w in float8.       x (N, Cin)   w (Cout, Cin)   b (Cout,)   y (N, Cout), bfloat16
+"""The three products of a linear layer with both factors in float8.
 
-    q(a) = e4m3(clamp(a / s, ±448))        s = max|a| / 448 of the previous step: delayed scaling
-    y = (q(x) q(w)ᵀ) · s_x · s_w + b       products in float8, sums in float32
+    x, dx (N, Cin)   w (Cout, Cin)   b (Cout,)   y, dy (N, Cout), bfloat16   dw (Cout, Cin), float32   N' = N rounded up to 16
 
-The `state` (4 + PARTS,) float32 of a tensor has s and, from element 4 on, the largest magnitudes since s was set. Rounding
-reads s and updates the magnitudes. `fp8_scale_step`, called once at the beginning of a step, computes the next s from them. So
-all forwards of a step use the same s and have the same bits. If the largest magnitude is 0 or not finite, s does not change.
-e4m3 has 4 significant bits; a magnitude below 2⁻⁶ s is rounded to a multiple of 2⁻⁹ s.
+    q(a) = round(clamp(a / s, ±L))           s = max|a| / L of the previous step: delayed scaling
+    y  = (q(x) q(w)ᵀ) · s_x s_w + b          dx = (q(dy) q(w)) · s_dy s_w          dw += (q(dy)ᵀ q(x)) · s_dy s_x
 
-x is rounded by `fp8_quantize_fwd`, or by `fp8_activation_fwd` together with the activation; w by the product. The backward is
-that of `linear`, on the unrounded x and w. `FP8_LINEAR` is the table of kernels: each module offers `workspace`, `fwd`,
-`quantize`, `activation` and `scale_step`.
+x and w are rounded to e4m3 (L = 448, 4 significant bits), dy to e5m2 (L = 57,344, 3 significant bits): within one gradient,
+magnitudes differ by more than e4m3's 2¹⁸. A magnitude below 2⁻⁶ s (e5m2: 2⁻¹⁴ s) is rounded to a multiple of 2⁻⁹ s (2⁻¹⁶ s).
+
+cuBLAS multiplies rows by rows, so a factor is kept in one order or in both: a8 (N, C), and a8t (C, N'), whose columns after N
+are 0. `fp8_quantize_fwd` reads a once and writes both; `fp8_activation_fwd` computes a = act(h) on the way.
+
+    y = x8 · w8         dx = dy8 · w8t         dw = dy8t · x8t         A · B = A Bᵀ, by `fp8_product_fwd`
+
+The `state` of a tensor (state.py) has s and the largest magnitudes since s was set, which rounding updates.
+`fp8_scale_step`, called once at the beginning of a step, computes the next s from them, so all products of a step use the same
+s and have the same bits. If the largest magnitude is 0 or not finite, s does not change. A tensor whose magnitude
+grew more than 100-fold in one step is counted.
+
+`FP8_LINEAR` is the table of kernels: each module offers `workspace`, `product`, `quantize`, `activation` and `scale_step`.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, Unpack
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
 from .. import gpu
+from ..activation import KINDS
 from ..checks import check_columns, check_param, check_tensor
 from ..op import op
 from ..scratch import Form, Shapes, TensorLike
 from ..table import Kernel, Table, Where, takes_all
-from .state import FIRST, LARGEST, STATE
+from .state import FIRST, FORMAT, LARGEST, STATE
 
-FP8 = torch.float8_e4m3fn
+FP8, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
+EVEN = 16  # the sizes of a product are multiples of this
+Factor = Literal["x", "w", "dy"]
 
 
 class Problem(NamedTuple):
-    """A product as the table sees it: the shape of w and the device of x. w=None: only a rounding, which takes any size."""
+    """A product as the table sees it: the shape of its second factor, what it is added to, and the device of x. w=None: only a
+    rounding, which takes any size."""
 
     x: TensorLike
     w: TensorLike | None
+    added: TensorLike | None = None
 
 
 def _scaled_mm_refuses(problem: Problem) -> str | None:
-    x, w = problem
+    x, w, _ = problem
     if x.device.type != "cuda":
         return f"needs a CUDA device, not {x.device.type}"
     found = gpu.capability(x.device)
     if found < (8, 9):
         return f"needs compute capability 8.9 or newer for float8 products; {x.device} has {found[0]}.{found[1]}"
-    if w is not None and any(size % 16 for size in w.shape):
-        return f"takes w with both sizes multiples of 16, not {tuple(w.shape)}"
+    if w is not None and any(size % EVEN for size in w.shape):
+        return f"takes w with both sizes multiples of {EVEN}, not {tuple(w.shape)}"
     return gpu.refusal(Form((1, 1), torch.bfloat16, x.device))
 
 
@@ -59,59 +73,97 @@ FP8_LINEAR = Table(
 )
 
 
-def fp8_linear_workspace(x: TensorLike, w: TensorLike, *, kernel: str | None = None) -> Shapes:
-    """Name → (shape, dtype) of the scratch of the product."""
-    return FP8_LINEAR.workspace(Problem(x, w), kernel=kernel)
+def even(n: int) -> int:
+    """N', the columns of a transposed factor of n rows."""
+    return -(-n // EVEN) * EVEN
+
+
+def format_of(factor: Factor) -> torch.dtype:
+    return GRADIENT if factor == "dy" else FP8
+
+
+def fp8_product_workspace(b8: TensorLike, added: TensorLike | None = None, *, kernel: str | None = None) -> Shapes:
+    """Name → (shape, dtype) of the scratch of a product. added: the output, if the product is added to it."""
+    return FP8_LINEAR.workspace(Problem(b8, b8, added), kernel=kernel)
 
 
 @op(accumulates=("state",))
-def fp8_quantize_fwd(x: Tensor, *, x8: Tensor, state: Tensor, kernel: str | None = None) -> None:
-    """x8 = q(x), contiguous; updates the magnitudes in state."""
+def fp8_quantize_fwd(
+    x: Tensor, *, x8: Tensor | None = None, x8t: Tensor | None = None, state: Tensor, kernel: str | None = None
+) -> None:
+    """x8 = q(x)   x8t = q(x)ᵀ; updates the magnitudes in state."""
     check_columns("x", x)
-    _check_rounded(x, x8, state)
-    FP8_LINEAR.run("quantize", Problem(x, None), x, x8=x8, state=state, kernel=kernel)
+    _check_rounded(x.device, (x.shape[0], x.shape[1]), x8, x8t, state)
+    FP8_LINEAR.run("quantize", Problem(x, None), x, x8=x8, x8t=x8t, state=state, kernel=kernel)
 
 
 @op(accumulates=("state",))
-def fp8_activation_fwd(h: Tensor, kind: str, *, a8: Tensor, state: Tensor, kernel: str | None = None) -> None:
-    """a8 = q(act(h)), h (N, C) contiguous; updates the magnitudes of act(h) in state."""
+def fp8_activation_fwd(
+    h: Tensor, kind: str, *, a8: Tensor | None = None, a8t: Tensor | None = None, state: Tensor,
+    kernel: str | None = None,
+) -> None:  # fmt: skip
+    """a8 = q(act(h))   a8t = q(act(h))ᵀ, h contiguous; updates the magnitudes of act(h) in state. swiglu: h = [up, gate]."""
+    if kind not in (*KINDS, "swiglu"):
+        raise ValueError(f"kind: got {kind!r}; accepted: one of {', '.join(map(repr, (*KINDS, 'swiglu')))}")
     if not h.is_contiguous():
         raise ValueError(f"h: got strides {h.stride()}; accepted: a contiguous tensor")
-    _check_rounded(h, a8, state)
-    FP8_LINEAR.run("activation", Problem(h, None), h, kind, a8=a8, state=state, kernel=kernel)
+    n, c = h.shape
+    _check_rounded(h.device, (n, c // 2 if kind == "swiglu" else c), a8, a8t, state)
+    FP8_LINEAR.run("activation", Problem(h, None), h, kind, a8=a8, a8t=a8t, state=state, kernel=kernel)
 
 
-@op(accumulates=("state",))
-def fp8_linear_fwd(
-    x8: Tensor, x_state: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, state: Tensor, **where: Unpack[Where]
-) -> None:
-    """Overwrites y; updates the magnitudes of w in `state`, the state of w."""
-    (n, cin), cout = x8.shape, w.shape[0]
-    check_tensor("x8", x8, (n, cin), FP8, y.device)
-    check_tensor("x_state", x_state, STATE, torch.float32, y.device)
-    check_param("w", w, (cout, cin), y)
+@op(accumulates=("out",))
+def fp8_product_fwd(
+    a8: Tensor, a_state: Tensor, b8: Tensor, b_state: Tensor, b: Tensor | None = None, *,
+    out: Tensor, accumulate: bool = True, precise: bool = False, **where: Unpack[Where],
+) -> None:  # fmt: skip
+    """out += a8 b8ᵀ · s_a s_b; accumulate=False: out = a8 b8ᵀ · s_a s_b + b.     a8 (M, K)   b8 (P, K)   b (P,)   out (M, P)
+    precise: sums of more than 128 products are in float32 (scaled_mm.py)."""
+    (m, k), p = a8.shape, b8.shape[0]
+    for name, x in (("a8", a8), ("b8", b8)):
+        if x.dtype not in (FP8, GRADIENT):
+            raise ValueError(f"{name}: got {x.dtype}; accepted: {FP8} or {GRADIENT}")
+        check_columns(name, x)
+    check_tensor("b8", b8, (p, k), b8.dtype, out.device)
+    check_tensor("out", out, (m, p), out.dtype, a8.device)
+    for name, state in (("a_state", a_state), ("b_state", b_state)):
+        check_tensor(name, state, STATE, torch.float32, out.device)
     if b is not None:
-        check_param("b", b, (cout,), y)
-    check_tensor("y", y, (n, cout), y.dtype, y.device)
-    check_tensor("state", state, STATE, torch.float32, y.device)
-    FP8_LINEAR.run("fwd", Problem(x8, w), x8, x_state, w, b, y=y, state=state, **where)
+        check_param("b", b, (p,), out)
+        if accumulate:
+            raise ValueError("b: got a bias with accumulate=True; accepted: None")
+    problem = Problem(out, b8, out if accumulate else None)
+    FP8_LINEAR.run(
+        "product", problem, a8, a_state, b8, b_state, b, out=out, accumulate=accumulate, precise=precise, **where
+    )
 
 
-@op(accumulates=("state",))
-def fp8_scale_step(*, state: Tensor, kernel: str | None = None) -> None:
-    """s = largest magnitude / 448; the magnitudes are reset to 0."""
-    check_tensor("state", state, STATE, torch.float32, state.device)
-    FP8_LINEAR.run("scale_step", Problem(state, None), state=state, kernel=kernel)
+@op(accumulates=("states",))
+def fp8_scale_step(*, states: Sequence[Tensor], jumps: Tensor, kernel: str | None = None) -> None:
+    """s = largest magnitude / L of each state; its magnitudes are reset to 0. jumps = the number of states whose largest
+    magnitude grew more than 100-fold in one step."""
+    for state in states:
+        check_tensor("states", state, STATE, torch.float32, jumps.device)
+    check_tensor("jumps", jumps, (), torch.float32, jumps.device)
+    FP8_LINEAR.run("scale_step", Problem(jumps, None), states=states, jumps=jumps, kernel=kernel)
 
 
-def fill_state(state: Tensor, *, weight: bool) -> None:
+def fill_state(state: Tensor, factor: Factor) -> None:
     """The state before the first step, with an assumed magnitude."""
     state.zero_()
-    state[0] = FIRST["w" if weight else "x"] / LARGEST
+    state[0], state[FORMAT] = FIRST[factor] / LARGEST[factor], LARGEST[factor]
 
 
-def _check_rounded(x: Tensor, x8: Tensor, state: Tensor) -> None:
-    check_tensor("x8", x8, tuple(x.shape), FP8, x.device)
-    check_tensor("state", state, STATE, torch.float32, x.device)
-    if not x8.is_contiguous():
-        raise ValueError(f"x8: got strides {x8.stride()}; accepted: a contiguous tensor")
+def _check_rounded(
+    device: torch.device, shape: tuple[int, int], x8: Tensor | None, x8t: Tensor | None, state: Tensor
+) -> None:
+    n, c = shape
+    check_tensor("state", state, STATE, torch.float32, device)
+    if x8 is None and x8t is None:
+        raise ValueError("x8, x8t: got neither; accepted: at least one")
+    for name, x, wanted in (("x8", x8, (n, c)), ("x8t", x8t, (c, even(n)))):
+        if x is None:
+            continue
+        check_tensor(name, x, wanted, x.dtype, device)
+        if x.dtype not in (FP8, GRADIENT) or not x.is_contiguous():
+            raise ValueError(f"{name}: got {x.dtype}, strides {x.stride()}; accepted: contiguous, {FP8} or {GRADIENT}")

@@ -2,42 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from ..activation.torch_ops import fwd as activation_fwd
+from ..activation.torch_ops import swiglu_fwd
 from ..scratch import Scratch, Shapes, TensorLike
-from .state import FIRST_PART, LARGEST
+from .state import FIRST_PART, FOLLOWED, FORMAT, JUMP, JUMPS
 
 
-def workspace(_x: TensorLike, w: TensorLike | None) -> Shapes:
-    return {} if w is None else {"w8": (tuple(w.shape), torch.float8_e4m3fn)}
+def workspace(_x: TensorLike, _w: TensorLike | None, _added: TensorLike | None = None) -> Shapes:
+    return {}
 
 
-def quantize(x: Tensor, *, x8: Tensor, state: Tensor, scratch: Scratch) -> None:
-    x32 = x.float()
+def quantize(x: Tensor, *, x8: Tensor | None, x8t: Tensor | None, state: Tensor, scratch: Scratch) -> None:
+    x32, largest = x.float(), state[FORMAT]
     if x.numel():
         seen = state[FIRST_PART]
         seen.copy_(torch.maximum(seen, x32.abs().amax()))
-    x8.copy_((x32 / state[0]).clamp_(-LARGEST, LARGEST))
+    bounded = (x32 / state[0]).clamp_(-largest, largest)
+    if x8 is not None:
+        x8.copy_(bounded)
+    if x8t is not None:
+        x8t[:, : x.shape[0]].copy_(bounded.t())
+        x8t[:, x.shape[0] :].zero_()
 
 
-def activation(h: Tensor, kind: str, *, a8: Tensor, state: Tensor, scratch: Scratch) -> None:
-    a = torch.empty_like(h)
-    activation_fwd(h, kind, a=a, scratch={})
-    quantize(a, x8=a8, state=state, scratch={})
+def activation(h: Tensor, kind: str, *, a8: Tensor | None, a8t: Tensor | None, state: Tensor, scratch: Scratch) -> None:
+    if kind == "swiglu":
+        up, gate = h.chunk(2, dim=1)
+        swiglu_fwd(gate, up, a=(a := torch.empty_like(gate, memory_format=torch.contiguous_format)), scratch={})
+    else:
+        activation_fwd(h, kind, a=(a := torch.empty_like(h)), scratch={})
+    quantize(a, x8=a8, x8t=a8t, state=state, scratch={})
 
 
-def fwd(
-    x8: Tensor, x_state: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, state: Tensor, scratch: Scratch
-) -> None:
-    quantize(w, x8=scratch["w8"], state=state, scratch={})
-    product = x8.float() @ scratch["w8"].float().t() * (x_state[0] * state[0])
-    y.copy_(product if b is None else product + b)
+def product(
+    a8: Tensor, a_state: Tensor, b8: Tensor, b_state: Tensor, b: Tensor | None, *,
+    out: Tensor, accumulate: bool, precise: bool, scratch: Scratch,
+) -> None:  # fmt: skip
+    found = a8.float() @ b8.float().t() * (a_state[0] * b_state[0])
+    found = found if b is None else found + b
+    out.copy_(out.float() + found if accumulate else found)
 
 
-def scale_step(*, state: Tensor, scratch: Scratch) -> None:
-    largest = state[FIRST_PART:].amax()
-    if largest.isfinite() and largest > 0.0:
-        state[0] = largest / LARGEST
-    state[FIRST_PART:].zero_()
+def scale_step(*, states: Sequence[Tensor], jumps: Tensor, scratch: Scratch) -> None:
+    jumps.zero_()
+    for state in states:
+        largest, format_largest = state[FIRST_PART:].amax(), state[FORMAT]
+        if largest.isfinite() and largest > 0.0:
+            if state[FOLLOWED] > 0.0 and largest > JUMP * state[0] * format_largest:
+                state[JUMPS] += 1.0
+                jumps += 1.0
+            state[0], state[FOLLOWED] = largest / format_largest, 1.0
+        state[FIRST_PART:].zero_()

@@ -1,4 +1,5 @@
-"""The norm for gradient clipping.       grads (P,): a flat float32 (float64) range, or a list of ranges; norm 0-d, same dtype
+"""The norm for gradient clipping.       grads (P,): a flat range of float32, float64 or bfloat16, or a list of ranges
+                                      norm 0-d: float32, or float64 for float64
 
     norm = ‖grads‖₂        inf or NaN if an element is; for a list the norm over all ranges
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Unpack
 
+import torch
 from torch import Tensor
 
 from .. import gpu
@@ -40,7 +42,8 @@ def global_norm(grads: Tensor | list[Tensor], *, norm: Tensor, **where: Unpack[W
     """norm (0-d) = ‖grads‖₂; inf or NaN if an element is."""
     ranges = grads if isinstance(grads, list) else [grads]
     first = ranges[0]
+    acc = accumulation_dtype(first.dtype)
     for x in ranges:
-        check_tensor("grads", x, (x.numel(),), accumulation_dtype(first.dtype), first.device)
-    check_tensor("norm", norm, (), first.dtype, first.device)
+        check_tensor("grads", x, (x.numel(),), first.dtype if first.dtype == torch.bfloat16 else acc, first.device)
+    check_tensor("norm", norm, (), acc, first.device)
     GLOBAL_NORM.run("fwd", Problem(first, ranges[1:]), ranges, norm=norm, **where)

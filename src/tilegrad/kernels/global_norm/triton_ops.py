@@ -1,6 +1,6 @@
-"""The norm in Triton: sums of squares of parts, which one program then adds.
+"""The norm in Triton: the sums of squares of parts, then one program that adds them.
 
-A program reads PART numbers, TILE at a time. The time is that of reading the 4 · P bytes of grads. The order of every sum
+A program reads PART numbers, TILE at a time. The time is the time to read the 4 · P bytes of grads. The order of every sum
 depends only on P: the same bits each time.
 """
 
@@ -27,7 +27,7 @@ def _squares_kernel(grads, parts, P, PART: tl.constexpr, TILE: tl.constexpr):
     squares = tl.zeros([TILE], tl.float32)
     for k in range(0, PART, TILE):
         i = first + k + tl.arange(0, TILE)
-        g = tl.load(grads + i, mask=i < P, other=0.0)
+        g = tl.load(grads + i, mask=i < P, other=0.0).to(tl.float32)
         squares += g * g
     tl.store(parts + tl.program_id(0), tl.sum(squares, 0))
 

@@ -36,13 +36,14 @@ from ..table import Kernel, Table, Where
 from ..table import Problem as SumProblem
 
 NO_BIAS, BIAS = {"bias": False}, {"bias": True}  # options of a `workspace`
-FEW_ROWS = 12  # up to this many rows fixed_order is faster than a BLAS, which copies w or reads one row of it slower
+FEW_ROWS = 12  # up to this many rows fixed_order is faster than a BLAS, which copies w, or reads w slower for one row
 FEW_ROWS_ELEMENTS = 1 << 16  # fewest elements of w for that: a smaller w is in the caches
+FEW_ROWS_ON_CUDA = 4  # up to this many rows few_rows is faster than cuBLAS
 
 
 class Problem(NamedTuple):
-    """A product as the table sees it: shapes, dtypes, and the device of x. invariant: the bits of a row of y must depend on
-    no other row of x. backward: the product is dx or dw."""
+    """A product as the table sees it: shapes, dtypes, and the device of x. invariant: the bits of a row of y must not depend
+    on other rows of x. backward: the product is dx or dw."""
 
     x: TensorLike
     w: TensorLike
@@ -108,6 +109,17 @@ def _strided_columns(*matrices: TensorLike) -> str | None:
     return "takes x and w with contiguous columns" if strided else None
 
 
+def _few_rows_refuses(problem: Problem) -> str | None:
+    x, w, _, backward = problem
+    if backward:
+        return "has the forward only"
+    if not 1 <= x.shape[0] <= FEW_ROWS_ON_CUDA:
+        return f"is for up to {FEW_ROWS_ON_CUDA} rows"
+    if w.dtype != x.dtype:
+        return f"takes a w of x's dtype, {x.dtype}, not {w.dtype}"
+    return _by_rows(problem) or _strided_columns(x, w) or gpu.refusal(x)
+
+
 def _triton_refuses(problem: Problem) -> str | None:
     x, w, invariant, backward = problem
     if backward or not invariant:
@@ -130,6 +142,7 @@ LINEAR = Table(
     (
         Kernel("fixed_order", "linear.fixed_order", _fixed_order_refuses),
         Kernel("native", "linear.cpu", _native_refuses),
+        Kernel("few_rows", "linear.few_rows", _few_rows_refuses),
         Kernel("torch", "linear.torch_ops", _torch_refuses),
         Kernel("bf16", "linear.bf16", _bf16_refuses),
         Kernel("tiled", "linear.tiled", _tiled_refuses),

@@ -1,6 +1,6 @@
 """Products of float32 matrices on a CPU by torch's BLAS, in pieces that threads take from a queue: cpu/csrc/gemm.
 
-On any number of threads the bits are those of torch's product on one thread.
+On any number of threads the bits are the same as of torch's product on one thread.
 """
 
 from __future__ import annotations

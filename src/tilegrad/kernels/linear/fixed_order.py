@@ -1,6 +1,6 @@
 """Products with a fixed order of additions in C++: cpu/csrc/gemm/fixed_order.cpp. float32 and bfloat16, on a CPU.
 
-The bits of a row of y depend only on that row of x, on w and on b, because each element of y has its own register of partial
+The bits of a row of y depend only on that row of x, on w and on b, because each element of y has a separate register of partial
 sums. For up to STREAMED rows, x and w are read in place, and w is read from memory once. More rows are multiplied in panels in
 scratch. If x is bfloat16, a float32 w or b is rounded to bfloat16 in registers, as if it had been rounded before the call.
 """

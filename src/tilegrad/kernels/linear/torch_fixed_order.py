@@ -1,7 +1,7 @@
 """Products with a fixed order of additions by torch's elementwise ops: every dtype, on a CPU. This kernel is for float64 and
-for machines without a compiler. It writes and reads N · Cin · Cout products, and takes about a hundred times as long as a BLAS.
+for machines without a compiler. It writes and reads N · Cin · Cout products: about a hundred times as slow as a BLAS.
 
-The products of a row are added by halves: element i + h to element i, where h is half the padded number of columns, then a
+The products of a row are added in a tree: element i + h to element i, where h is half the padded number of columns, then a
 quarter of it, and so on. An elementwise product or sum is rounded once, so the bits do not depend on the number of rows, on
 the threads or on the machine. If x is bfloat16, a float32 w or b is rounded to bfloat16.
 """

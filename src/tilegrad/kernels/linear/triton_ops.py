@@ -1,4 +1,4 @@
-"""y = x wᵀ + b in Triton, with bits of a row that depend on no other row.       x (N, K)   w (M, K)   y (N, M)
+"""y = x wᵀ + b in Triton; the bits of a row do not depend on other rows.       x (N, K)   w (M, K)   y (N, M)
 
     s_i = Σ x w over the columns i·SPLIT … (i + 1)·SPLIT of K           y = ((s_0 + s_1) + s_2) + … + b
 
@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..checks import check_columns
+from ..dependent_launch import dependent, start_next, wait_for_previous
 from ..gpu import ceil_div, launch, padded
 from ..scratch import Scratch, Shapes, TensorLike
 
@@ -39,8 +40,11 @@ BLOCK = 1024  # elements of y that a program of `_add_splits_kernel` computes
 def _product_kernel(
     x, w, b, y, parts, x_n, w_m, y_n, n, m, k,
     SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Writes one s_i to parts (splits, N, M) float32 or, if parts is None, y."""
+    start_next(DEPENDENT)
+    wait_for_previous(DEPENDENT)
     outputs = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     rows = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = (outputs < m)[:, None] & (rows < n)[None, :]
@@ -72,7 +76,9 @@ def _product_kernel(
 
 
 @triton.jit
-def _add_splits_kernel(parts, b, y, y_n, n, m, splits, BLOCK: tl.constexpr):
+def _add_splits_kernel(parts, b, y, y_n, n, m, splits, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+    start_next(DEPENDENT)
+    wait_for_previous(DEPENDENT)
     row = tl.program_id(1).to(tl.int64)
     outputs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
@@ -98,7 +104,7 @@ def fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scale: float, scra
     parts = scratch["parts"] if few else None
     block_m, block_n = (BLOCK_M_FEW, max(16, padded(n))) if few else (BLOCK_M[x.dtype], BLOCK_M[x.dtype])
     constants = {"SPLIT": SPLIT, "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": BLOCK_K}
-    constants |= {"STAGES": 4 if few else 3, "num_warps": 4 if few else 8}
+    constants |= {"STAGES": 4 if few else 3, "num_warps": 4 if few else 8, **dependent(x, n)}
     grid = (ceil_div(m, block_m), ceil_div(n, block_n), splits if few else 1)
     launch(_product_kernel, grid, x, w, b, y, parts, x.stride(0), w.stride(0), y.stride(0), n, m, k, **constants)
     if parts is not None:
@@ -114,6 +120,7 @@ def fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scale: float, scra
             splits,
             BLOCK=BLOCK,
             num_warps=4,
+            **dependent(x, n),
         )
     if scale != 1.0:
         y.mul_(scale)

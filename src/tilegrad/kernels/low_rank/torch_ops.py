@@ -1,4 +1,4 @@
-"""The gradients by products of `linear`, on any device, in any dtype. dy is read twice."""
+"""The gradients as products by `linear`, on any device, in any dtype. dy is read twice."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@
                      writes du_parts[j] = dy b of its rows and columns, and db_parts[s] = dyᵀ u of its rows
     then             du = scale · Σ_j du_parts[j]         db (+)= Σ_s db_parts[s]
 
-da is dbᵀ with x in place of dy and du in place of u. Sums are float32, in a fixed order without atomics: the same bits each
-time. du_parts has 4 r / BLOCK_W bytes for each number of dy, r / 128 of the bytes of dy: an eighth for r = 16.
+da is dbᵀ with x instead of dy and du instead of u. Sums are float32, in a fixed order without atomics: the same bits each
+time. du_parts has 4 r / BLOCK_W bytes for each element of dy, which is r / 128 of dy's bytes: an eighth for r = 16.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"

@@ -4,8 +4,8 @@
     o'   = o exp(lse − lse') + part exp(part_lse − lse')          = part + (o − part) sigmoid(lse − part_lse)
 
 o, part (B, H, T, D), lse, part_lse (B, H, T), any strides. lse = −∞ means a row without a key so far: its o is ignored. The
-backward needs no op: with o' and lse' in place of o and lse, `attention_bwd` over each set uses exp(s − lse') and do·o', which
-are the softmax over both sets and its delta. `MIX` is the table of kernels: each module offers `workspace` and `fwd`.
+backward needs no op: with o' and lse' instead of o and lse, `attention_bwd` over each set computes exp(s − lse') and do·o',
+which are the softmax over both sets and its delta. `MIX` is the table of kernels: each module offers `workspace` and `fwd`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def mix_workspace(part: TensorLike, *, kernel: str | None = None) -> Shapes:
 
 @op(adds=("o", "lse"))
 def mix_fwd(part: Tensor, part_lse: Tensor, *, o: Tensor, lse: Tensor, **where: Unpack[Where]) -> None:
-    """Updates o and lse, which cover the keys so far, to include the keys of `part`."""
+    """Adds the keys of `part` to o and lse, which cover the keys so far."""
     acc = accumulation_dtype(part.dtype)
     check_tensor("part_lse", part_lse, tuple(part.shape[:-1]), acc, part.device)
     check_tensor("o", o, tuple(part.shape), part.dtype, part.device)

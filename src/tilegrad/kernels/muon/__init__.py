@@ -19,9 +19,9 @@ Each iteration maps every singular value s to a s + b s³ + c s⁵ and keeps U a
                     u ends between 0.85 and 1.15.
 
 On CUDA, the matrix products of float32 params are in bfloat16. Otherwise they are in the dtype of params. If norm is not
-finite, params, m and rounded do not change. The device decides this, so the host does not wait. grads is overwritten in any
-case. params, grads, m, rounded and `matrices` are lists with one element for each range. `MUON` is the table of kernels: each
-module offers `workspace` and `step`.
+finite, params, m and rounded do not change. The device decides this, so the host does not wait. grads is always overwritten.
+params, grads, m, rounded and `matrices` are lists with one element for each range. `MUON` is the table of kernels: each module
+offers `workspace` and `step`.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def muon_step(
     max_norm: float = 1.0, *,
     params: list[Tensor], grads: list[Tensor], m: list[Tensor], rounded: list[Tensor] | None = None, **where: Unpack[Where],
 ) -> None:  # fmt: skip
-    """Update params, m and rounded, and overwrite grads. max_norm = inf disables clipping."""
+    """Updates params, m and rounded, and overwrites grads. max_norm = inf disables clipping."""
     copies = [None] * len(params) if rounded is None else rounded
     ranges = [Range(*each) for each in zip(params, grads, m, copies, matrices, strict=True)]
     first = params[0]

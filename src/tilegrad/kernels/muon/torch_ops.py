@@ -74,7 +74,7 @@ def step(
 
 
 def _orthogonalize(updates: list[Tensor], muon: MuonConfig, scratch: Scratch) -> None:
-    """Overwrite each of these matrices, which have one shape, with scale · orthogonal(matrix)."""
+    """Overwrites each of these matrices, which have one shape, with scale · orthogonal(matrix)."""
     n, (rows, columns) = len(updates), updates[0].shape
     wide, side = rows <= columns, min(rows, columns)
     x, following = (_part(scratch[name], n, rows, columns) for name in ("x", "next_x"))

@@ -12,8 +12,8 @@ dx accumulates because the norm is on a branch of the residual stream. The backw
 dy) and write dx_sum, the column sum of the final dx. dx_sum is the bias gradient of the projection whose output was last added
 to the stream. Statistics and sums are in the accumulation dtype (float32, float64 for float64); on a CPU w and b may be too.
 
-`NORM` is the table of kernels: each module offers `workspace`, `fwd` and `bwd`. In these, mean=None means RMS norm, and f=None
-a forward without residual.
+`NORM` is the table of kernels: each module offers `workspace`, `fwd` and `bwd`. There, mean=None means RMS norm, and
+f=None means a forward without residual.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Norms as torch ops on blocks of rows that stay in cache, in the accumulation dtype: any device, any dtype.
+"""Norms as torch ops on blocks of rows that stay in cache: any device and dtype, computed in the accumulation dtype.
 
-bfloat16 is copied into scratch of that dtype, the only conversion without an allocation. Sums over columns and rows are
-matrix × vector products (Σ_n dy ∘ x̂ = (dy ∘ (x − mean))ᵀ rstd), which read memory once.
+bfloat16 is copied into scratch of the accumulation dtype, because only a copy converts without allocating. The backward's
+sums are matrix × vector products (Σ_n dy ∘ x̂ = (dy ∘ (x − mean))ᵀ rstd), which read the matrix once.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     forward    one program per tile of rows
     backward   P programs; program p has the row tiles p, p + P, p + 2P, …: it adds to dx, writes y, and writes
-               partials[:, p] = those requested of Σ dy ∘ x̂, Σ dy, Σ dx of its rows; then dw, db, dx_sum (+)= Σ_p partials
+               partials[:, p] = Σ dy ∘ x̂, Σ dy, Σ dx of its rows, if requested; then dw, db, dx_sum (+)= Σ_p partials
 
 A whole row is in registers, in float32. Only x1, y and dx are rounded; sums and norms use the rounded numbers. Sums are in
 the order of the grid: the same bits each time. With STAGES > 1 the backward prefetches tiles (cp.async). It spills some
@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..column_sum.triton_ops import add_partials
+from ..dependent_launch import dependent, start_next, wait_for_previous
 from ..gpu import ceil_div, launch, multiprocessors, padded
 from ..scratch import Scratch, Shapes, TensorLike
 
@@ -59,8 +60,10 @@ BACKWARD = {
 @triton.jit
 def _norm_fwd_kernel(
     x, f, w, b, x1, y, mean, rstd, x_n, f_n, x1_n, y_n, n, eps,
-    C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+    C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    start_next(DEPENDENT)
+    wait_for_previous(DEPENDENT)
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     columns = tl.arange(0, BLOCK_C)
     inside = (rows < n)[:, None] & (columns < C)[None, :]
@@ -173,7 +176,7 @@ def fwd(
     n, c = x.shape
     tile = _tile(FORWARD, c)
     strides = (x.stride(0), _stride(f), _stride(x1), y.stride(0))
-    constants = {"C": c, "BLOCK_N": tile.rows, "BLOCK_C": padded(c), "num_warps": tile.warps}
+    constants = {"C": c, "BLOCK_N": tile.rows, "BLOCK_C": padded(c), "num_warps": tile.warps, **dependent(x, n)}
     launch(_norm_fwd_kernel, (ceil_div(n, tile.rows),), x, f, w, b, x1, y, mean, rstd, *strides, n, eps, **constants)
 
 

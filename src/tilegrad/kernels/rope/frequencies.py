@@ -4,8 +4,8 @@ default   f_i = theta^(−2i/D)
 linear    f_i / factor
 llama3    wavelengths 2π/f longer than original/low are divided by factor, those shorter than original/high are kept;
           between: (1 − m) · f/factor + m · f,  m = (original/wavelength − low) / (high − low)
-yarn      blends f/factor and f along i, from the i that rotates beta_slow times in `original` tokens to the i that
-          rotates beta_fast times; cos and sin are multiplied by attention_factor, by default 0.1 · ln(factor) + 1
+yarn      f/factor from the i on that rotates beta_slow times in `original` tokens, f up to the i that rotates beta_fast
+          times, and linear between; cos and sin are multiplied by attention_factor, by default 0.1 · ln(factor) + 1
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..dependent_launch import dependent, start_next, wait_for_previous
 from ..gpu import ceil_div, launch, padded
 from ..scratch import Scratch, Shapes, TensorLike
 
@@ -21,8 +22,10 @@ def _rotate_kernel(
     x, cos, sin, positions,
     y,
     x_b, x_t, x_h, x_d, y_b, y_t, y_h, y_d, cos_t, cos_i, sin_t, sin_i, T, H, sign,
-    HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    start_next(DEPENDENT)
+    wait_for_previous(DEPENDENT)
     n = tl.program_id(0).to(tl.int64)
     b, t = n // T, n % T
     h = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
@@ -55,4 +58,5 @@ def rotate(
     block_h = min(padded(h), max(1, TILE // block_d))
     grid, strides = (b * t, ceil_div(h, block_h)), (*x.stride(), *y.stride(), *cos.stride(), *sin.stride())
     constants = {"HALF": d // 2, "BLOCK_H": block_h, "BLOCK_D": block_d, "num_warps": WARPS}
+    constants |= dependent(x, b * t)
     launch(_rotate_kernel, grid, x, cos, sin, positions, y, *strides, t, h, sign, **constants)

@@ -12,7 +12,7 @@
     T = 0:    token = argmax y, the first of equal ones
     logprob = l[token] − max l − log Σ exp(l − max l)   from the unchanged logits
 
-The order is that of transformers: penalty, temperature, top_k, top_p, min_p. Tokens of equal y (top_k) or of equal e (top_p)
+The order is as in transformers: penalty, temperature, top_k, top_p, min_p. Tokens of equal y (top_k) or of equal e (top_p)
 are kept or removed together, and the largest is always kept. transformers does the same for top_k, but for top_p its sort
 decides which of several equal tokens are kept. A row with a NaN or a +inf, or with only −inf, gets token −1 and logprob 0.
 

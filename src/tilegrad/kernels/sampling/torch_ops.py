@@ -1,7 +1,8 @@
 """Sampling by torch ops on any device, a block of rows at a time. On CUDA the host reads nothing, so a step can be captured.
 
 Unlike the other kernels this one sorts y for top_k and e for top_p. torch.sort allocates memory, 8 · V bytes on a CPU. On a CPU
-a sort that no row needs is skipped. Every operation is rounded once or is on integers, so a row's bits depend on no other row.
+a sort that no row needs is skipped. Every operation is rounded once or is on integers, so a row's bits do not depend on other
+rows.
 """
 
 from __future__ import annotations

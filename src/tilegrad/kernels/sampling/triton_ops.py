@@ -1,13 +1,26 @@
-"""Sampling in Triton: one program for each row, which reads the row several times, TILE logits at a time.
+"""Sampling in Triton: three kernels, the first two with several programs for each row, one for each chunk of its logits.
 
-    pass      max l, max y, whether a logit is NaN or +inf; writes y to scratch
-    pass      Σ exp(l − max l)
-    top_k     16 passes, each for two bits of the smallest kept y
-    top_p     a pass that replaces y by e in scratch, then 15 passes, each for two bits of the smallest kept e
+    maxima    for each chunk    max l, max y, and the largest y of every segment of logits
+    gather    for each chunk    Σ exp(l − max l), and one of these three:
+                                T = 0           the first y that is the largest
+                                no filter       argmax of z + g, which may also apply min_p
+                                top_k, top_p    the candidates, y ≥ bound, appended to the row's list; for top_p also Σ e
+    choose    for each row      from the list: the smallest y that top_k keeps, the smallest e that top_p keeps, argmax of z + g
+
+The bound of top_k is at most the k-th largest maximum of a segment. So at least k tokens are candidates, among them every token
+that top_k keeps. The bound of top_p alone is at most the middle one of the maxima. Then the list is enough if the smallest kept
+e is larger than the e of every token below the bound. A token with y < max y − 88 T has e = 0, so it is no candidate.
+
+If the list is too long or not enough, `choose` reads the whole row several times, TILE logits at a time:
+
+    top_k     a pass that writes y to scratch, then 16 passes, each for two bits of the smallest kept y
+    top_p     a pass that writes e to scratch, then 15 passes, each for two bits of the smallest kept e
     pass      argmax of z + g over the kept tokens
 
-A row of GPT-2's logits takes 200 KB and stays in the L2 cache. A pass computes three sums to find two bits. Fused multiply-adds
-are off, so the results have the bits of the other kernels.
+This is much slower. It happens if top_k is more than about a thousand, if more than LISTED tokens are equal, and if the tokens
+that top_p keeps are more than about a thousand. The programs append candidates in any order, but the token does not depend on
+it: masses are integers, and the smallest index of equal scores is taken. Fused multiply-adds are off, so the results have the
+bits of the other kernels.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -18,16 +31,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..gpu import launch, padded
+from ..dependent_launch import dependent, start_next, wait_for_previous
+from ..gpu import ceil_div, launch, multiprocessors, padded
 from ..scratch import Scratch, Shapes, TensorLike
 from .elementary import mass_bits
 
-TILE = 1 << 12  # most logits that a program loads at once
+TILE = 1 << 12  # most logits that a program for a whole row loads at once
 WARPS = 16
+CHUNK_TILE = 1 << 9  # most logits that a program for a chunk loads at once
+CHUNK_WARPS = 8
+PROGRAMS = 8  # most programs for each multiprocessor, because every program of a row searches its maxima
+SEGMENTS = 1 << 11  # most segments of a row
+FEW = 1 << 9  # a list of at most FEW candidates takes fewer registers and less time
+LISTED = 1 << 11  # most candidates of a list
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LARGEST = tl.constexpr(3.4028234663852886e38)
 INFINITY = tl.constexpr(float("inf"))
+NO_EXPONENT = tl.constexpr(88.0)  # exp(−x) is 0 if x is more than 87
+LEAST_KEY = tl.constexpr(-2147483648)
+LEAST_FINITE_KEY = tl.constexpr(-2139095040)  # of −LARGEST
+MARGIN = tl.constexpr(1.000001)  # more than the error of two exp
 
 
 @triton.jit
@@ -106,24 +130,31 @@ def _ordered(y):
 
 
 @triton.jit
+def _number(key):
+    """The y whose integer of `_ordered` is the key."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _smallest(row, V, bound, scale, MASSES: tl.constexpr, TILE: tl.constexpr):
     """The smallest t such that the keys above t have a total mass below `bound`. `row` has e, each with its mass, or y, each of
     mass 1. t is found two bits at a time, the highest first. For y the first of them is the sign, which is reversed."""
     cols = tl.arange(0, TILE)
-    t = tl.full([], 0 if MASSES else -2147483648, tl.int32)
+    t = tl.full([], 0 if MASSES else LEAST_KEY, tl.int32)
+    counted: tl.constexpr = tl.int64 if MASSES else tl.int32
     passes: tl.constexpr = 15 if MASSES else 16
     for step in range(passes):
         shift = 2 * (passes - 1 - step)
         one = tl.full([], 1, tl.int32) << shift
-        above0 = tl.zeros([TILE], tl.int64)
-        above1 = tl.zeros([TILE], tl.int64)
-        above2 = tl.zeros([TILE], tl.int64)
+        above0 = tl.zeros([TILE], counted)
+        above1 = tl.zeros([TILE], counted)
+        above2 = tl.zeros([TILE], counted)
         for k in range(0, V, TILE):
             x = tl.load(row + k + cols, mask=k + cols < V, other=0.0)
             if MASSES:
                 key, mass = x.to(tl.int32, bitcast=True), _mass(x, scale)
             else:
-                key, mass = _ordered(x), (k + cols < V).to(tl.int64)
+                key, mass = _ordered(x), (k + cols < V).to(tl.int32)
             above0 += tl.where(key > (t | (one - 1)), mass, 0)
             above1 += tl.where(key > ((t ^ one) | (one - 1)), mass, 0)
             above2 += tl.where(key > ((t ^ (one << 1)) | (one - 1)), mass, 0)
@@ -132,6 +163,41 @@ def _smallest(row, V, bound, scale, MASSES: tl.constexpr, TILE: tl.constexpr):
         digit += (tl.sum(above2, 0).to(tl.float64) >= bound).to(tl.int32)
         t = t ^ (digit << shift)
     return t
+
+
+@triton.jit
+def _kth_largest(key, n, k, most):
+    """The k-th largest of n keys in registers, found two bits at a time; the others are LEAST_KEY. Ends earlier, with a smaller
+    number, if at most `most` keys are larger than or equal to it. One sum adds three counts of 20 bits each."""
+    t = tl.full([], LEAST_KEY, tl.int32)
+    shift = tl.full([], 30, tl.int32)
+    kept = n
+    while (shift >= 0) & (kept > most):
+        one = tl.full([], 1, tl.int32) << shift
+        edge = t | (one - 1)
+        counts = (key > edge).to(tl.int64) + ((key > (edge ^ one)).to(tl.int64) << 20)
+        counts = tl.sum(counts + ((key > (edge ^ (one << 1))).to(tl.int64) << 40), 0)
+        above0, above1, above2 = counts & 0xFFFFF, (counts >> 20) & 0xFFFFF, counts >> 40
+        digit = (above0 >= k).to(tl.int32) + (above1 >= k).to(tl.int32) + (above2 >= k).to(tl.int32)
+        above = tl.where(digit == 1, above0, tl.where(digit == 2, above1, above2)).to(tl.int32)
+        kept = tl.where(digit == 0, kept, above)
+        t = t ^ (digit << shift)
+        shift -= 2
+    return t
+
+
+@triton.jit
+def _smallest_mass(e, mass, bound):
+    """The smallest t such that the e above t have a total mass below `bound`, found four bits at a time. All are in registers.
+    Not a positive number if the total mass of all e is below `bound`."""
+    digits, key = tl.arange(0, 16), e.to(tl.int32, bitcast=True)
+    t = tl.full([], LEAST_KEY, tl.int32)
+    for step in range(8):
+        shift = 28 - 4 * step
+        edges = (t + (digits << shift)) | ((tl.full([], 1, tl.int32) << shift) - 1)
+        above = tl.sum(tl.where(key[None, :] > edges[:, None], mass[None, :], 0), 1)
+        t += tl.sum((above.to(tl.float64) >= bound).to(tl.int32), 0) << shift
+    return t.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -180,81 +246,294 @@ def _logprobs_kernel(logits, targets, logprobs, logits_n, V, scale, TILE: tl.con
 
 
 @triton.jit
-def _sample_kernel(
-    logits, settings, seeds, sequences, drawn,
-    tokens, logprobs, seen, scratch,
-    logits_n, seen_n, V, scale,
-    SEEN: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    b = tl.program_id(0).to(tl.int64)
-    seed, sequence, before = tl.load(seeds + b), tl.load(sequences + b), tl.load(drawn + b)
-    if before < 0:
-        return
-    cols, row, row_seen, row_scratch = tl.arange(0, TILE), logits + b * logits_n, seen + b * seen_n, scratch + b * V
-    temperature, top_k = tl.load(settings + b * 5), tl.load(settings + b * 5 + 1)
-    top_p, min_p, penalty = tl.load(settings + b * 5 + 2), tl.load(settings + b * 5 + 3), tl.load(settings + b * 5 + 4)
+def _settings(settings, b, V):
+    """random, whether T > 0; divisor, T or 1; k, 0 without a top_k; top_p, min_p and the penalty."""
+    row = settings + b * 5
+    temperature, top_k = tl.load(row), tl.load(row + 1)
+    random = temperature > 0.0
+    k = tl.where(random & (top_k < V), top_k, 0.0).to(tl.int32)
+    return random, tl.where(random, temperature, 1.0), k, tl.load(row + 2), tl.load(row + 3), tl.load(row + 4)
 
-    tops = tl.full([TILE], -INFINITY, tl.float32)
-    raw_tops = tl.full([TILE], -INFINITY, tl.float32)
-    bad = tl.zeros([TILE], tl.int32)
-    for k in range(0, V, TILE):
+
+@triton.jit
+def _top(maxima, b, P, PARTS: tl.constexpr):
+    parts = tl.arange(0, PARTS)
+    return tl.max(tl.load(maxima + b * P + parts, mask=parts < P, other=-INFINITY), 0)
+
+
+@triton.jit
+def _first_of_largest(score, index, V):
+    """(largest score, the smallest of its indices)"""
+    best = tl.max(score, 0)
+    return best, tl.min(tl.where(score == best, index, V), 0)
+
+
+@triton.jit
+def _maxima_kernel(
+    logits, settings, drawn, seen,
+    raw_tops, tops, segments, counts,
+    logits_n, seen_n, V, P, chunk, segments_n,
+    SEEN: tl.constexpr, SEGMENT: tl.constexpr, TILE: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """The maximum of l is +inf for a chunk with a NaN."""
+    start_next(DEPENDENT)
+    wait_for_previous(DEPENDENT)
+    b, p = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if tl.load(drawn + b) < 0:
+        return
+    cols, row, row_seen = tl.arange(0, TILE), logits + b * logits_n, seen + b * seen_n
+    penalty = tl.load(settings + b * 5 + 4)
+    chunk_tops = tl.full([TILE], -INFINITY, tl.float32)
+    chunk_raw_tops = tl.full([TILE], -INFINITY, tl.float32)
+    for k in range(p * chunk, tl.minimum((p + 1) * chunk, V), TILE):
         i = k + cols
         l = tl.load(row + i, mask=i < V, other=-INFINITY)
         y = _penalised(l, row_seen, i, i < V, penalty, SEEN)
-        raw_tops, tops = tl.maximum(raw_tops, l), tl.maximum(tops, y)
-        bad |= ((l != l) | (l == INFINITY)).to(tl.int32)
-        tl.store(row_scratch + i, y, mask=i < V)
-    raw_top, top = tl.max(raw_tops, 0), tl.max(tops, 0)
+        chunk_raw_tops = tl.maximum(chunk_raw_tops, tl.where(l != l, INFINITY, l))
+        chunk_tops = tl.maximum(chunk_tops, y)
+        if SEGMENT > 0:
+            of_tile: tl.constexpr = TILE // SEGMENT
+            largest = tl.max(tl.reshape(y, [of_tile, SEGMENT]), 1)
+            tl.store(segments + b * segments_n + k // SEGMENT + tl.arange(0, of_tile), largest)
+    tl.store(raw_tops + b * P + p, tl.max(chunk_raw_tops, 0))
+    tl.store(tops + b * P + p, tl.max(chunk_tops, 0))
+    if p == 0:
+        tl.store(counts + b, 0)
 
-    if (tl.max(bad, 0) != 0) | (raw_top == -INFINITY):
-        tl.store(tokens + b, tl.full([], -1, tl.int64))
-        tl.store(logprobs + b, 0.0)
-    else:
-        random = temperature > 0.0
-        divisor = tl.where(random, temperature, 1.0)
-        smallest_y = tl.full([], -2147483648, tl.int32)
-        smallest_e = min_p
-        if random & (top_k > 0.0) & (top_k < V):
-            tl.debug_barrier()
-            smallest_y = _smallest(row_scratch, V, top_k.to(tl.float64), scale, MASSES=False, TILE=TILE)
-        if random & (top_p < 1.0):
-            masses = tl.zeros([TILE], tl.int64)
-            for k in range(0, V, TILE):
+
+@triton.jit
+def _gather_kernel(
+    logits, settings, seeds, sequences, drawn, seen, raw_tops, tops, segments,
+    totals, tempered, best, index, counts, bounds, list_y, list_index,
+    logits_n, seen_n, V, P, chunk, segments_n, scale,
+    SEEN: tl.constexpr, SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr, LISTED: tl.constexpr, PARTS: tl.constexpr,
+    TILE: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    start_next(DEPENDENT)
+    wait_for_previous(DEPENDENT)
+    b, p = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    before, raw_top, top = tl.load(drawn + b), _top(raw_tops, b, P, PARTS), _top(tops, b, P, PARTS)
+    if (before < 0) | (tl.abs(raw_top) == INFINITY):
+        return
+    cols, row, row_seen = tl.arange(0, TILE), logits + b * logits_n, seen + b * seen_n
+    random, divisor, top_k, top_p, min_p, penalty = _settings(settings, b, V)
+    seed, sequence = tl.load(seeds + b), tl.load(sequences + b)
+    listed = random & ((top_k > 0) | (top_p < 1.0))
+
+    bound = tl.maximum(top - NO_EXPONENT * divisor, -LARGEST)  # y − top < −88 T: e = 0
+    if SEGMENT > 0:
+        rank = tl.where(top_k > 0, top_k, (segments_n + 1) // 2)
+        if listed & (rank <= segments_n):
+            s = tl.arange(0, SEGMENTS)
+            maxima = tl.load(segments + b * segments_n + s, mask=s < segments_n, other=-INFINITY)
+            keys = tl.where(s < segments_n, _ordered(maxima), LEAST_KEY)
+            key = _kth_largest(keys, segments_n, rank, rank + rank // 8)
+            bound = tl.maximum(bound, _number(tl.maximum(key, LEAST_FINITE_KEY)))
+    if p == 0:
+        tl.store(bounds + b, bound)
+
+    start, stop = p * chunk, tl.minimum((p + 1) * chunk, V)
+    masses = tl.zeros([TILE], tl.int64)
+    tempered_masses = tl.zeros([TILE], tl.int64)
+    candidates = tl.zeros([TILE], tl.int32)
+    scores = tl.full([TILE], -INFINITY, tl.float32)
+    indices = tl.zeros([TILE], tl.int32)
+    for k in range(start, stop, TILE):
+        i = k + cols
+        l = tl.load(row + i, mask=i < V, other=-INFINITY)
+        masses += _mass(_exp(l - raw_top), scale)
+        y = _penalised(l, row_seen, i, i < V, penalty, SEEN)
+        if listed:
+            candidates += (y >= bound).to(tl.int32)
+            if top_k == 0:
+                tempered_masses += _mass(_exp(tl.div_rn(y - top, divisor)), scale)
+        else:
+            score = tl.div_rn(y - top, divisor)
+            if random:
+                kept = _exp(score) >= min_p
+                score = tl.where(kept, score + _gumbel(seed, i, before, sequence), -INFINITY)
+            better = score > scores
+            scores, indices = tl.where(better, score, scores), tl.where(better, i, indices)
+    tl.store(totals + b * P + p, tl.sum(masses, 0))
+
+    if listed:
+        if top_k == 0:
+            tl.store(tempered + b * P + p, tl.sum(tempered_masses, 0))
+        n = tl.sum(candidates, 0)
+        if n > 0:
+            place = tl.atomic_add(counts + b, n, sem="relaxed") + tl.cumsum(candidates, 0) - candidates
+            for k in range(start, stop, TILE):
                 i = k + cols
                 l = tl.load(row + i, mask=i < V, other=-INFINITY)
                 y = _penalised(l, row_seen, i, i < V, penalty, SEEN)
-                e = tl.where(_ordered(y) >= smallest_y, _exp(tl.div_rn(y - top, divisor)), 0.0)
-                masses += tl.where(i < V, _mass(e, scale), 0)
-                tl.store(row_scratch + i, e, mask=i < V)
-            bound = tl.sum(masses, 0).to(tl.float64) * top_p.to(tl.float64)
-            tl.debug_barrier()
-            least = _smallest(row_scratch, V, bound, scale, MASSES=True, TILE=TILE).to(tl.float32, bitcast=True)
-            smallest_e = tl.maximum(smallest_e, tl.minimum(least, 1.0))
+                tl.store(list_y + b * LISTED + place, y, mask=(y >= bound) & (place < LISTED))
+                tl.store(list_index + b * LISTED + place, i, mask=(y >= bound) & (place < LISTED))
+                place += (y >= bound).to(tl.int32)
+    else:
+        largest, first = _first_of_largest(scores, indices, V)
+        tl.store(best + b * P + p, largest)
+        tl.store(index + b * P + p, first)
 
-        best = tl.full([TILE], -INFINITY, tl.float32)
-        index = tl.zeros([TILE], tl.int32)
+
+@triton.jit
+def _choose_from_list(
+    list_y, list_index, n, top, total, limit, divisor, top_k, top_p, min_p, seed, before, sequence, V, scale,
+    LISTED: tl.constexpr,
+):  # fmt: skip
+    """(token, whether the list was enough). `total` is Σ of the masses of e over the row. Without a top_k, the e of tokens that
+    are not in the list are at most `limit`."""
+    j = tl.arange(0, LISTED)
+    y = tl.load(list_y + j, mask=j < n, other=-INFINITY)
+    i = tl.load(list_index + j, mask=j < n, other=0)
+    key, score = _ordered(y), tl.div_rn(y - top, divisor)
+    e, kept, enough = _exp(score), j < n, tl.full([], 1, tl.int32)
+    if top_k > 0:
+        kept = kept & (key >= _kth_largest(tl.where(kept, key, LEAST_KEY), n, top_k, top_k))
+    if top_p < 1.0:
+        mass = tl.where(kept, _mass(e, scale), 0)
+        if top_k > 0:
+            total = tl.sum(mass, 0)
+        share = total.to(tl.float64) * top_p.to(tl.float64)
+        least = _smallest_mass(e, mass, share)
+        enough = ((top_k > 0) | (least > limit)).to(tl.int32)
+        min_p = tl.maximum(min_p, tl.minimum(least, 1.0))
+    score = tl.where(kept & (e >= min_p), score + _gumbel(seed, i, before, sequence), -INFINITY)
+    _, token = _first_of_largest(score, i, V)
+    return token, enough
+
+
+@triton.jit
+def _choose_from_row(
+    row, row_seen, row_scratch, top, divisor, top_k, top_p, min_p, penalty, seed, before, sequence, V, scale,
+    SEEN: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    cols = tl.arange(0, TILE)
+    smallest_y, smallest_e = tl.full([], LEAST_KEY, tl.int32), min_p
+    if top_k > 0:
+        for k in range(0, V, TILE):
+            i = k + cols
+            l = tl.load(row + i, mask=i < V, other=-INFINITY)
+            tl.store(row_scratch + i, _penalised(l, row_seen, i, i < V, penalty, SEEN), mask=i < V)
+        tl.debug_barrier()
+        smallest_y = _smallest(row_scratch, V, top_k.to(tl.float64), scale, MASSES=False, TILE=TILE)
+        tl.debug_barrier()
+    if top_p < 1.0:
+        masses = tl.zeros([TILE], tl.int64)
         for k in range(0, V, TILE):
             i = k + cols
             l = tl.load(row + i, mask=i < V, other=-INFINITY)
             y = _penalised(l, row_seen, i, i < V, penalty, SEEN)
-            score = tl.div_rn(y - top, divisor)
-            if random:
-                kept = (_ordered(y) >= smallest_y) & (_exp(score) >= smallest_e)
-                score = tl.where(kept, score + _gumbel(seed, i, before, sequence), -INFINITY)
-            better = score > best
-            best, index = tl.where(better, score, best), tl.where(better, i, index)
-        token = tl.min(tl.where(best == tl.max(best, 0), index, V), 0)
+            e = tl.where(_ordered(y) >= smallest_y, _exp(tl.div_rn(y - top, divisor)), 0.0)
+            masses += tl.where(i < V, _mass(e, scale), 0)
+            tl.store(row_scratch + i, e, mask=i < V)
+        bound = tl.sum(masses, 0).to(tl.float64) * top_p.to(tl.float64)
+        tl.debug_barrier()
+        least = _smallest(row_scratch, V, bound, scale, MASSES=True, TILE=TILE).to(tl.float32, bitcast=True)
+        smallest_e = tl.maximum(smallest_e, tl.minimum(least, 1.0))
+    scores = tl.full([TILE], -INFINITY, tl.float32)
+    indices = tl.zeros([TILE], tl.int32)
+    for k in range(0, V, TILE):
+        i = k + cols
+        l = tl.load(row + i, mask=i < V, other=-INFINITY)
+        y = _penalised(l, row_seen, i, i < V, penalty, SEEN)
+        score = tl.div_rn(y - top, divisor)
+        kept = (_ordered(y) >= smallest_y) & (_exp(score) >= smallest_e)
+        score = tl.where(kept, score + _gumbel(seed, i, before, sequence), -INFINITY)
+        better = score > scores
+        scores, indices = tl.where(better, score, scores), tl.where(better, i, indices)
+    _, token = _first_of_largest(scores, indices, V)
+    return token
 
-        total = _log_of_total(_total(row, V, raw_top, scale, TILE), scale)
+
+@triton.jit
+def _choose_kernel(
+    logits, settings, seeds, sequences, drawn, raw_tops, tops,
+    totals, tempered, best, index, counts, bounds, list_y, list_index,
+    tokens, logprobs, seen, scratch,
+    logits_n, seen_n, V, P, scale,
+    SEEN: tl.constexpr, FEW: tl.constexpr, LISTED: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    start_next(DEPENDENT)
+    wait_for_previous(DEPENDENT)
+    b, parts = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS)
+    before, raw_top, top = tl.load(drawn + b), _top(raw_tops, b, P, PARTS), _top(tops, b, P, PARTS)
+    if before < 0:
+        return
+    row, row_seen = logits + b * logits_n, seen + b * seen_n
+    random, divisor, top_k, top_p, min_p, penalty = _settings(settings, b, V)
+    seed, sequence = tl.load(seeds + b), tl.load(sequences + b)
+
+    if tl.abs(raw_top) == INFINITY:
+        tl.store(tokens + b, tl.full([], -1, tl.int64))
+        tl.store(logprobs + b, 0.0)
+    else:
+        token = tl.full([], 0, tl.int32)
+        if random & ((top_k > 0) | (top_p < 1.0)):
+            n, enough = tl.load(counts + b), tl.full([], 0, tl.int32)
+            limit = _exp(tl.div_rn(tl.load(bounds + b) - top, divisor)) * MARGIN
+            total = tl.full([], 0, tl.int64)
+            if top_k == 0:
+                total = tl.sum(tl.load(tempered + b * P + parts, mask=parts < P, other=0), 0)
+            row_y, row_index = list_y + b * LISTED, list_index + b * LISTED
+            if n <= FEW:
+                token, enough = _choose_from_list(
+                    row_y, row_index, n, top, total, limit, divisor, top_k, top_p, min_p, seed, before, sequence, V, scale,
+                    LISTED=FEW,
+                )  # fmt: skip
+            elif n <= LISTED:
+                token, enough = _choose_from_list(
+                    row_y, row_index, n, top, total, limit, divisor, top_k, top_p, min_p, seed, before, sequence, V, scale,
+                    LISTED=LISTED,
+                )  # fmt: skip
+            if enough == 0:
+                token = _choose_from_row(
+                    row, row_seen, scratch + b * V, top, divisor, top_k, top_p, min_p, penalty, seed, before, sequence,
+                    V, scale, SEEN=SEEN, TILE=TILE,
+                )  # fmt: skip
+        else:
+            scores = tl.load(best + b * P + parts, mask=parts < P, other=-INFINITY)
+            indices = tl.load(index + b * P + parts, mask=parts < P, other=0)
+            _, token = _first_of_largest(scores, indices, V)
+
+        masses = tl.sum(tl.load(totals + b * P + parts, mask=parts < P, other=0), 0)
         at = tl.load(row + token).to(tl.float64)
+        logprob = (at - raw_top.to(tl.float64)) - _log_of_total(masses, scale)
         tl.store(tokens + b, token.to(tl.int64))
-        tl.store(logprobs + b, ((at - raw_top.to(tl.float64)) - total).to(tl.float32))
+        tl.store(logprobs + b, logprob.to(tl.float32))
         if SEEN:
             tl.store(row_seen + token, tl.full([], 1, tl.uint8))
 
 
+def _tile(v: int) -> int:
+    return min(padded(v), max(CHUNK_TILE, padded(v) // SEGMENTS))
+
+
+def _segment(v: int) -> int:
+    """Logits of a segment; 0 if all of a row's logits fit in the list, so there is no bound."""
+    return 0 if v <= LISTED else max(1, padded(v) // SEGMENTS)
+
+
 def workspace(logits: TensorLike, *, draw: bool) -> Shapes:
-    return {"row": (tuple(logits.shape), torch.float32)} if draw else {}
+    if not draw:
+        return {}
+    (b, v), listed = logits.shape, min(padded(logits.shape[1]), LISTED)
+    parts = ceil_div(v, _tile(v))
+    maxima = parts * _tile(v) // _segment(v) if _segment(v) else 0
+    return {
+        "row": ((b, v), torch.float32),
+        "segments": ((b, maxima), torch.float32),
+        "list_y": ((b, listed), torch.float32),
+        "list_index": ((b, listed), torch.int32),
+        "raw_tops": ((b, parts), torch.float32),
+        "tops": ((b, parts), torch.float32),
+        "totals": ((b, parts), torch.int64),
+        "tempered": ((b, parts), torch.int64),
+        "best": ((b, parts), torch.float32),
+        "index": ((b, parts), torch.int32),
+        "counts": ((b,), torch.int32),
+        "bounds": ((b,), torch.float32),
+    }
 
 
 def _options(v: int) -> dict[str, object]:
@@ -272,9 +551,30 @@ def fwd(
     logits: Tensor, settings: Tensor, seeds: Tensor, sequences: Tensor, drawn: Tensor, *,
     tokens: Tensor, logprobs: Tensor, seen: Tensor | None, scratch: Scratch,
 ) -> None:  # fmt: skip
-    b, v = logits.shape
-    tensors = (logits, settings, seeds, sequences, drawn, tokens, logprobs, seen, scratch["row"])
-    if seen is None:
-        tensors = (*tensors[:7], tokens, scratch["row"])  # tokens in place of seen, which is not read
-    numbers = (logits.stride(0), 0 if seen is None else seen.stride(0), v, 2.0 ** mass_bits(v))
-    launch(_sample_kernel, (b,), *tensors, *numbers, SEEN=seen is not None, **_options(v))
+    (b, v), s, scale = logits.shape, scratch, 2.0 ** mass_bits(logits.shape[1])
+    tile, segment, listed = _tile(v), _segment(v), s["list_y"].shape[1]
+    parts, segments = ceil_div(v, tile), s["segments"].shape[1]
+    most = max(1, PROGRAMS * multiprocessors(logits.device) // max(b, 1))
+    chunk = tile * ceil_div(parts, min(parts, most))
+    p = ceil_div(v, chunk)
+    flags = tokens if seen is None else seen  # tokens instead of seen, which is not read
+    strides = logits.stride(0), 0 if seen is None else seen.stride(0)
+    seeing = {"SEEN": seen is not None, **dependent(logits, b)}
+    options = {"TILE": tile, "num_warps": min(CHUNK_WARPS, max(1, tile // 32)), "enable_fp_fusion": False, **seeing}
+
+    tops, totals = (s["raw_tops"], s["tops"]), (s["totals"], s["tempered"], s["best"], s["index"])
+    lists = s["counts"], s["bounds"], s["list_y"], s["list_index"]
+    sizes = *strides, v, p, chunk, segments
+    reads = logits, settings, seeds, sequences, drawn
+    launch(
+        _maxima_kernel, (b, p), logits, settings, drawn, flags, *tops, s["segments"], s["counts"], *sizes,
+        SEGMENT=segment, **options,
+    )  # fmt: skip
+    launch(
+        _gather_kernel, (b, p), *reads, flags, *tops, s["segments"], *totals, *lists, *sizes, scale,
+        SEGMENT=segment, SEGMENTS=padded(segments), LISTED=listed, PARTS=padded(parts), **options,
+    )  # fmt: skip
+    launch(
+        _choose_kernel, (b,), *reads, *tops, *totals, *lists, tokens, logprobs, flags, s["row"], *strides, v, p, scale,
+        FEW=min(FEW, listed), LISTED=listed, PARTS=padded(parts), **_options(v), **seeing,
+    )  # fmt: skip

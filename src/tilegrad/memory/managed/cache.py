@@ -312,7 +312,7 @@ class BufferCache:
             slot = handle.slot
             if slot.handle is handle:
                 with suppress(KeyError):
-                    if self.slots[slot.ident] is slot:  # no interrupt before the next line: neither calls a function
+                    if self.slots[slot.ident] is slot:  # no call, so no interrupt, before the next line
                         del self.slots[slot.ident]
                         gone.append(slot)
                 slot.handle = None

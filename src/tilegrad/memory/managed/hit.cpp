@@ -374,7 +374,7 @@ PyObject* methods(PyObject*, PyObject*) {
     static PyMethodDef both[] = {
         {"allocate", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(allocate)), METH_FASTCALL | METH_KEYWORDS,
          "allocate($self, type, shape, dtype=..., device=None, zero_init=None)\n--\n\n"
-         "A contiguous buffer, uninitialised unless `zero_init`. zero_init=None: as the type's config says."},
+         "A contiguous buffer, uninitialised unless `zero_init`. zero_init=None uses the type's config."},
         {"deallocate", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(deallocate)), METH_FASTCALL | METH_KEYWORDS,
          "deallocate($self, tensor, type=None)\n--\n\n"
          "Returns the buffer to the cache. Do not use the tensor afterwards, even if a variable still refers to it."},

@@ -17,7 +17,7 @@ import torch
 from ...native.extension import NativeModule
 
 _HERE = Path(__file__).parent
-in_python: dict[str, Callable[..., Any]] = {}  # allocate and deallocate of manager.py
+python_methods: dict[str, Callable[..., Any]] = {}  # allocate and deallocate of manager.py
 MODULE = NativeModule("tilegrad_hit", _HERE / "hit.cpp", ("c10",), _HERE)
 
 
@@ -31,11 +31,11 @@ def load() -> ModuleType | str:
     return found
 
 
-def shorten(manager: type[Any], *parts: type[Any], cpu: torch.device) -> None:
+def install_fast_path(manager: type[Any], *parts: type[Any], cpu: torch.device) -> None:
     """Replaces `manager.allocate` and `manager.deallocate` by the C++ functions, which call the Python functions for
     everything that is not a plain cache hit. parts: the classes of cache, free list, pool and slot."""
     takes, gives = vars(manager)["allocate"], vars(manager)["deallocate"]
-    in_python.update(allocate=takes, deallocate=gives)
+    python_methods.update(allocate=takes, deallocate=gives)
     module = load()
     if isinstance(module, str):
         return

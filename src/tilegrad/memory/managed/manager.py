@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ..types import DEFAULT_CONFIGS, BufferConfig, BufferStateError, BufferType
 from .cache import BufferCache, one_device, one_type
-from .hit import shorten
+from .hit import install_fast_path
 from .pattern import PatternLearner, demand
 from .pressure import PressureSource, memory_pressure
 from .profile import Life, OpenScope, Profile, Scope, ScopeStats, cache_stats, chrome_trace, lives_page
@@ -153,7 +153,7 @@ class AttentionBufferManager:
         device: torch.device | str | None = None,
         zero_init: bool | None = None,
     ) -> Tensor:
-        """A contiguous buffer, uninitialised unless `zero_init`. zero_init=None: as the type's config says."""
+        """A contiguous buffer, uninitialised unless `zero_init`. zero_init=None uses the type's config."""
         # Longer than 60 lines because a call of a helper function would take a tenth of the time of a hit.
         profile = self._profile
         began = 0 if profile is None else profile.now()
@@ -255,7 +255,7 @@ class AttentionBufferManager:
         slot.stamp = cache.clock = clock = cache.clock + 1
         free = pool.free
         try:
-            del slots[ident]  # no interrupt before the next line: neither calls a function
+            del slots[ident]  # Python checks for interrupts only around calls: none comes before the next line
             free[slot] = tensor
         except KeyError:  # another thread freed it meanwhile
             raise self._not_in_use(tensor) from None
@@ -326,8 +326,8 @@ class AttentionBufferManager:
 
     @contextmanager
     def scope(self, module_name: str) -> Iterator[None]:
-        """Allocations inside the block are counted under this name (the innermost scope counts; "" is none). A
-        lightweight manager keeps no such counts."""
+        """Allocations inside the block are counted under this name, in the innermost scope only. The name "" means no
+        scope. A lightweight manager keeps no such counts."""
         outer, here = self._open_scope(), Scope(module_name)
         try:
             self._scope.set((weakref.ref(here), outer) if here else None)
@@ -343,7 +343,7 @@ class AttentionBufferManager:
         return innermost
 
     def get_stats(self) -> dict[str, Any]:
-        """Counts and bytes. `bytes_reserved` = in use + cached + idle in slabs; `bytes_peak` is the maximum of it.
+        """Counts and bytes. `bytes_reserved` = in use + cached + idle in slabs; `bytes_peak` is its maximum.
         `bytes_live` is the requested bytes of the buffers in use; `preallocated_buffers` counts buffers made in
         advance. `buffer_types` is an alias of `per_type`."""
         self._reap()
@@ -448,9 +448,9 @@ def create_attention_buffer_manager(
     )
 
 
-def take_hits() -> None:
+def use_fast_path() -> None:
     """Installs the C++ fast path for cache hits, if it was built."""
-    shorten(AttentionBufferManager, BufferCache, FreeList, Pool, Slot, cpu=_CPU)
+    install_fast_path(AttentionBufferManager, BufferCache, FreeList, Pool, Slot, cpu=_CPU)
 
 
-take_hits()
+use_fast_path()

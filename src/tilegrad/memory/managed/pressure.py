@@ -1,8 +1,8 @@
 """Memory pressure: how full a device is, and how much may be cached on it.
 
-A pressure source maps a device to the used share of the memory it may use, in [0, 1]. The default source, on a CPU, takes the
-fullest of the machine (/proc/meminfo) and every control group above this process (version 2 and 1; reclaimable page cache
-counts as free). On CUDA it uses `mem_get_info`; memory that torch has reserved but does not use counts as free.
+A pressure source maps a device to the used share of the memory it may use, in [0, 1]. On a CPU the default source takes the
+largest share among the machine (/proc/meminfo) and the control groups above this process (versions 1 and 2; reclaimable page
+cache counts as free). On CUDA it uses `mem_get_info`; memory that torch has reserved but does not use counts as free.
 """
 
 from __future__ import annotations

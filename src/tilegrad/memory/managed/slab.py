@@ -150,7 +150,7 @@ def size_class(nbytes: int) -> int:
 
 
 def _dead(blocks: tuple[Block, ...]) -> list[Block]:
-    """The blocks whose storage is dead. Evaluated all in C: otherwise another thread could see our temporary reference."""
+    """The blocks whose storage is dead. Evaluated in C alone, because another thread could see a reference held by Python."""
     return list(compress(blocks, map(_IS_NONE, map(call, map(_STORAGE, blocks)))))
 
 

@@ -51,7 +51,7 @@ class Handle(weakref.ref[Tensor]):
 
 @dataclass(slots=True, eq=False)
 class Pool:
-    """The cached buffers of one (type, device), least recently freed first. Who removes one from `free` owns its tensor."""
+    """The cached buffers of one (type, device), least recently freed first. Removing one from `free` takes its tensor over."""
 
     type: BufferType
     device: torch.device
@@ -67,8 +67,8 @@ class Pool:
 
 
 class FreeList:
-    """The cached buffers of one exact key. A hint: `free` of the pool decides whether a buffer is cached, and may have
-    buffers that this list lacks. `took` and `gave` are the key's events for pattern learning."""
+    """The cached buffers of one exact key. This list is only a hint: a buffer is cached if the pool's `free` has it, and
+    `free` may have buffers that this list lacks. `took` and `gave` are the key's events for pattern learning."""
 
     __slots__ = ("dtype", "gave", "key", "most", "nbytes", "pool", "shape", "slots", "took")
 
@@ -97,7 +97,7 @@ def shaped(storage: torch.UntypedStorage, key: Key) -> Tensor:
 
 
 def detach_storage(tensor: Tensor) -> None:
-    """Replaces a freed tensor's storage, so that a variable that still refers to the tensor keeps none of our memory."""
+    """Replaces a freed tensor's storage, so that a variable that still refers to the tensor keeps no bytes of the buffer."""
     tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
 
@@ -151,8 +151,8 @@ class Slot:
         self.ident, self.handle = id(tensor), handle
 
     def is_dying(self, tensor: Tensor) -> bool:
-        """Whether a finalizer passes the tensor that this slot lost: the garbage collector clears weak references
-        before it calls the finalizers of a cycle. The buffer then counts as dropped."""
+        """Whether a finalizer frees this slot's tensor after the garbage collector cleared the slot's weak reference, as
+        it does before it calls the finalizers of a cycle. The buffer then counts as dropped."""
         return self.handle is not None and self.handle() is None and tensor.untyped_storage() is self.storage_object()
 
     def held_elsewhere(self, tensor: Tensor) -> bool:

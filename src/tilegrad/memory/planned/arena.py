@@ -47,9 +47,9 @@ def alignment(device: torch.device) -> int:
 
 def _room(buffer: Handle) -> int:
     """Bytes of a persistent buffer in its arena. On CUDA a multiple of 128 elements, so that float32 parameters and
-    their bfloat16 copies have the same layout in elements and one kernel writes both."""
-    size = buffer.dtype.itemsize
-    return -(-buffer.nbytes // (128 * size)) * 128 * size if buffer.device.type == "cuda" else buffer.nbytes
+    their bfloat16 copies have the same layout in elements and one kernel writes both. On a CPU `multiple` does that."""
+    step = (128 if buffer.device.type == "cuda" else buffer.multiple) * buffer.dtype.itemsize
+    return -(-buffer.nbytes // step) * step
 
 
 def flat(name: str, buffers: Sequence[Handle]) -> FlatHandle:
@@ -121,7 +121,10 @@ class Arenas:
         arena = self.plan.arenas.get(handle.role)
         if arena is None or any(buffer.name not in arena.offsets for buffer in handles(handle)):
             return handle
-        return self._bytes(handle).view(handle.dtype).view(handle.shape)
+        elements = self._bytes(handle).view(handle.dtype)
+        if handle.pitch is not None:
+            return elements.view(-1, handle.pitch)[:, : handle.shape[1]]
+        return elements.view(handle.shape)
 
     def poison(self, role: Role = "activations") -> None:
         """Fills an arena with bytes that are NaN in every float format and −1 as integers."""

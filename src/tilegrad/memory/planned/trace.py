@@ -37,7 +37,8 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """A buffer before it is allocated. Handles with the same name are the same buffer, whatever their shapes."""
+    """A buffer before it is allocated. Handles with the same name are the same buffer, whatever their shapes. A row of a matrix
+    with a `pitch` begins that many elements after the previous row, as in cuBLAS's leading dimension."""
 
     name: str
     shape: tuple[int, ...]
@@ -46,8 +47,14 @@ class Handle:
     role: Role = "activations"
     layer: str = ""
     device: torch.device = _CPU
+    pitch: int | None = None
+    multiple: int = 1  # in a persistent arena, room for a multiple of this many elements
 
     def __post_init__(self) -> None:
+        if self.pitch is not None and (len(self.shape) != 2 or self.pitch < self.shape[1]):
+            raise ValueError(
+                f"handle {self.name!r} has pitch={self.pitch}; accepted: at least the columns of a matrix, not {self.shape}"
+            )
         if any(size < 0 for size in self.shape):
             raise ValueError(f"handle {self.name!r} has shape={self.shape}; accepted: sizes ≥ 0")
         if self.role not in ROLES:
@@ -55,10 +62,13 @@ class Handle:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        elements = math.prod(self.shape) if self.pitch is None else self.shape[0] * self.pitch
+        return elements * self.dtype.itemsize
 
     def view(self, *shape: int) -> Handle:
         """The same buffer in another shape, by torch's rules for a contiguous tensor."""
+        if self.pitch is not None:
+            raise ValueError(f"handle {self.name!r} has pitch={self.pitch}, so it has no view as {shape}")
         try:
             view = torch.empty(self.shape, device="meta").view(*shape)
         except RuntimeError as error:
@@ -251,7 +261,7 @@ class _Recorder:
                     raise ValueError(
                         f"op {op!r} (number {len(self.ops)}) {'writes' if name in written else 'reads'} {name!r} while "
                         f"side stream {stream!r} still {'writes' if in_write else 'reads'} it: "
-                        f"call wait({stream!r}) before"
+                        f"call wait({stream!r}) first"
                     )
 
     def mark(self, event: str, stream: str) -> None:

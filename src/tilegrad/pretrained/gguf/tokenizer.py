@@ -1,6 +1,6 @@
 """Tokenizers: tokenizer.json and tokenizer_config.json ↔ GGUF's metadata.
 
-Byte-level BPE is GGUF's model "gpt2"; the name in tokenizer.ggml.pre is that of a pre-tokenizer in llama.cpp's code.
+Byte-level BPE is GGUF's model "gpt2"; tokenizer.ggml.pre names a pre-tokenizer in llama.cpp's code.
 A table maps those names to the pre_tokenizer, normalizer and ignore_merges of tokenizer.json. SentencePiece's BPE is the model
 "llama" (sentencepiece.py).
 """
@@ -48,7 +48,7 @@ class Pre:
     pre_tokenizer: Json
     normalizer: Json | None = None
     ignore_merges: bool = False
-    add_bos: bool = False  # the default of a file that does not say
+    add_bos: bool = False  # the default if a file does not say
     aliases: tuple[str, ...] = ()
 
 

@@ -107,7 +107,7 @@ def load(
     sources, params, inputs, tile_info, tile_counter,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DESCENDING: gl.constexpr, DO_FIRST: gl.constexpr,
 ):  # fmt: skip
-    """The producer warp. `state` counts the stages of q and do, `iteration` those of k and v."""
+    """The producer warp. `state` counts the stages of q and do, `iteration` the stages of k and v."""
     VARLEN: gl.constexpr = params.cu_seqlens_q is not None
     iteration = 0
     state = 0

@@ -61,7 +61,7 @@ def wait_for_tile(tile_info, iteration, params):
 
 @gluon.jit
 def read_tile(tile_info, iteration, params):
-    """wait_for_tile without the wait: reading a field again where it is used saves the register that would hold it."""
+    """Like wait_for_tile, without the wait: reading a field again where it is used saves the register that would hold it."""
     words = tile_info.stages
     at = stage_of(iteration, INFO_STAGES) * INFO_WORDS
     start_q = 0
@@ -159,7 +159,7 @@ def first_row(b, start_q, rows_b, VARLEN: gl.constexpr):
 
 @gluon.jit
 def tma_coordinates(params, b, start, size, h, row):
-    """TMA coordinates of a row of sequence b, without the column; for packed sequences those of varlen_descriptor."""
+    """TMA coordinates of a row of sequence b, without the column; for packed sequences as in varlen_descriptor."""
     if params.cu_seqlens_q is None:
         return b, h, row
     else:

@@ -1,6 +1,6 @@
 """The MMAs of Hopper's backward for head dimensions beyond 128: two consumer warpgroups with different tasks.
 
-dk and dv of 64 columns fill half the registers of two warpgroups, so a tile is 64 × 64. If both warpgroups shared every MMA,
+dk and dv of 64 columns fill half of the registers of two warpgroups, so a tile is 64 × 64. If both warpgroups shared every MMA,
 each would read one whole operand, and shared memory bandwidth would be the limit. Instead one accumulates dv and the other dk
 (GEMMs numbered as in backward_mma.py):
 

@@ -1,6 +1,6 @@
 """Attention's forward on Hopper (sm_90a), in Gluon: persistent CTAs of one producer warp and one to three MMA warpgroups.
 
-The equations are those of ../triton/forward.py. A warpgroup owns 64 rows of a work tile and loops over the blocks of columns
+../triton/forward.py has the equations. A warpgroup owns 64 rows of a work tile and loops over the blocks of columns
 from last to first, so that the blocks on the causal diagonal come first. Only blocks that an edge of the band crosses are
 masked, and a warpgroup skips blocks that none of its rows attends to:
 
@@ -12,7 +12,7 @@ masked, and a warpgroup skips blocks that none of its rows attends to:
 
 **Pipelines** (pipeline.py) run from the producer warp (forward_load.py) to the warpgroups. A stage of q has the rows of one
 warpgroup. A stage of k or v has one block of columns, and every thread of the warpgroups releases it at a named barrier. With
-two stages of q, o is staged in the stage of its own q after the last read of q. That stage is released in the next work tile,
+two stages of q, o is staged in the stage of its own q once q has been read. That stage is released in the next work tile,
 after TMA has read o. With one stage (D 256), q is released after its last scores, so that the next q is loaded while this tile
 ends; o then has a separate stage and is stored in two halves of D.
 

@@ -110,12 +110,14 @@ def splits_for(sizes: Sizes, tiles: int, programs: int, m: int) -> int:
 
 
 def heads_per_section(sizes: Sizes, programs: int, *, deterministic: bool = False) -> int:
-    """kv heads whose work tiles are taken together: one, except with a causal band and no window. There the first columns
-    take longest, so those of several heads come first: at most as many heads as fit in L2 with q, do and dq_acc of one query
-    head each.
+    """kv heads whose work tiles are taken together: one, with two exceptions.
 
-    Deterministic work tiles of a head finish one after the other, because each waits for the previous one at every row tile.
-    Without a band, enough heads are taken together to fill the CTAs, so that tiles start in the order of their additions."""
+    With a causal band and no window, unless deterministic, the first columns take longest, so several heads begin with them
+    together: at most as many heads as fit in L2 with q, do and dq_acc of one query head each.
+
+    In a deterministic call the work tiles of a head finish one after the other, because each waits for its predecessor at every
+    row tile. Without a band, enough heads are taken together to fill the CTAs, so that tiles start in the order of their
+    additions."""
     heads, tile = sizes.batch * sizes.hkv, TILE_CONFIGS[width_of(sizes.d)]
     if deterministic and sizes.right is None and sizes.left is None:
         return max(1, min(heads, programs // _ceil_div(sizes.tk, tile.n)))

@@ -79,7 +79,7 @@ def counts_tiles(sizes: Sizes, *, varlen: bool) -> bool:
 
 
 def workspace(sizes: Sizes, *, varlen: bool) -> Shapes:
-    """The tile counter, if this call or a shorter one needs it: in a shorter one the window may cover all columns."""
+    """The tile counter, if this call or a shorter one needs it: a window may cover all columns of a shorter call."""
     return {"tile_counter": ((1,), torch.int32)} if counts_tiles(sizes._replace(left=None), varlen=varlen) else {}
 
 
@@ -134,7 +134,7 @@ def prepare_fwd(call: Forward, views: Views) -> Callable[[Forward], None]:
 
 
 def _prepare(call: Forward, tile_counter: Tensor | None) -> Launch:
-    q, k, v, mask, o, lse, _ = call
+    q, k, v, mask, o, lse, *_ = call
     sizes = sizes_of(q, k, v, mask)
     varlen = mask.varlen
     config = tile_config(sizes, multiprocessors(q.device), varlen=varlen)

@@ -1,11 +1,11 @@
 """Tiles in registers: the mask, row maxima and row sums of an MMA accumulator, and the scalar functions of ../triton.
 
-In a row of an accumulator, a thread's e-th pair of elements is at column 8·e + c, and c depends only on the thread. The mask
-compares the immediate 8·e with (bound − c), one register per row. Comparing column indices would need a register per column:
-the compiler hoists the indices out of the loop, and from CUDA 13 on ptxas keeps them in local memory.
+In a row of an accumulator, a thread's e-th pair of elements is at columns 8·e + c, and its two c depend only on the thread. The
+mask compares the immediate 8·e with (bound − c), two registers per row. Comparing column indices would need a register per
+column: the compiler hoists the indices out of the loop, and from CUDA 13 on ptxas keeps them in local memory.
 
 Maxima and sums combine a thread's elements one after the other, as gl.max and gl.sum do in Triton 3.6 and 3.7. From 3.8 on
-gl.max and gl.sum build a tree, which can't start before all exponentials of a row are known: ptxas schedules them later.
+gl.sum builds a tree, whose additions wait for nearly all exponentials of a row, so ptxas schedules the additions later.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 
 from ..triton import numerics
 
-LEAST = gl.constexpr(8)  # columns in which each thread has two elements
+LEAST = gl.constexpr(8)  # columns: a thread has two elements per row in them
 
 tanh = gluon.jit(numerics.tanh.fn)
 to_log2 = gluon.jit(numerics.to_log2.fn)
@@ -48,7 +48,7 @@ def keep_between(x, first, last):
 
 @gluon.jit
 def _fold(x, acc, MAX: gl.constexpr):
-    """Combines the columns of x with acc (rows, LEAST), or None, LEAST columns at a time."""
+    """Combines the columns of x with acc, (rows, LEAST) or None, LEAST columns at a time."""
     if x.shape[1] > LEAST:
         first, last = x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
         return _fold(last, _fold(first, acc, MAX), MAX)

@@ -39,12 +39,39 @@ def score_arguments(sizes: Sizes, mask: Mask, scratch: Scratch) -> Arguments:
         strides |= {"slopes_b": slopes.stride(0) if slopes.ndim == 2 else 0, "slopes_h": slopes.stride(-1)}
     if isinstance(seed, int) and mask.dropout_p:
         seed = scratch["seed"].fill_(seed - 2**64 if seed >= 2**63 else seed)
-    return strides | {
+    return strides | interval_arguments(mask) | {
         "bias": bias, "slopes": slopes, "seed": seed if mask.dropout_p else None, "threshold": threshold(mask.dropout_p),
         "inv_keep": 1.0 / (1.0 - mask.dropout_p),
         "group": sizes.group, "tq": sizes.tq, "tk": sizes.tk, "left": sizes.left, "right": sizes.right,
         "factor": max(abs(mask.scale_for(sizes.d)), LEAST_FACTOR), "softcap": mask.softcap or None,
     }  # fmt: skip
+
+
+def interval_arguments(mask: Mask) -> Arguments:
+    """Intervals and their strides; all None in a call without."""
+    x = mask.intervals
+    if x is None:
+        return dict.fromkeys(("intervals", "intervals_b", "intervals_h"))
+    return {"intervals": x, "intervals_b": _step(x, 0), "intervals_h": _step(x, 1)}
+
+
+def list_arguments(mask: Mask, runs: Tensor | None, tiles: int) -> Arguments:
+    """The lists of a kernel's own tiles, `tiles` for each kv head that has intervals of its own; all None without lists."""
+    x = mask.intervals
+    if x is None or runs is None:
+        return dict.fromkeys(("runs", "runs_b", "runs_h"))
+    heads = x.shape[1]
+    return {"runs": runs, "runs_b": tiles * heads * (x.shape[0] > 1), "runs_h": tiles * (heads > 1)}
+
+
+def _step(x: Tensor, axis: int) -> int:
+    """The stride of an axis, 0 if it is broadcast."""
+    return x.stride(axis) if x.shape[axis] > 1 else 0
+
+
+def pairs_of(mask: Mask) -> int:
+    """Intervals of a column."""
+    return 0 if mask.intervals is None else mask.intervals.shape[3] // 2
 
 
 def exponent_arguments(factor: float, dtype: torch.dtype) -> Arguments:
@@ -77,7 +104,7 @@ def sink_arguments(mask: Mask) -> Arguments:
 
 
 def alignment(*tensors: Tensor | None, varlen: bool) -> int:
-    """How many elements every row offset is a multiple of: ALIGNED_BYTES in the first tensor's dtype, or else 1."""
+    """The number of elements of which every row offset is a multiple: ALIGNED_BYTES in the first tensor's dtype, or else 1."""
     given = [x for x in tensors if x is not None]
     elements = ALIGNED_BYTES // given[0].element_size()
     steps = all(stride % elements == 0 for x in given for stride in row_strides(x, varlen=varlen))

@@ -6,13 +6,13 @@
     dq      a program has a tile of rows and loops over the columns they attend to
               (1) s = q kᵀ    (2) dp = do vᵀ    (5) dq += dx k
     dbias   a program has a tile of the bias itself and loops over everything that the bias is broadcast over. A bias
-            broadcast over columns shifts whole rows: p is invariant to it, but lse and the sink's probability are not:
+            broadcast over columns shifts whole rows: p does not depend on it, but lse and the sink's probability do:
               Σⱼ ds = Σⱼ p ∘ dp − delta Σⱼ p = (delta + dlse) − delta (1 − p_sink) = dlse + p_sink · delta
     dsinks  a program has a head and loops over its rows: dsink −= Σ exp(sink − lse) · delta
 
 scores.py computes r, ds and dx of a tile. scale, and for dv 1/(1 − dropout_p), are applied once at the end. Scores are
-computed twice: 7 GEMMs (8 with separate dk and dv passes) of 2·Tq·Tk·D FLOPs, where a fused loop has 5. That is the cost of
-using neither atomics nor a float32 dq in memory. Scratch is delta and row_lse, float32 (B, Hq, Tq) each.
+computed twice: 7 GEMMs (8 with separate dk and dv passes) of 2·Tq·Tk·D FLOPs, where a fused loop has 5. That
+avoids atomics and a float32 dq in memory. Scratch is delta and row_lse, float32 (B, Hq, Tq) each.
 """
 
 from __future__ import annotations
@@ -24,10 +24,14 @@ from .memory import at, deduplicated, lengths, load_row, load_tile, row_program,
 from .numerics import dot, dot_transposed
 from .scores import (
     Head,
+    Visits,
     band_tiles,
     count_tiles,
     drop,
+    list_runs,
+    listed_tiles,
     nth_tile,
+    own_list,
     probabilities,
     score_gradient,
     sink_probability,
@@ -36,6 +40,7 @@ from .scores import (
 
 SIZES = [f"{x}_{axis}" for x in ("q", "k", "v", "o", "do", "lse", "dlse", "rows", "dq", "dk", "dv") for axis in "bht"]
 SIZES += [f"{x}_{axis}" for x in ("bias", "dbias") for axis in "bhij"]
+SIZES += ["intervals_b", "intervals_h", "runs_b", "runs_h"]
 SIZES += ["slopes_b", "slopes_h", "sinks_h", "dsinks_h", "b_step", "h_step", "batch", "heads", "row_tiles", "col_tiles"]
 SIZES += ["first_b", "tq", "tk", "left", "right", "threshold"]
 
@@ -81,31 +86,34 @@ def _delta_kernel(
 
 @triton.jit
 def _add_rows(
-    dk, dv, k, v, q, do, row_lse, delta, q_t, do_t, j, head, first, unmasked, unmasked_end, last,
+    dk, dv, k, v, q, do, row_lse, delta, q_t, do_t, j, head, visits,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, ALIGN: tl.constexpr, INT64_OFFSETS: tl.constexpr,
     IEEE_FP32: tl.constexpr, DUPLICATES: tl.constexpr, SAME_OFFSETS: tl.constexpr,
     DK_WANTED: tl.constexpr, DV_WANTED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Adds the masked or the unmasked row tiles of one query head to dk and dv.
 
-    The sum dp may start from −delta instead of 0. s must not start from −lse: every partial sum would be rounded with it.
+    The sum dp may start from −delta instead of 0. s must not start from −lse, with which every partial sum would be rounded.
     row_lse and delta are prefetched by hand, because Triton doesn't pipeline such narrow loads. To save registers,
     loop-invariant code motion is off and the few masked tiles aren't pipelined."""
     q_offsets = tile_offsets(q_t, BLOCK_M, k.shape[1], ALIGN, INT64_OFFSETS)
     do_offsets = q_offsets if SAME_OFFSETS else tile_offsets(do_t, BLOCK_M, v.shape[1], ALIGN, INT64_OFFSETS)
     DP_STARTS: tl.constexpr = not IEEE_FP32 and head.seed is None
-    tiles = count_tiles(first, unmasked, unmasked_end, last, MASKED)
-    rows = nth_tile(0, first, unmasked, unmasked_end, MASKED) * BLOCK_M + tl.arange(0, BLOCK_M)
+    runs = None
+    if visits.runs is not None:
+        runs = list_runs(visits, MASKED)
+    tiles = count_tiles(visits, runs, MASKED)
+    rows = nth_tile(0, visits, runs, MASKED) * BLOCK_M + tl.arange(0, BLOCK_M)
     next_lse = load_row(row_lse, rows, head.tq, float("inf"), DUPLICATES)
     next_delta = load_row(delta, rows, head.tq, 0.0, DUPLICATES)
     for m in tl.range(0, tiles, num_stages=1 if MASKED else None, disable_licm=True):
-        start = nth_tile(m, first, unmasked, unmasked_end, MASKED) * BLOCK_M
+        start = nth_tile(m, visits, runs, MASKED) * BLOCK_M
         rows = start + tl.arange(0, BLOCK_M)
         q_tile = load_tile(q + steps(start, q_t, ALIGN), q_offsets, head.tq - start, D, CHECKED=MASKED)
         do_tile = load_tile(do + steps(start, do_t, ALIGN), do_offsets, head.tq - start, DV, CHECKED=MASKED)
         lse_row = deduplicated(next_lse)
         delta_row = deduplicated(next_delta)
-        next_rows = nth_tile(m + 1, first, unmasked, unmasked_end, MASKED) * BLOCK_M + tl.arange(0, BLOCK_M)
+        next_rows = nth_tile(m + 1, visits, runs, MASKED) * BLOCK_M + tl.arange(0, BLOCK_M)
         next_lse = load_row(row_lse, next_rows, head.tq, float("inf"), DUPLICATES)
         next_delta = load_row(delta, next_rows, head.tq, 0.0, DUPLICATES)
         dp_start = None
@@ -125,15 +133,16 @@ def _add_rows(
 
 @triton.jit(do_not_specialize=SIZES)
 def _dkdv_kernel(
-    q, k, v, do, row_lse, delta, cu_seqlens_q, cu_seqlens_k, bias, slopes, seed,
+    q, k, v, do, row_lse, delta, cu_seqlens_q, cu_seqlens_k, bias, slopes, seed, intervals, runs,
     dk, dv,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, rows_b, rows_h,
-    bias_b, bias_h, bias_i, bias_j, slopes_b, slopes_h, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
+    bias_b, bias_h, bias_i, bias_j, slopes_b, slopes_h, intervals_b, intervals_h, runs_b, runs_h,
+    dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
     first_b, group, tq, tk, left, right, threshold: tl.uint32, factor, softcap, inv_keep, scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     ALIGN: tl.constexpr, INT64_OFFSETS: tl.constexpr, NEGATIVE: tl.constexpr, IEEE_FP32: tl.constexpr,
-    FP64: tl.constexpr, DUPLICATES: tl.constexpr, SAME_OFFSETS: tl.constexpr,
+    FP64: tl.constexpr, PAIRS: tl.constexpr, DUPLICATES: tl.constexpr, SAME_OFFSETS: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(0) * BLOCK_N
     kv_head = tl.program_id(1)
@@ -161,6 +170,15 @@ def _dkdv_kernel(
 
     stop = tl.minimum(start + BLOCK_N, tk)
     first, unmasked, unmasked_end, last = band_tiles(start, stop, tq - tk, right, left, tq, BLOCK_M)
+    if runs is not None:
+        runs = own_list(runs, runs_b, runs_h, b, kv_head, tl.program_id(0))
+        first = 0
+        last = listed_tiles(runs)
+    second = None
+    if intervals is not None:
+        intervals += steps(b, intervals_b, 1) + steps(kv_head, intervals_h, 1)
+        if PAIRS == 2:
+            second = intervals + 2
     for g in range(0, group):
         h = kv_head * group + g
         q_head = at(q, q_b, q_h, q_t, b, h, start_q, ALIGN)
@@ -174,12 +192,13 @@ def _dkdv_kernel(
         if bias is not None:
             bias_head = bias + steps(b, bias_b, 1) + steps(h, bias_h, 1)
         head = Head(
-            b, h, tq, tk, left, right, factor, softcap, bias_head, bias_i, bias_j, slope, seed, threshold, inv_keep
-        )
+            b, h, tq, tk, left, right, factor, softcap, bias_head, bias_i, bias_j, slope, seed, threshold, inv_keep,
+            intervals, second,
+        )  # fmt: skip
         for MASKED in tl.static_range(2):
             dk_acc, dv_acc = _add_rows(
                 dk_acc, dv_acc, k_tile, v_tile, q_head, do_head, lse_head, delta_head, q_t, do_t,
-                j, head, first, unmasked, unmasked_end, last,
+                j, head, Visits(first, unmasked, unmasked_end, last, runs),
                 D, DV, BLOCK_M, ALIGN, INT64_OFFSETS, IEEE_FP32, DUPLICATES, SAME_OFFSETS,
                 dk is not None, dv is not None, MASKED,
             )  # fmt: skip
@@ -194,13 +213,18 @@ def _dkdv_kernel(
 
 @triton.jit
 def _add_columns(
-    dq, q, do, row_lse, delta, k, v, k_offsets, v_offsets, k_t, v_t, i, head, first, unmasked, unmasked_end, last,
+    dq, q, do, row_lse, delta, k, v, k_offsets, v_offsets, k_t, v_t, i, head, visits,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr, IEEE_FP32: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    tiles = count_tiles(first, unmasked, unmasked_end, last, MASKED)
-    for n in tl.range(0, tiles):
-        start = nth_tile(n, first, unmasked, unmasked_end, MASKED) * BLOCK_N
+    """Adds the masked or the unmasked column tiles to dq. WIDE saves registers as `_add_rows` does."""
+    WIDE: tl.constexpr = q.shape[1] > 256 or do.shape[1] > 256
+    runs = None
+    if visits.runs is not None:
+        runs = list_runs(visits, MASKED)
+    tiles = count_tiles(visits, runs, MASKED)
+    for n in tl.range(0, tiles, num_stages=1 if MASKED and WIDE else None, disable_licm=WIDE):
+        start = nth_tile(n, visits, runs, MASKED) * BLOCK_N
         j = start + tl.arange(0, BLOCK_N)[None, :]
         k_tile = load_tile(k + steps(start, k_t, ALIGN), k_offsets, head.tk - start, D, CHECKED=MASKED)
         v_tile = load_tile(v + steps(start, v_t, ALIGN), v_offsets, head.tk - start, DV, CHECKED=MASKED)
@@ -214,15 +238,16 @@ def _add_columns(
 
 @triton.jit(do_not_specialize=SIZES)
 def _dq_kernel(
-    q, k, v, do, row_lse, delta, cu_seqlens_q, cu_seqlens_k, bias, slopes, seed,
+    q, k, v, do, row_lse, delta, cu_seqlens_q, cu_seqlens_k, bias, slopes, seed, intervals, runs,
     dq,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, rows_b, rows_h,
-    bias_b, bias_h, bias_i, bias_j, slopes_b, slopes_h, dq_b, dq_h, dq_t,
+    bias_b, bias_h, bias_i, bias_j, slopes_b, slopes_h, intervals_b, intervals_h, runs_b, runs_h,
+    dq_b, dq_h, dq_t,
     heads, group, row_tiles, tq, tk, left, right, threshold: tl.uint32, factor, softcap, inv_keep, scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     ALIGN: tl.constexpr, INT64_OFFSETS: tl.constexpr, NEGATIVE: tl.constexpr, IEEE_FP32: tl.constexpr,
-    FP64: tl.constexpr,
+    FP64: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     m, h, b = row_program(row_tiles, heads)
     if right is not None:
@@ -255,17 +280,28 @@ def _dq_kernel(
         bias += steps(b, bias_b, 1) + steps(h, bias_h, 1)
     if seed is not None:
         seed = tl.load(seed)
-    head = Head(b, h, tq, tk, left, right, factor, softcap, bias, bias_i, bias_j, slope, seed, threshold, inv_keep)
+    second = None
+    if intervals is not None:
+        intervals += steps(b, intervals_b, 1) + steps(h // group, intervals_h, 1)
+        if PAIRS == 2:
+            second = intervals + 2
+    head = Head(
+        b, h, tq, tk, left, right, factor, softcap, bias, bias_i, bias_j, slope, seed, threshold, inv_keep, intervals, second
+    )  # fmt: skip
     k = at(k, k_b, k_h, k_t, b, h // group, start_k, ALIGN)
     v = at(v, v_b, v_h, v_t, b, h // group, start_k, ALIGN)
     acc = tl.zeros([BLOCK_M, BLOCK_D], ACC)
 
     stop = tl.minimum(start + BLOCK_M, tq)
     first, unmasked, unmasked_end, last = band_tiles(start, stop, tk - tq, left, right, tk, BLOCK_N)
+    if runs is not None:
+        runs = own_list(runs, runs_b, runs_h, b, h // group, m)
+        first = 0
+        last = listed_tiles(runs)
     for MASKED in tl.static_range(2):
         acc = _add_columns(
             acc, q_tile, do_tile, row_lse, delta, k, v, k_offsets, v_offsets, k_t, v_t, rows[:, None], head,
-            first, unmasked, unmasked_end, last, D, DV, BLOCK_N, ALIGN, IEEE_FP32, MASKED,
+            Visits(first, unmasked, unmasked_end, last, runs), D, DV, BLOCK_N, ALIGN, IEEE_FP32, MASKED,
         )  # fmt: skip
 
     dq = at(dq, dq_b, dq_h, dq_t, b, h, start_q + start, ALIGN)
@@ -274,16 +310,17 @@ def _dq_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def _dbias_kernel(
-    q, k, v, do, row_lse, delta, bias, slopes, seed,
+    q, k, v, do, row_lse, delta, bias, slopes, seed, intervals,
     dbias,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, rows_b, rows_h,
-    bias_b, bias_h, bias_i, bias_j, slopes_b, slopes_h, dbias_b, dbias_h, dbias_i, dbias_j,
+    bias_b, bias_h, bias_i, bias_j, slopes_b, slopes_h, intervals_b, intervals_h,
+    dbias_b, dbias_h, dbias_i, dbias_j,
     batch, heads, group, row_tiles, col_tiles, b_step, h_step, tq, tk, left, right, threshold: tl.uint32,
     factor, softcap, inv_keep,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUM_ROWS: tl.constexpr,
     ALIGN: tl.constexpr, INT64_OFFSETS: tl.constexpr, NEGATIVE: tl.constexpr, IEEE_FP32: tl.constexpr,
-    FP64: tl.constexpr,
+    FP64: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     own_n = tl.program_id(0) % col_tiles
     own_m = tl.program_id(0) // col_tiles % row_tiles
@@ -312,9 +349,16 @@ def _dbias_kernel(
             if slopes is not None:
                 slope = tl.load(slopes + b * slopes_b + h * slopes_h).to(tl.float32)
             bias_head = bias + steps(b, bias_b, 1) + steps(h, bias_h, 1)
+            intervals_head = None
+            second = None
+            if intervals is not None:
+                intervals_head = intervals + steps(b, intervals_b, 1) + steps(h // group, intervals_h, 1)
+                if PAIRS == 2:
+                    second = intervals_head + 2
             head = Head(
-                b, h, tq, tk, left, right, factor, softcap, bias_head, bias_i, bias_j, slope, seed, threshold, inv_keep
-            )
+                b, h, tq, tk, left, right, factor, softcap, bias_head, bias_i, bias_j, slope, seed, threshold, inv_keep,
+                intervals_head, second,
+            )  # fmt: skip
             k_tile = load_tile(at(k, k_b, k_h, k_t, b, h // group, col, ALIGN), k_offsets, tk - col, D, CHECKED=True)
             v_tile = load_tile(at(v, v_b, v_h, v_t, b, h // group, col, ALIGN), v_offsets, tk - col, DV, CHECKED=True)
             if NEGATIVE:

@@ -13,9 +13,9 @@ from torch import Tensor
 from ...cache import remember
 from ...cuda_launch import Launch, refusal
 from ...triton_version import launch_options
-from ..problem import Sizes
+from ..problem import ALIGNED_BYTES, Sizes
 from .arguments import Arguments, ieee_fp32
-from .tiles import INTERPRETER, UNALIGNED, Key, Tile, candidates, row
+from .tiles import INTERPRETER, INTERVALS, UNALIGNED, Key, Tile, candidates, ordered, row
 
 FAST_FLOAT64 = (INTERPRETER, 80, 90)  # float64 at ≥ half of float32's rate; not 100: Triton 3.6 can't compile it there
 
@@ -44,6 +44,9 @@ def product_bits(dtype: torch.dtype, device: torch.device) -> int:
 
 
 def tiles_for(kernel: str, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[Tile, ...]:
+    """Tiles to try in order; "ordered", the forward of an invariant problem, has one."""
+    if kernel == "ordered":
+        return (ordered(product_bits(dtype, device), sizes.d, sizes.dv),)
     return candidates(kernel, _key(sizes, dtype, device))
 
 
@@ -54,7 +57,8 @@ def separate_dk_dv(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> bo
 
 def _key(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Key:
     band = sizes.left is not None or sizes.right is not None
-    return architecture(device), product_bits(dtype, device), max(sizes.block_d, sizes.block_dv), band
+    bits, widest = product_bits(dtype, device), max(sizes.block_d, sizes.block_dv)
+    return architecture(device), bits, widest, INTERVALS if sizes.intervals else band
 
 
 class Fit(NamedTuple):
@@ -92,6 +96,11 @@ def fitted(
     """The call of `kernel` with the first tile for `name` that fits; no call if the grid is empty."""
     tiles = tiles_for(name, sizes, q.dtype, q.device)
     if constants["ALIGN"] == 1 and q.element_size() == 2 and architecture(q.device) != INTERPRETER:
+        if name == "ordered" and tiles[0] not in UNALIGNED:
+            raise ValueError(
+                f"q: got rows of q, k, v or o that do not start at multiples of {ALIGNED_BYTES} bytes, with invariant=True; "
+                "accepted: rows that do (call .contiguous())"
+            )
         tiles = UNALIGNED
     if not all(grid(tiles[0])[1]):
         return []

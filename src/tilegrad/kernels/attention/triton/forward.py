@@ -7,10 +7,15 @@
       row_sum = alpha · row_sum + Σ p    acc = alpha · acc + (p ∘ keep) v
     o = acc / row_sum / (1 − dropout_p)          lse = row_max + log row_sum
 
-In a plain call x is q·k, and p = exp2(c x − c row_max) with c = factor · log2(e) is one fma and one exp2. The fma subtracts a
-rounded c · row_max from an exact c · x. The rounding error is the same for the whole row: it cancels in o, and `product_lse`
-removes it from lse. Where |c · row_max| exceeds 2²⁶, p would overflow. There c is the next power of two, so that the product is
-exact: such scores are at least 4 apart in the log2 domain, and nearly every p is 0 or 1.
+In a plain call (PLAIN) x is q·k, and p = exp2(c x − c row_max) with c = factor · log2(e) is one fma and one exp2. The fma
+subtracts a rounded c · row_max from an exact c · x. The rounding error is the same for the whole row: it cancels in o, and
+`product_lse` removes it from lse. Where |c · row_max| is very large, p would overflow. From 2²⁶ on c is the next power of two,
+so the product is exact. Distinct scores are then at least 4 apart in the log2 domain, and nearly every p is 0 or 1.
+
+SPLIT > 0: the order in which a row is summed does not depend on its tile of rows. The columns SPLIT·n … SPLIT·(n + 1) − 1 are
+one part of the softmax, summed tile by tile from the first, and the parts are combined in their order (softmax.py). Every tile
+applies the mask. Tiles and parts that only other rows attend to change no bit: p is 0, and alpha is 1. cache_attention has
+the same order.
 
 Split-K: with few rows and many columns, `splits` programs share the columns of a row tile. Each writes its own o and lse, in
 the dtype of the accumulators, and `_combine_kernel` reduces them in a fixed order: o = Σ exp(lse_s − lse) o_s.
@@ -31,43 +36,52 @@ from .numerics import (
     dot_transposed,
     exponential,
     logarithm,
-    power,
     product_lse,
     ratio,
     scaled_max,
-    to_log2,
 )
-from .scores import Head, band_tiles, count_tiles, dropout_mask, nth_tile, scores
+from .scores import (
+    Head,
+    Visits,
+    band_tiles,
+    count_tiles,
+    dropout_mask,
+    list_runs,
+    listed_tiles,
+    nth_tile,
+    own_list,
+    scores,
+)
+from .softmax import combine, no_column, weights, with_sink
 
 SIZES = [f"{x}_{axis}" for x in ("q", "k", "v", "o", "lse", "parts", "lse_parts") for axis in "bhts"]
 SIZES += ["bias_b", "bias_h", "bias_i", "bias_j", "slopes_b", "slopes_h", "sinks_h"]
+SIZES += ["intervals_b", "intervals_h", "runs_b", "runs_h"]
 SIZES += ["heads", "row_tiles", "tq", "tk", "left", "right", "threshold", "splits"]
 
 
 @triton.jit
 def _attend(
     acc, row_max, row_sum, q, k, v, k_offsets, v_offsets, k_t, v_t, i, head, log2_factor, coarse_factor,
-    first, unmasked, unmasked_end, last,
+    visits,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr, IEEE_FP32: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
+    """Adds the masked or the unmasked column tiles. To save registers, heads above 256 have neither loop-invariant code motion
+    nor pipelined masked tiles."""
     PLAIN: tl.constexpr = head.softcap is None and head.bias is None and head.slope is None
-    tiles = count_tiles(first, unmasked, unmasked_end, last, MASKED)
-    for n in tl.range(0, tiles):
-        start = nth_tile(n, first, unmasked, unmasked_end, MASKED) * BLOCK_N
+    WIDE: tl.constexpr = q.shape[1] > 256 or acc.shape[1] > 256
+    runs = None
+    if visits.runs is not None:
+        runs = list_runs(visits, MASKED)
+    tiles = count_tiles(visits, runs, MASKED)
+    for n in tl.range(0, tiles, num_stages=1 if MASKED and WIDE else None, disable_licm=WIDE):
+        start = nth_tile(n, visits, runs, MASKED) * BLOCK_N
         j = start + tl.arange(0, BLOCK_N)[None, :]
         k_tile = load_tile(k + steps(start, k_t, ALIGN), k_offsets, head.tk - start, D, CHECKED=MASKED)
         s = dot_transposed(q, k_tile, None, IEEE_FP32)
         x, _tanh = scores(s, i, j, head, IEEE_FP32, MASKED)
-        new_max = tl.maximum(row_max, tl.max(x, 1))
-        if PLAIN:
-            _, old = scaled_max(row_max, log2_factor, coarse_factor)
-            c, new = scaled_max(new_max, log2_factor, coarse_factor)
-            p = power(tl.fma(x, c[:, None], -new[:, None]), IEEE_FP32)
-            alpha = power(old - new, IEEE_FP32)
-        else:
-            p = exponential(x - new_max[:, None], IEEE_FP32)
-            alpha = exponential(row_max - new_max, IEEE_FP32)
+        p, alpha, new_max = weights(x, row_max, log2_factor, coarse_factor, PLAIN, IEEE_FP32)
         row_sum = row_sum * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
         if head.seed is not None:
@@ -80,16 +94,17 @@ def _attend(
 
 @triton.jit(do_not_specialize=SIZES)
 def _attention_fwd_kernel(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, bias, slopes, sinks, seed,
+    q, k, v, cu_seqlens_q, cu_seqlens_k, bias, slopes, sinks, seed, intervals, runs,
     o, lse,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, bias_b, bias_h, bias_i, bias_j, slopes_b, slopes_h,
+    intervals_b, intervals_h, runs_b, runs_h,
     o_b, o_h, o_t, o_s, lse_b, lse_h, lse_t, lse_s,
     sinks_h, heads, group, row_tiles, tq, tk, left, right, threshold: tl.uint32, splits,
     factor, log2_factor, coarse_factor, softcap, inv_keep,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     ALIGN: tl.constexpr, INT64_OFFSETS: tl.constexpr, NEGATIVE: tl.constexpr, IEEE_FP32: tl.constexpr,
-    FP64: tl.constexpr,
+    FP64: tl.constexpr, PAIRS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     m, h, b = row_program(row_tiles, heads)
     split = tl.program_id(1)
@@ -119,37 +134,56 @@ def _attention_fwd_kernel(
         bias += steps(b, bias_b, 1) + steps(h, bias_h, 1)
     if seed is not None:
         seed = tl.load(seed)
-    head = Head(b, h, tq, tk, left, right, factor, softcap, bias, bias_i, bias_j, slope, seed, threshold, inv_keep)
+    second = None
+    if intervals is not None:
+        intervals += steps(b, intervals_b, 1) + steps(h // group, intervals_h, 1)
+        if PAIRS == 2:
+            second = intervals + 2
+    head = Head(
+        b, h, tq, tk, left, right, factor, softcap, bias, bias_i, bias_j, slope, seed, threshold, inv_keep, intervals, second
+    )  # fmt: skip
     PLAIN: tl.constexpr = head.softcap is None and head.bias is None and head.slope is None
-    row_max = tl.full([BLOCK_M], LOWEST, ACC)
     row_sum = tl.zeros([BLOCK_M], ACC)
-    if PLAIN:
-        row_max = row_max / tl.maximum(coarse_factor, 1.0)
+    row_max = no_column(row_sum, coarse_factor, PLAIN)
     if sinks is not None:
         sink = tl.load(sinks + h * sinks_h).to(tl.float32)
         sink = tl.where(split == 0, sink, float("-inf"))
-        if PLAIN:
-            row_max = tl.maximum(row_max, sink / factor)
-            _, largest = scaled_max(row_max, log2_factor, coarse_factor)
-            row_sum = power(to_log2(sink, IEEE_FP32) - largest, IEEE_FP32)
-        else:
-            row_max = tl.maximum(row_max, sink)
-            row_sum = exponential(sink - row_max, IEEE_FP32)
+        row_max, row_sum = with_sink(row_max, sink, factor, log2_factor, coarse_factor, PLAIN, IEEE_FP32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], ACC)
 
     stop = tl.minimum(start + BLOCK_M, tq)
     first, unmasked, unmasked_end, last = band_tiles(start, stop, tk - tq, left, right, tk, BLOCK_N)
-    share = (last - first + splits - 1) // splits
-    begin = tl.minimum(first + split * share, last)
-    end = tl.minimum(begin + share, last)
-    first, last = begin, end
-    unmasked = tl.minimum(tl.maximum(unmasked, begin), end)
-    unmasked_end = tl.minimum(tl.maximum(unmasked_end, begin), end)
-    for MASKED in tl.static_range(2):
-        acc, row_max, row_sum = _attend(
-            acc, row_max, row_sum, q_tile, k, v, k_offsets, v_offsets, k_t, v_t, i, head, log2_factor, coarse_factor,
-            first, unmasked, unmasked_end, last, D, DV, BLOCK_N, ALIGN, IEEE_FP32, MASKED,
-        )  # fmt: skip
+    if SPLIT > 0:
+        TILES: tl.constexpr = SPLIT // BLOCK_N
+        for n in tl.range(first // TILES, (last + TILES - 1) // TILES):
+            begin = tl.maximum(n * TILES, first)
+            end = tl.minimum(n * TILES + TILES, last)
+            part = tl.zeros([BLOCK_M, BLOCK_DV], ACC)
+            part_sum = tl.zeros([BLOCK_M], ACC)
+            part_max = no_column(part_sum, coarse_factor, PLAIN)
+            part, part_max, part_sum = _attend(
+                part, part_max, part_sum, q_tile, k, v, k_offsets, v_offsets, k_t, v_t, i, head, log2_factor, coarse_factor,
+                Visits(begin, end, end, end, None), D, DV, BLOCK_N, ALIGN, IEEE_FP32, MASKED=True,
+            )  # fmt: skip
+            acc, row_max, row_sum = combine(
+                acc, row_max, row_sum, part, part_max, part_sum, log2_factor, coarse_factor, PLAIN, IEEE_FP32
+            )
+    else:
+        if runs is not None:
+            runs = own_list(runs, runs_b, runs_h, b, h // group, m)
+            first = 0
+            last = listed_tiles(runs)
+        share = (last - first + splits - 1) // splits
+        begin = tl.minimum(first + split * share, last)
+        end = tl.minimum(begin + share, last)
+        first, last = begin, end
+        unmasked = tl.minimum(tl.maximum(unmasked, begin), end)
+        unmasked_end = tl.minimum(tl.maximum(unmasked_end, begin), end)
+        for MASKED in tl.static_range(2):
+            acc, row_max, row_sum = _attend(
+                acc, row_max, row_sum, q_tile, k, v, k_offsets, v_offsets, k_t, v_t, i, head, log2_factor, coarse_factor,
+                Visits(first, unmasked, unmasked_end, last, runs), D, DV, BLOCK_N, ALIGN, IEEE_FP32, MASKED,
+            )  # fmt: skip
 
     some = row_sum > 0.0
     row_sum = tl.where(some, row_sum, 1.0)

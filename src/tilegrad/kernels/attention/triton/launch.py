@@ -23,7 +23,10 @@ from .arguments import (
     addressing,
     exponent_arguments,
     ieee_fp32,
+    interval_arguments,
+    list_arguments,
     lse_stride_arguments,
+    pairs_of,
     score_arguments,
     sequence_arguments,
     sink_arguments,
@@ -32,7 +35,9 @@ from .arguments import (
 from .backward import _dbias_kernel, _dbias_rows_kernel, _delta_kernel, _dkdv_kernel, _dq_kernel, _dsinks_kernel
 from .fit import KernelCall, architecture, fitted, product_bits, separate_dk_dv, tiles_for
 from .forward import _attention_fwd_kernel, _combine_kernel
-from .tiles import INTERPRETER, Tile
+from .intervals import CHUNK, _edges_kernel, _list_kernel
+from .scores import MOST_RUNS
+from .tiles import INTERPRETER, LEAST, SPLIT, Tile
 
 ROWS = 64  # per program of the kernels without GEMMs
 MOST_SPLITS = 64
@@ -66,6 +71,7 @@ def workspace(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, backward: bool, de
     shapes: Shapes = {}
     if mask.dropout_p and isinstance(mask.seed, int):
         shapes["seed"] = ((), torch.int64)
+    shapes |= _list_shapes(sizes, mask)
     if backward:
         return shapes | {"delta": (lse_shape, torch.float32), "row_lse": (lse_shape, torch.float32)}
     splits = splits_for(sizes, q.dtype, q.device)
@@ -75,12 +81,42 @@ def workspace(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, backward: bool, de
     return shapes
 
 
+def _list_shapes(sizes: Sizes, mask: Mask) -> Shapes:
+    """Buffers of intervals.py, for tiles of any size, because fit.py may replace a tile by a smaller one."""
+    if mask.intervals is None:
+        return {}
+    own = mask.intervals.shape[0] * mask.intervals.shape[1]
+    col_tiles, tiles = (max(1, _ceil_div(n, LEAST)) for n in (sizes.tk, max(sizes.tq, sizes.tk)))
+    edges, runs = own * col_tiles * 4 * pairs_of(mask), own * tiles * (4 * MOST_RUNS.value + 2)
+    return {"edges": ((edges,), torch.int32), "runs": ((runs,), torch.int32)}
+
+
+def _with_lists(
+    calls: list[KernelCall], scratch: Scratch, sizes: Sizes, mask: Mask, *, columns: bool
+) -> list[KernelCall]:
+    """`calls` of one kernel, after the calls that list the tiles which each of its own tiles visits."""
+    if mask.intervals is None or not calls:
+        return calls
+    blocks = {name: calls[0].arguments[name] for name in ("BLOCK_M", "BLOCK_N")}
+    row_tiles, col_tiles = _ceil_div(sizes.tq, blocks["BLOCK_M"]), _ceil_div(sizes.tk, blocks["BLOCK_N"])
+    batch, heads = mask.intervals.shape[:2]
+    shared: Arguments = {"edges": scratch["edges"], "col_tiles": col_tiles, "tk": sizes.tk, "PAIRS": pairs_of(mask)}
+    edges = shared | interval_arguments(mask) | {"heads": heads, "BLOCK_N": blocks["BLOCK_N"]}
+    lists = shared | blocks | {
+        "runs": scratch["runs"], "row_tiles": row_tiles, "tq": sizes.tq, "left": sizes.left, "right": sizes.right,
+        "COLUMNS": columns, "CHUNK": CHUNK,
+    }  # fmt: skip
+    own_tiles = col_tiles if columns else row_tiles
+    first = [KernelCall(_edges_kernel, (col_tiles * heads * batch,), edges, {})] if col_tiles else []
+    return [*first, KernelCall(_list_kernel, (own_tiles * heads * batch,), lists, {}), *calls]
+
+
 def _constants(sizes: Sizes, mask: Mask, q: Tensor, *others: Tensor | None) -> Arguments:
     """The constexprs of every kernel with scores."""
     return addressing(q, *others, varlen=mask.varlen) | {
         "D": sizes.d, "DV": sizes.dv, "BLOCK_D": sizes.block_d, "BLOCK_DV": sizes.block_dv,
         "NEGATIVE": mask.scale_for(sizes.d) < 0.0, "IEEE_FP32": ieee_fp32(q.dtype),
-        "FP64": product_bits(q.dtype, q.device) == 64,
+        "FP64": product_bits(q.dtype, q.device) == 64, "PAIRS": pairs_of(mask),
     }  # fmt: skip
 
 
@@ -117,21 +153,22 @@ def prepare_bwd(call: Backward, views: Views) -> Callable[[Backward], None]:
 
 
 def _forward(call: Forward, scratch: Scratch) -> list[KernelCall]:
-    q, k, v, mask, o, lse, _ = call
+    q, k, v, mask, o, lse, _, invariant = call
     sizes = sizes_of(q, k, v, mask)
-    splits = splits_for(sizes, q.dtype, q.device)
+    splits = 1 if invariant else splits_for(sizes, q.dtype, q.device)
     scores = score_arguments(sizes, mask, scratch)
     scores |= exponent_arguments(scores["factor"], q.dtype)
     if splits == 1:
-        return _attend(q, k, v, mask, sizes, scores, Output(o, lse, o, lse, 0, 0), splits)
+        out = Output(o, lse, o, lse, 0, 0)
+        return _attend(q, k, v, mask, sizes, scores, out, splits, scratch, invariant=invariant)
     o_parts, lse_parts = scratch["o_parts"], scratch["lse_parts"]
     parts = Output(o_parts, lse_parts, o_parts[0], lse_parts[0], o_parts.stride(0), lse_parts.stride(0))
-    calls = _attend(q, k, v, mask, sizes, scores, parts, splits)
+    calls = _attend(q, k, v, mask, sizes, scores, parts, splits, scratch)
     return [*calls, _combine(parts, mask, sizes, splits, o, lse, ieee=ieee_fp32(q.dtype))]
 
 
 class Output(NamedTuple):
-    """o and lse of all splits, those of the first split, and the strides between splits."""
+    """o and lse of all splits, o and lse of the first split, and the strides between splits."""
 
     o: Tensor | None
     lse: Tensor | None
@@ -142,8 +179,10 @@ class Output(NamedTuple):
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, sizes: Sizes, scores: Arguments, out: Output, splits: int
-) -> list[KernelCall]:
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, sizes: Sizes, scores: Arguments, out: Output, splits: int,
+    scratch: Scratch, *, invariant: bool = False,
+) -> list[KernelCall]:  # fmt: skip
+    runs = None if invariant else scratch.get("runs")  # rows of an invariant problem visit every tile of the band
     arguments = (
         {"q": q, "k": k, "v": v, "o": out.o, "lse": out.lse, "heads": sizes.hq, "splits": splits}
         | scores
@@ -156,10 +195,13 @@ def _attend(
 
     def grid(tile: Tile) -> tuple[Arguments, tuple[int, int]]:
         row_tiles = _ceil_div(sizes.tq, tile.m)
-        return {"row_tiles": row_tiles}, (row_tiles * sizes.hq * sizes.batch, splits)
+        more = {"row_tiles": row_tiles} | list_arguments(mask, runs, row_tiles)
+        return more, (row_tiles * sizes.hq * sizes.batch, splits)
 
-    constants = _constants(sizes, mask, q, k, v, out.one_o)
-    return fitted(_attention_fwd_kernel, _forward_kernel(sizes), sizes, q, grid, arguments, constants)
+    constants = _constants(sizes, mask, q, k, v, out.one_o) | {"SPLIT": SPLIT if invariant else 0}
+    name = "ordered" if invariant else _forward_kernel(sizes)
+    calls = fitted(_attention_fwd_kernel, name, sizes, q, grid, arguments, constants)
+    return calls if runs is None else _with_lists(calls, scratch, sizes, mask, columns=False)
 
 
 def _combine(
@@ -190,12 +232,12 @@ def _backward(call: Backward, scratch: Scratch) -> list[KernelCall]:
     )
     calls = _delta(o, lse, do, dlse, mask, sizes, rows)
     if separate_dk_dv(sizes, q.dtype, q.device):
-        calls += _columns("dk", scores, sizes, mask, dk=dk, dv=None)
-        calls += _columns("dv", scores, sizes, mask, dk=None, dv=dv)
+        calls += _columns("dk", scores, sizes, mask, scratch, dk=dk, dv=None)
+        calls += _columns("dv", scores, sizes, mask, scratch, dk=None, dv=dv)
     else:
-        calls += _columns("dkdv", scores, sizes, mask, dk=dk, dv=dv)
+        calls += _columns("dkdv", scores, sizes, mask, scratch, dk=dk, dv=dv)
     if dq is not None:
-        calls += _dq(scores, sizes, mask, dq)
+        calls += _dq(scores, sizes, mask, scratch, dq)
     if dbias is not None and dbias.numel():
         own = own_tiles(dbias, sizes)
         if own.dbias.shape[-1] > 1:
@@ -214,20 +256,21 @@ def _backward(call: Backward, scratch: Scratch) -> list[KernelCall]:
 def _delta(
     o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask, sizes: Sizes, rows: Arguments
 ) -> list[KernelCall]:
-    row_tiles = _ceil_div(sizes.tq, ROWS)
+    rows_of_program = ROWS if sizes.block_dv <= 256 else ROWS // 4  # so that no register spills
+    row_tiles = _ceil_div(sizes.tq, rows_of_program)
     if not row_tiles * sizes.hq * sizes.batch:
         return []
     arguments = dict(
         o=o, do=do, lse=lse, dlse=dlse, cu_seqlens_q=mask.cu_seqlens_q, **rows,
         **stride_arguments(varlen=mask.varlen, o=o, do=do), **lse_stride_arguments(varlen=mask.varlen, lse=lse, dlse=dlse),
-        heads=sizes.hq, row_tiles=row_tiles, tq=sizes.tq, DV=sizes.dv, BLOCK_DV=sizes.block_dv, BLOCK_M=ROWS,
+        heads=sizes.hq, row_tiles=row_tiles, tq=sizes.tq, DV=sizes.dv, BLOCK_DV=sizes.block_dv, BLOCK_M=rows_of_program,
         **addressing(o, do, varlen=mask.varlen), IEEE_FP32=ieee_fp32(o.dtype),
     )  # fmt: skip
     return [KernelCall(_delta_kernel, (row_tiles * sizes.hq * sizes.batch,), arguments, {})]
 
 
 def _columns(
-    kernel: str, scores: Arguments, sizes: Sizes, mask: Mask, *, dk: Tensor | None, dv: Tensor | None
+    kernel: str, scores: Arguments, sizes: Sizes, mask: Mask, scratch: Scratch, *, dk: Tensor | None, dv: Tensor | None
 ) -> list[KernelCall]:
     """dk, dv or both. More than MOST_SEQUENCES sequences take several launches."""
     calls: list[KernelCall] = []
@@ -248,13 +291,15 @@ def _columns(
         def grid(
             tile: Tile, count: int = min(MOST_SEQUENCES, sizes.batch - first_b)
         ) -> tuple[Arguments, tuple[int, ...]]:
-            return {"DUPLICATES": max(1, 32 * tile.warps // tile.m)}, (_ceil_div(sizes.tk, tile.n), sizes.hkv, count)
+            col_tiles = _ceil_div(sizes.tk, tile.n)
+            more = {"DUPLICATES": max(1, 32 * tile.warps // tile.m)}
+            return more | list_arguments(mask, scratch.get("runs"), col_tiles), (col_tiles, sizes.hkv, count)
 
         calls += fitted(_dkdv_kernel, kernel, sizes, q, grid, arguments | {"first_b": first_b}, constants)
-    return calls
+    return _with_lists(calls, scratch, sizes, mask, columns=True)
 
 
-def _dq(scores: Arguments, sizes: Sizes, mask: Mask, dq: Tensor) -> list[KernelCall]:
+def _dq(scores: Arguments, sizes: Sizes, mask: Mask, scratch: Scratch, dq: Tensor) -> list[KernelCall]:
     q, k, v, do = (scores[name] for name in ("q", "k", "v", "do"))
     arguments = (
         {"dq": dq, "scale": mask.scale_for(sizes.d), "heads": sizes.hq}
@@ -265,9 +310,11 @@ def _dq(scores: Arguments, sizes: Sizes, mask: Mask, dq: Tensor) -> list[KernelC
 
     def grid(tile: Tile) -> tuple[Arguments, tuple[int]]:
         row_tiles = _ceil_div(sizes.tq, tile.m)
-        return {"row_tiles": row_tiles}, (row_tiles * sizes.hq * sizes.batch,)
+        more = {"row_tiles": row_tiles} | list_arguments(mask, scratch.get("runs"), row_tiles)
+        return more, (row_tiles * sizes.hq * sizes.batch,)
 
-    return fitted(_dq_kernel, "dq", sizes, q, grid, arguments, _constants(sizes, mask, q, k, v, do, dq))
+    calls = fitted(_dq_kernel, "dq", sizes, q, grid, arguments, _constants(sizes, mask, q, k, v, do, dq))
+    return _with_lists(calls, scratch, sizes, mask, columns=False)
 
 
 class OwnTiles(NamedTuple):

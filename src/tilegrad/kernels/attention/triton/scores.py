@@ -5,16 +5,16 @@ function here works for both.
 
     plain                   x = q·k                       the caller multiplies by factor = |scale|
     softcap c, bias, ALiBi  x = c tanh(factor/c · q·k) + bias − slope · |i + Tk − Tq − j|
-    masked                  x = −inf                      only in tiles that an edge of the band or the end of k crosses
+    masked                  x = −inf                      only in tiles that an edge of the band, of an interval or of k crosses
 
 A negative scale negates q (or k) on load, which is exact; so factor > 0 and max(factor · x) = factor · max(x).
 
-Every kernel rounds a score in the same places, so the backward subtracts lse from the same bits that lse was computed from. The
+Every kernel rounds a score at the same steps, so the backward subtracts lse from the same bits that lse was computed from. The
 largest score of a row then has p = 1 / row_sum, however large it is.
 
 A range of rows attends to the tiles [first, last) of BLOCK columns, of which [first, unmasked) and [unmasked_end, last) need a
 mask and [unmasked, unmasked_end) don't. The rows that attend to a range of columns are found the same way, with Tq and Tk, left
-and right exchanged.
+and right exchanged. Intervals leave several runs of tiles: intervals.py lists them in memory, and the main loops read the list.
 """
 
 from __future__ import annotations
@@ -24,11 +24,28 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
+from .memory import steps
 from .numerics import exponential, quotient, rounded_product, tanh
 
 # One query head of one sequence; None where the call lacks the feature. bias points to this head, slope is for ALiBi,
-# inv_keep is 1 / (1 − dropout_p). Kernels build it themselves, because a device function can't return None.
-Head = namedtuple("Head", "b h tq tk left right factor softcap bias bias_i bias_j slope seed threshold inv_keep")
+# inv_keep is 1 / (1 − dropout_p). intervals points to the first interval of column 0 of this kv head, second to its second one.
+# Kernels build it themselves, because a device function can't return None.
+Head = namedtuple(
+    "Head",
+    "b h tq tk left right factor softcap bias bias_i bias_j slope seed threshold inv_keep intervals second",
+)
+
+# The tiles that a program visits: the tiles of the band or, if `runs` is not None, tiles `first` to `last` of a list, unmasked
+# tiles before masked ones.
+Visits = namedtuple("Visits", "first unmasked unmasked_end last runs")
+
+# The unmasked or the masked tiles of a list, as runs of neighbours. Entry n of the list is tile n + shift, with the shift of
+# the last run that has `before` ≤ n; the program visits `count` entries from entry `begin` on.
+Runs = namedtuple("Runs", "begin count before shift")
+
+# A list in memory, int32: before (MOST_RUNS), shift (MOST_RUNS) of the unmasked tiles, the same of the masked ones, then the
+# number of unmasked and of masked tiles.
+MOST_RUNS = tl.constexpr(32)
 
 
 @triton.jit
@@ -54,21 +71,52 @@ def band_tiles(start, stop, shift, back, ahead, size, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def count_tiles(first, unmasked, unmasked_end, last, MASKED: tl.constexpr):
-    """The number of masked or unmasked tiles."""
-    if MASKED:
-        return unmasked - first + last - unmasked_end
-    else:
-        return unmasked_end - unmasked
+def list_runs(visits, MASKED: tl.constexpr):
+    """The unmasked or the masked tiles of a program's list."""
+    r = tl.arange(0, MOST_RUNS)
+    unmasked = tl.load(visits.runs + 4 * MOST_RUNS)
+    low = unmasked * MASKED
+    size = tl.load(visits.runs + 4 * MOST_RUNS + 1) if MASKED else unmasked
+    begin = tl.minimum(tl.maximum(visits.first - low, 0), size)
+    end = tl.minimum(tl.maximum(visits.last - low, 0), size)
+    before = tl.load(visits.runs + 2 * MOST_RUNS * MASKED + r)
+    shift = tl.load(visits.runs + 2 * MOST_RUNS * MASKED + MOST_RUNS + r)
+    return Runs(begin, end - begin, before, shift)
 
 
 @triton.jit
-def nth_tile(n, first, unmasked, unmasked_end, MASKED: tl.constexpr):
-    """The index of the n-th masked or unmasked tile."""
-    if MASKED:
-        return first + n + tl.where(n < unmasked - first, 0, unmasked_end - unmasked)
+def own_list(runs, runs_b, runs_h, b, kv_head, tile):
+    """The list of a tile. runs_b, runs_h: lists from one sequence, or kv head, to the next; 0 if they share their lists."""
+    return runs + steps(b * runs_b + kv_head * runs_h + tile, 4 * MOST_RUNS + 2, 1)
+
+
+@triton.jit
+def listed_tiles(runs):
+    """The number of tiles of a list."""
+    return tl.load(runs + 4 * MOST_RUNS) + tl.load(runs + 4 * MOST_RUNS + 1)
+
+
+@triton.jit
+def count_tiles(visits, runs, MASKED: tl.constexpr):
+    """The number of masked or unmasked tiles."""
+    if runs is not None:
+        return runs.count
+    elif MASKED:
+        return visits.unmasked - visits.first + visits.last - visits.unmasked_end
     else:
-        return unmasked + n
+        return visits.unmasked_end - visits.unmasked
+
+
+@triton.jit
+def nth_tile(n, visits, runs, MASKED: tl.constexpr):
+    """The index of the n-th masked or unmasked tile."""
+    if runs is not None:
+        n += runs.begin
+        return n + tl.max(tl.where(runs.before <= n, runs.shift, 0), 0)
+    elif MASKED:
+        return visits.first + n + tl.where(n < visits.unmasked - visits.first, 0, visits.unmasked_end - visits.unmasked)
+    else:
+        return visits.unmasked + n
 
 
 @triton.jit
@@ -96,8 +144,14 @@ def load_bias(head, i, j, FP64: tl.constexpr):
 
 
 @triton.jit
+def outside(interval, i, inside):
+    """Whether rows i are outside of the interval that begins at interval[0] and ends before interval[1]."""
+    return (i < tl.load(interval, mask=inside, other=0)) | (i >= tl.load(interval + 1, mask=inside, other=0))
+
+
+@triton.jit
 def scores(s, i, j, head, IEEE_FP32: tl.constexpr, MASKED: tl.constexpr):
-    """(x, tanh): x are the scores, or in a plain call the scores divided by factor. tanh is that of the softcap."""
+    """(x, tanh): x are the scores, or in a plain call the scores divided by factor. tanh is the tanh of the softcap."""
     x = s
     t = s
     PLAIN: tl.constexpr = head.softcap is None and head.bias is None and head.slope is None
@@ -121,6 +175,11 @@ def scores(s, i, j, head, IEEE_FP32: tl.constexpr, MASKED: tl.constexpr):
             attends &= i + (head.tk - head.tq) - j <= head.left
         if head.right is not None:
             attends &= i + (head.tk - head.tq) - j >= -head.right
+        if head.intervals is not None:
+            NUMBERS: tl.constexpr = 2 if head.second is None else 4  # of a column
+            attends &= outside(head.intervals + j * NUMBERS, i, j < head.tk)
+            if head.second is not None:
+                attends &= outside(head.second + j * NUMBERS, i, j < head.tk)
         x = tl.where(attends, x, float("-inf"))
     return x, t
 

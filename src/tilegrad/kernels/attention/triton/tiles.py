@@ -5,7 +5,7 @@ A row is selected by
     architecture      10 · compute capability: 80 Ampere, 90 Hopper, 100 and 120 Blackwell; the nearest one below, or the first
     bits              of the operands: 16, 32, or 64 where float32 is widened for its GEMMs
     head dimension    padded to a power of two
-    band              whether the call is causal or has a window
+    band              whether the call is causal or has a window; INTERVALS, if it has intervals
 
 The table is committed, so tests run the same tiles as users, and a captured step never tunes. A tile that needs more shared
 memory than the device has is replaced by the next of `SMALLER`.
@@ -41,13 +41,35 @@ class Tiles(NamedTuple):
 
 
 INTERPRETER = 0
+LEAST = 16  # rows, and columns, of any tile
 SMALLER = (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 1), Tile(16, 16, 4, 1))
 
 # Half-precision rows that are not 16-byte aligned are loaded element by element. With larger tiles such loads gave wrong
 # forwards on an H200 (Triton 3.6, wgmma, D ≠ Dv); these tiles are too small for wgmma.
 UNALIGNED = (Tile(32, 32, 4, 1), Tile(16, 16, 4, 1))
 
-Key = tuple[int, int, int, bool]  # architecture, bits, head dimension (padded), band
+# The forward of an invariant problem and attention over a cache add in the same order: both use the same tile and the same
+# columns per split for every batch, length and capacity. With 64 rows both use wgmma on Hopper. To tune: n, stages and SPLIT, a
+# multiple of every n. No kernel for sm_90 spills; with n = 64 the forward would, for heads of more than 64.
+SPLIT = 256
+ORDERED = {  # largest head dimension → tile of half precision, of float32
+    64: (Tile(64, 64, 4, 3), Tile(16, 32, 4, 2)),
+    128: (Tile(64, 32, 4, 3), Tile(16, 32, 8, 1)),
+    256: (Tile(64, 32, 8, 3), Tile(16, 32, 8, 1)),
+    512: (Tile(16, 32, 4, 1), Tile(16, 16, 8, 1)),
+}
+
+
+def ordered(bits: int, d: int, dv: int) -> Tile:
+    """The tile for head dimensions. Half-precision heads that can't have 16-byte aligned rows have UNALIGNED's tile."""
+    if bits == 16 and (d % 8 or dv % 8):
+        return UNALIGNED[0]
+    of_16_bits, of_float32 = ORDERED[min(n for n in ORDERED if n >= max(d, dv))]
+    return of_16_bits if bits == 16 else of_float32
+
+
+Key = tuple[int, int, int, int]  # architecture, bits, head dimension (padded), band
+INTERVALS = 2  # a separate band, because these loops hold the runs of a list and the ends of intervals in registers
 
 TABLE: dict[Key, Tiles] = {
     # table begins
@@ -55,16 +77,20 @@ TABLE: dict[Key, Tiles] = {
     (80, 16, 64, False): Tiles(Tile(128, 64, 4, 3), Tile(16, 64, 4, 3), Tile(32, 64, 4, 2), Tile(64, 64, 4, 2)),
     (80, 16, 128, False): Tiles(Tile(128, 64, 8, 2), Tile(16, 64, 4, 3), Tile(64, 64, 8, 2), Tile(64, 64, 4, 2)),
     (80, 16, 256, False): Tiles(Tile(64, 64, 4, 1), Tile(16, 64, 4, 2), Tile(32, 64, 8, 1), Tile(64, 32, 4, 1)),
+    (80, 16, 512, False): Tiles(Tile(32, 32, 8, 1), Tile(16, 32, 4, 1), Tile(16, 16, 8, 1), Tile(32, 16, 8, 1)),
     (80, 32, 64, False): Tiles(Tile(32, 32, 4, 2), Tile(16, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),
     (80, 32, 128, False): Tiles(Tile(32, 32, 8, 1), Tile(16, 32, 4, 2), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
     (80, 32, 256, False): Tiles(Tile(16, 32, 8, 1), Tile(16, 32, 4, 1), Tile(32, 16, 8, 1), Tile(16, 16, 8, 1)),
+    (80, 32, 512, False): Tiles(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
     (80, 64, 64, False): Tiles(Tile(64, 32, 4, 2), Tile(16, 64, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),
     (80, 64, 128, False): Tiles(Tile(32, 32, 4, 2), Tile(16, 32, 4, 2), Tile(32, 16, 4, 2), Tile(32, 32, 4, 2)),
     (80, 64, 256, False): Tiles(Tile(16, 32, 4, 2), Tile(16, 32, 4, 2), Tile(32, 16, 8, 1), Tile(16, 32, 8, 1)),
+    (80, 64, 512, False): Tiles(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
     (90, 16, 64, False): Tiles(Tile(128, 64, 8, 3), Tile(16, 128, 4, 3), Tile(128, 64, 4, 3), Tile(64, 64, 4, 3)),
     (90, 16, 64, True): Tiles(Tile(64, 64, 4, 3), Tile(16, 128, 4, 3), Tile(128, 64, 4, 3), Tile(64, 64, 4, 3)),
     (90, 16, 128, False): Tiles(Tile(128, 128, 8, 3), Tile(16, 64, 4, 3), Tile(64, 128, 8, 3), Tile(128, 64, 8, 3)),
     (90, 16, 128, True): Tiles(Tile(128, 128, 8, 3), Tile(16, 64, 4, 3), Tile(64, 64, 4, 2), Tile(128, 64, 8, 3)),
+    (90, 16, 128, 2): Tiles(Tile(128, 64, 8, 3), Tile(16, 64, 4, 3), Tile(64, 128, 8, 3), Tile(128, 64, 8, 3)),
     (90, 16, 256, False): Tiles(
         Tile(128, 64, 8, 2),
         Tile(16, 64, 4, 2),
@@ -73,11 +99,21 @@ TABLE: dict[Key, Tiles] = {
         Tile(32, 128, 8, 3),
         Tile(64, 128, 8, 2),
     ),
+    (90, 16, 512, False): Tiles(
+        Tile(64, 32, 8, 2),
+        Tile(16, 64, 8, 2),
+        Tile(16, 16, 8, 1),
+        Tile(64, 16, 8, 2),
+        Tile(16, 64, 8, 2),
+        Tile(32, 64, 8, 2),
+    ),
     (90, 64, 256, False): Tiles(Tile(16, 32, 4, 2), Tile(16, 32, 4, 2), Tile(32, 16, 8, 1), Tile(32, 32, 8, 1)),
     (100, 16, 256, False): Tiles(Tile(128, 64, 8, 2), Tile(16, 64, 4, 2), Tile(32, 64, 8, 2), Tile(64, 64, 8, 2)),
+    (100, 16, 512, False): Tiles(Tile(64, 32, 8, 2), Tile(16, 32, 4, 1), Tile(16, 16, 8, 1), Tile(32, 16, 8, 1)),
     (120, 16, 64, False): Tiles(Tile(128, 64, 4, 3), Tile(16, 64, 4, 3), Tile(32, 64, 4, 2), Tile(64, 64, 4, 2)),
     (120, 16, 128, False): Tiles(Tile(128, 64, 8, 2), Tile(16, 64, 4, 3), Tile(64, 64, 8, 2), Tile(64, 64, 4, 2)),
     (120, 16, 256, False): Tiles(Tile(64, 64, 4, 1), Tile(16, 64, 4, 2), Tile(32, 64, 8, 1), Tile(64, 32, 4, 1)),
+    (120, 16, 512, False): Tiles(Tile(32, 32, 8, 1), Tile(16, 32, 4, 1), Tile(16, 16, 8, 1), Tile(32, 16, 8, 1)),
     # table ends
 }
 
@@ -98,13 +134,13 @@ def set_row(key: Key, tiles: Tiles) -> None:
 
 @functools.cache
 def row(key: Key) -> Tiles:
-    """The nearest row: bits and head dimension first, then the newest architecture not above, then the band."""
+    """The nearest row: by bits and head dimension first, then the newest architecture that is not newer, then by band."""
     architecture, bits, head_dim, band = key
 
-    def distance(other: Key) -> tuple[bool, int, bool, int, bool]:
+    def distance(other: Key) -> tuple[bool, int, bool, int, int]:
         a, other_bits, d, other_band = other
         if INTERPRETER in (a, architecture):
-            return a != architecture, 0, False, 0, False
-        return other_bits != bits, abs(d - head_dim), a > architecture, abs(architecture - a), other_band != band
+            return a != architecture, 0, False, 0, 0
+        return other_bits != bits, abs(d - head_dim), a > architecture, abs(architecture - a), abs(other_band - band)
 
     return TABLE[min(TABLE, key=distance)]

@@ -5,6 +5,7 @@
 #include "gemm/fixed_order.h"
 #include "gemm/gemm.h"
 #include "layout.h"
+#include "rows/adamw.h"
 #include "rows/norm_gelu.h"
 #include "rows/sampling.h"
 #include "threads/thread_pool.h"
@@ -22,18 +23,21 @@ Kernels double_kernels();
 NormGeluKernels norm_gelu_kernels();
 SamplingKernels sampling_kernels();
 FixedOrderKernels fixed_order_kernels();
+AdamWKernels adamw_kernels();
 }  // namespace portable
 namespace avx2 {
 Kernels float_kernels();
 NormGeluKernels norm_gelu_kernels();
 SamplingKernels sampling_kernels();
 FixedOrderKernels fixed_order_kernels();
+AdamWKernels adamw_kernels();
 }  // namespace avx2
 namespace avx512 {
 Kernels float_kernels();
 NormGeluKernels norm_gelu_kernels();
 SamplingKernels sampling_kernels();
 FixedOrderKernels fixed_order_kernels();
+AdamWKernels adamw_kernels();
 }  // namespace avx512
 namespace amx {
 Kernels bfloat16_kernels();
@@ -123,6 +127,16 @@ FixedOrderKernels fixed_order_kernels([[maybe_unused]] int64_t isa) {
     if (isa == AVX2) return avx2::fixed_order_kernels();
 #endif
     return portable::fixed_order_kernels();
+}
+
+AdamWKernels adamw_kernels([[maybe_unused]] int64_t isa) {
+#if defined(WITH_avx512)
+    if (isa >= AVX512) return avx512::adamw_kernels();
+#endif
+#if defined(WITH_avx2)
+    if (isa == AVX2) return avx2::adamw_kernels();
+#endif
+    return portable::adamw_kernels();
 }
 
 // fn(call, begin, end) over 0 … n, in ranges of whole `unit`s, one per thread.
@@ -229,6 +243,10 @@ EXPORT void tilegrad_native_activation(const Activation* call) {
 
 EXPORT void tilegrad_native_sample(const tilegrad::Sample* call) {
     tilegrad::parallel_for(*call, call->n, 1, tilegrad::sampling_kernels(call->isa).rows);
+}
+
+EXPORT void tilegrad_native_lean_adamw(const tilegrad::LeanAdamW* call) {
+    tilegrad::parallel_for(*call, call->n, tilegrad::ADAMW_BLOCK, tilegrad::adamw_kernels(call->isa).lean);
 }
 
 EXPORT void tilegrad_native_gemm(const tilegrad::Gemm* call) { tilegrad::gemm(*call); }

@@ -42,13 +42,15 @@ struct AmxBackward {
     const int64_t max_rows = round_up(call.tq * (call.hq / call.hkv), ROWS);
 
     Slots slots;
+    Intervals intervals;
+    IntervalColumns interval_columns;  // of the tile
     // Buffers of this thread.
     Bf16 *k, *v, *kt, *pairs, *p, *ds, *ds_pairs;
     float *dk, *dv_, *s, *dp, *row;
     float *rows_of_bias, *bias_t;          // (ROWS, COLUMNS), later reused for ds of dbias, and (COLUMNS, ROWS)
     float *ds_of_bias_t, *column_sums;     // (COLUMNS, ROWS), (G, COLUMNS)
 
-    AmxBackward(const Call& call, BumpAllocator& allocator, int64_t worker) : call(call), slots(call, allocator, slot_bytes(*this), BiasGradient<float>::turns(call, COLUMNS, ROWS)) {
+    AmxBackward(const Call& call, BumpAllocator& allocator, int64_t worker) : call(call), slots(call, allocator, slot_bytes(*this), BiasGradient<float>::turns(call, COLUMNS, ROWS)), intervals(call, COLUMNS, allocator) {
         const int64_t widest = at_least(d, dv);
         for (int64_t w = 0; w <= worker; ++w) {
             k = allocator.take<Bf16>(COLUMNS * d);
@@ -67,6 +69,7 @@ struct AmxBackward {
             bias_t = allocator.take<float>(bias.on ? COLUMNS * ROWS : 0);
             ds_of_bias_t = allocator.take<float>(with_dbias ? COLUMNS * ROWS : 0);
             column_sums = allocator.take<float>(with_dbias ? call.hq / call.hkv * COLUMNS : 0);
+            interval_columns.allocate(allocator, intervals);
         }
     }
 
@@ -101,7 +104,8 @@ struct AmxBackward {
         if (dbias.by_row) memset(x.row_sums, 0, rows * sizeof(float));
         x.rows.fill(call, BF16_ROWS, head, round_up(rows, STRIP), row, row + ROWS / 2 * at_least(d, dv));
         x.lanes.fill(call, head, 0, rows, round_up(rows, STRIP));
-        for (int64_t r0 = 0; r0 < rows; r0 += ROWS) x.next_tile[r0 / ROWS] = int32_t(x.rows.lo[r0] / COLUMNS);
+        for (int64_t r0 = 0; r0 < rows; r0 += ROWS)
+            x.next_tile[r0 / ROWS] = intervals.next(head, r0, at_most(ROWS, rows - r0), x.rows.lo[r0] / COLUMNS);
     }
 
     void tile(const Head& head, const Open& x, int32_t tile) {
@@ -115,20 +119,28 @@ struct AmxBackward {
         memset(dk, 0, padded * d * sizeof(float));
         memset(dv_, 0, padded * dv * sizeof(float));
         dbias.start_columns(column_sums, head, COLUMNS);
+        if (intervals.on) interval_columns.load(intervals, head, tile);
         bool attended = !bias.on || (bias.same_in_rows && bias.load_transposed(bias_t, ROWS, rows_of_bias, COLUMNS, head, 0, 1, j0, n));
         const Run attending = rows_attending(call, head, j0, j0 + n);
         for (int64_t r0 = attending.begin / ROWS * ROWS; r0 < attending.end; r0 += ROWS) {
             const int64_t m = at_most(ROWS, head.rows() - r0);
+            if (intervals.on && intervals.mask_out(head, r0, m, tile)) {
+                if (dbias.on) dbias.masked_out_block(slots.turns, head, r0, m, j0, n, s);
+                continue;
+            }
             if (bias.on && !bias.same_in_rows)
                 attended = bias.load_transposed(bias_t, ROWS, rows_of_bias, COLUMNS, head, r0, m, j0, n);
             if (attended)
                 block(head, x, r0, tile, n);
             else
-                masked_out_block(dbias, slots.turns, head, r0, m, j0, n, s, in_order ? x.next_tile + r0 / ROWS : nullptr, tile);
+                masked_out_block(dbias, slots.turns, head, r0, m, j0, n, s, in_order ? x.next_tile + r0 / ROWS : nullptr, tile,
+                                 intervals.next(head, r0, m, tile + 1));
         }
         dbias.end_columns(slots.turns, column_sums, head, j0, n, COLUMNS);
-        if (want_dk) store_columns(call.dk, dkv_format, head, j0, n, dk, d, call.d, float(call.scale));
-        if (want_dv) store_columns(call.dv_, dkv_format, head, j0, n, dv_, dv, call.dv, dropout.kept);
+        for (int64_t j = 0; want_dk && j < n; ++j)
+            store_row(call.dk, dkv_format, head.b, head.kv, head.s.k0 + j0 + j, whole_row(dk + j * d, d), 0, call.d, float(call.scale));
+        for (int64_t j = 0; want_dv && j < n; ++j)
+            store_row(call.dv_, dkv_format, head.b, head.kv, head.s.k0 + j0 + j, whole_row(dv_ + j * dv, dv), 0, call.dv, dropout.kept);
     }
 
     // The strips of the block's rows that attend to at least one of columns j … j + n.
@@ -142,7 +154,8 @@ struct AmxBackward {
     void block(const Head& head, const Open& x, int64_t r0, int32_t tile, int64_t n) {
         const int64_t j0 = tile * COLUMNS, m = at_most(ROWS, round_up(head.rows() - r0, STRIP)), n_padded = round_up(n, STRIP);
         const int32_t *lo = x.rows.lo + r0, *hi = x.rows.hi + r0;
-        const bool unmasked = n == n_padded && lo[m - 1] <= j0 && hi[0] >= j0 + n;
+        const bool crossed = intervals.on && intervals.touch(head, r0, at_most(ROWS, head.rows() - r0), tile);
+        const bool unmasked = !crossed && n == n_padded && lo[m - 1] <= j0 && hi[0] >= j0 + n;
         Run strips[COLUMNS / STRIP];
         if (dbias.on && !unmasked) memset(ds_of_bias_t, 0, COLUMNS * ROWS * sizeof(float));
         for (int64_t j = 0; j < n_padded; j += STRIP) {
@@ -152,7 +165,8 @@ struct AmxBackward {
                 tile_product<false>(s + i, ROWS, k + j * d, d, x.q_columns + r0 * d + 2 * i, 2 * ROWS, d);
                 if (want_ds) tile_product<false>(dp + i, ROWS, v + j * dv, dv, x.g_columns + r0 * dv + 2 * i, 2 * ROWS, dv);
             }
-            dropout.on ? p_and_ds<true>(head, x, r0, j0, j, attending, unmasked) : p_and_ds<false>(head, x, r0, j0, j, attending, unmasked);
+            dropout.on ? p_and_ds<true>(head, x, r0, j0, j, attending, unmasked, crossed)
+                       : p_and_ds<false>(head, x, r0, j0, j, attending, unmasked, crossed);
         }
         const int64_t rows = at_most(ROWS, head.rows() - r0);
         if (dbias.on) {
@@ -184,25 +198,27 @@ struct AmxBackward {
                 tile_product<true>(x.dq + (r0 * d + e * ROWS) + i, ROWS, kt + e * COLUMNS + a, COLUMNS, ds_pairs + a * ROWS + 2 * i, 2 * ROWS,
                                    b - a);
         }
-        advance_order(x.next_tile + r0 / ROWS, tile);
+        advance_order(x.next_tile + r0 / ROWS, intervals.next(head, r0, rows, tile + 1));
     }
 
     // What a score contains besides the product: nothing, a bias, or any of softcap, slopes and bias.
     enum Form { PRODUCT, BIASED, ANY };
 
     template <bool DROPPING>
-    void p_and_ds(const Head& head, const Open& x, int64_t r0, int64_t j0, int64_t j, Run attending, bool unmasked) {
+    void p_and_ds(const Head& head, const Open& x, int64_t r0, int64_t j0, int64_t j, Run attending, bool unmasked, bool crossed) {
         if (!products)
-            p_and_ds<true, ANY, DROPPING>(head, x, r0, j0, j, attending);
+            p_and_ds<true, ANY, DROPPING>(head, x, r0, j0, j, attending, crossed);
         else if (bias.on)
-            unmasked ? p_and_ds<false, BIASED, DROPPING>(head, x, r0, j0, j, attending) : p_and_ds<true, BIASED, DROPPING>(head, x, r0, j0, j, attending);
+            unmasked ? p_and_ds<false, BIASED, DROPPING>(head, x, r0, j0, j, attending, crossed)
+                     : p_and_ds<true, BIASED, DROPPING>(head, x, r0, j0, j, attending, crossed);
         else
-            unmasked ? p_and_ds<false, PRODUCT, DROPPING>(head, x, r0, j0, j, attending) : p_and_ds<true, PRODUCT, DROPPING>(head, x, r0, j0, j, attending);
+            unmasked ? p_and_ds<false, PRODUCT, DROPPING>(head, x, r0, j0, j, attending, crossed)
+                     : p_and_ds<true, PRODUCT, DROPPING>(head, x, r0, j0, j, attending, crossed);
     }
 
     // Columns j … j + 32 of the tile, two at a time: products → p, ds, and ds as pairs of rows.
     template <bool MASKED, Form FORM, bool DROPPING>
-    void p_and_ds(const Head& head, const Open& x, int64_t r0, int64_t j0, int64_t j, Run attending) {
+    void p_and_ds(const Head& head, const Open& x, int64_t r0, int64_t j0, int64_t j, Run attending, bool crossed) {
         const bool biased = FORM == BIASED || (FORM == ANY && bias.on);
         for (int64_t y = 0; y < STRIP; y += 2) {
             for (int64_t i = attending.begin; i < attending.end; i += 16) {
@@ -236,7 +252,11 @@ struct AmxBackward {
                     if (MASKED) {
                         const __m512i at = _mm512_set1_epi32(int32_t(column));
                         const __m512i lo = _mm512_loadu_si512(x.rows.lo + r0 + i), hi = _mm512_loadu_si512(x.rows.hi + r0 + i);
-                        const __mmask16 attended = _mm512_cmple_epi32_mask(lo, at) & _mm512_cmplt_epi32_mask(at, hi);
+                        __mmask16 attended = _mm512_cmple_epi32_mask(lo, at) & _mm512_cmplt_epi32_mask(at, hi);
+                        if (crossed) {
+                            const V32 masked = interval_columns.mask_rows<float>(V32{}, load_ints<float>(x.lanes.index + r0 + i), j + y + z);
+                            attended &= _mm512_cmpeq_ps_mask((__m512)masked, _mm512_setzero_ps());
+                        }
                         e[z] = _mm512_maskz_mov_ps(attended, e[z]);
                         de[z] = _mm512_maskz_mov_ps(attended, de[z]);
                         ds_before_softcap = (V32)_mm512_maskz_mov_ps(attended, (__m512)ds_before_softcap);
@@ -261,10 +281,9 @@ struct AmxBackward {
         if (!want_dq) return;
         for (int64_t r0 = 0; r0 < head.rows(); r0 += ROWS) {
             transpose(row, d, x.dq + r0 * d, ROWS, d, ROWS);
-            for (int64_t r = r0; r < at_most(r0 + ROWS, head.rows()); ++r) {
-                const int64_t h = head.query_head(r), t = head.token(r);
-                BF16_ROWS.store(const_cast<char*>(at(call.dq, 2, head.b, h, t)), row + (r - r0) * d, call.d, call.dq.d, float(call.scale));
-            }
+            for (int64_t r = r0; r < at_most(r0 + ROWS, head.rows()); ++r)
+                store_row(call.dq, BF16_ROWS, head.b, head.query_head(r), head.token(r), whole_row(row + (r - r0) * d, d), 0, call.d,
+                          float(call.scale));
         }
     }
 };

@@ -14,6 +14,7 @@
 #include "attention/amx.h"
 #include "attention/bias.h"
 #include "attention/dropout.h"
+#include "attention/intervals.h"
 #include "attention/tile_loop.h"
 
 namespace tilegrad::ISA {
@@ -35,13 +36,15 @@ struct AmxForward {
     const int64_t max_columns = round_up(call.tk, COLUMNS);
 
     Slots slots;
+    Intervals intervals;
+    IntervalColumns interval_columns;  // of the tile, if intervals cross the block
     // Buffers of a thread.
     Bf16 *rows_of_q, *q, *v, *pairs, *p;
     float *s, *acc, *o, *row_max, *row_sum;
     float *rows_of_bias, *bias_t;  // (STRIP, COLUMNS), (COLUMNS, STRIP)
     RowLanes<float> lanes;
 
-    AmxForward(const Call& call, BumpAllocator& allocator, int64_t worker) : call(call), slots(call, allocator, slot_bytes(*this)) {
+    AmxForward(const Call& call, BumpAllocator& allocator, int64_t worker) : call(call), slots(call, allocator, slot_bytes(*this)), intervals(call, COLUMNS, allocator) {
         const int64_t rows = at_most(ROWS, round_up(call.tq * (call.hq / call.hkv), STRIP));
         for (int64_t w = 0; w <= worker; ++w) {
             rows_of_q = allocator.take<Bf16>(STRIP * d);
@@ -55,6 +58,7 @@ struct AmxForward {
             row_max = allocator.take<float>(rows);
             row_sum = allocator.take<float>(rows);
             lanes.allocate(allocator, rows);
+            interval_columns.allocate(allocator, intervals);
             rows_of_bias = allocator.take<float>(bias.on ? STRIP * COLUMNS : 0);
             bias_t = allocator.take<float>(bias.on ? COLUMNS * STRIP : 0);
         }
@@ -91,7 +95,7 @@ struct AmxForward {
         for (int64_t r = 0; r < m; ++r) {
             if (r % STRIP == 0) transpose(o, dv, acc + r * dv, STRIP, dv, STRIP);
             const float factor = row_sum[r] == 0 ? 0 : dropout.kept / row_sum[r], lse = row_max[r] + logarithm(row_sum[r]);
-            write_row(call, BF16_ROWS, head, r0 + r, o + r % STRIP * dv, lse, factor);
+            write_row(call, BF16_ROWS, head, r0 + r, whole_row(o + r % STRIP * dv, dv), 0, lse, factor);
         }
     }
 
@@ -99,21 +103,25 @@ struct AmxForward {
 
     void columns(const Head& head, const Open& x, int64_t r0, int64_t m, int64_t j0) {
         const int64_t n = at_most(COLUMNS, head.s.tk - j0);
+        if (intervals.on && intervals.mask_out(head, r0, m, j0 / COLUMNS)) return;
+        if (intervals.on) interval_columns.load(intervals, head, j0 / COLUMNS);
         if (bias.on && bias.same_in_rows && !bias.load_transposed(bias_t, STRIP, rows_of_bias, COLUMNS, head, r0, 1, j0, n)) return;
         for (int64_t r = 0; r < m; r += STRIP) strip(head, x, r0, r, at_most(STRIP, m - r), j0, n);
     }
 
     void strip(const Head& head, const Open& x, int64_t r0, int64_t r, int64_t m, int64_t j0, int64_t n) {
         const int64_t begin = at_least(0, lanes.lo[r] - j0) / STRIP * STRIP, end = at_most(n, lanes.hi[r + STRIP - 1] - j0);
-        if (begin >= end) return;
+        if (begin >= end || (intervals.on && intervals.mask_out(head, r0 + r, m, j0 / COLUMNS))) return;
+        const bool crossed = intervals.on && intervals.touch(head, r0 + r, m, j0 / COLUMNS);
         if (bias.on && !bias.same_in_rows && !bias.load_transposed(bias_t, STRIP, rows_of_bias, COLUMNS, head, r0 + r, m, j0, n)) return;
         const int64_t stop = round_up(end, STRIP);
         for (int64_t j = begin; j < stop; j += STRIP)
             tile_product<false>(s + j * STRIP, STRIP, x.k + (j0 + j) * d, d, q + r * d, 2 * STRIP, d);
-        const bool unmasked = lanes.lo[r + STRIP - 1] <= j0 + begin && lanes.hi[r] >= j0 + stop;
+        const bool unmasked = !crossed && lanes.lo[r + STRIP - 1] <= j0 + begin && lanes.hi[r] >= j0 + stop;
         bool rescale = false;
         for (int64_t y = 0; y < STRIP; y += 16)
-            rescale |= bias.on ? softmax<true>(head, r, y, j0, begin, stop, unmasked) : softmax<false>(head, r, y, j0, begin, stop, unmasked);
+            rescale |= bias.on ? softmax<true>(head, r, y, j0, begin, stop, unmasked, crossed)
+                               : softmax<false>(head, r, y, j0, begin, stop, unmasked, crossed);
         float* out = acc + r * dv;
         if (rescale)
             for (int64_t y = 0; y < STRIP; y += 16) {
@@ -126,17 +134,18 @@ struct AmxForward {
     }
 
     template <bool BIASED>
-    bool softmax(const Head& head, int64_t r, int64_t y, int64_t j0, int64_t begin, int64_t stop, bool unmasked) {
-        return dropout.on ? softmax<true, BIASED, true>(head, r, y, j0, begin, stop)
-               : unmasked ? softmax<false, BIASED, false>(head, r, y, j0, begin, stop)
-                          : softmax<true, BIASED, false>(head, r, y, j0, begin, stop);
+    bool softmax(const Head& head, int64_t r, int64_t y, int64_t j0, int64_t begin, int64_t stop, bool unmasked, bool crossed) {
+        return dropout.on ? softmax<true, BIASED, true>(head, r, y, j0, begin, stop, crossed)
+               : unmasked ? softmax<false, BIASED, false>(head, r, y, j0, begin, stop, crossed)
+                          : softmax<true, BIASED, false>(head, r, y, j0, begin, stop, crossed);
     }
 
     // 16 rows from r + y, columns begin … stop: scores → p; updates row_max, row_sum and alpha. True if a maximum increased.
     template <bool MASKED, bool BIASED, bool DROPPING>
-    bool softmax(const Head& head, int64_t r, int64_t y, int64_t j0, int64_t begin, int64_t stop) {
+    bool softmax(const Head& head, int64_t r, int64_t y, int64_t j0, int64_t begin, int64_t stop, bool crossed) {
         const Score<float> score(call, lanes, r + y);
         const float factor = plain ? score.scale : 1.0f;
+        const I32 index = load_ints<float>(lanes.index + r + y);
         const __m512 old_max = _mm512_loadu_ps(row_max + r + y), nothing = _mm512_set1_ps(-__builtin_inff());
         float* scores = s + y;
         __m512 largest = nothing, largest2 = nothing;
@@ -147,7 +156,9 @@ struct AmxForward {
                     const V32 b = BIASED ? bias.lanes(bias_t, STRIP, j, y) : V32{};
                     z = products ? score.product(z) + b : score.of(z, b, score.same(j0 + j), nullptr);
                 }
-                store(scores + j * STRIP, MASKED ? score.mask(z, score.same(j0 + j)) : z);
+                if (MASKED) z = score.mask(z, score.same(j0 + j));
+                if (MASKED && crossed) z = interval_columns.mask_rows<float>(z, index, j);
+                store(scores + j * STRIP, z);
             }
         for (int64_t j = begin; j < stop; j += 2) {
             largest = _mm512_max_ps(largest, _mm512_loadu_ps(scores + j * STRIP));
@@ -161,7 +172,7 @@ struct AmxForward {
         __m512 total = _mm512_setzero_ps(), total2 = total;
         I32 dropped[DROPPING ? COLUMNS : 1];
         if (DROPPING)
-            dropout.draw(dropped, stop - begin, head.b, load_ints<float>(lanes.head + r + y), load_ints<float>(lanes.index + r + y),
+            dropout.draw(dropped, stop - begin, head.b, load_ints<float>(lanes.head + r + y), index,
                          score.same(j0 + begin), 1);
         const __m512i paired = _mm512_loadu_si512(PAIRED);
         for (int64_t j = begin; j < stop; j += 2) {

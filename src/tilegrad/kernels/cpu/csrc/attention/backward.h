@@ -20,6 +20,7 @@
 #include "attention/bias.h"
 #include "attention/dropout.h"
 #include "attention/head_rows.h"
+#include "attention/intervals.h"
 #include "attention/tile_loop.h"
 
 namespace tilegrad::ISA {
@@ -86,20 +87,18 @@ struct Statistics {
 
 // Stores rows j0 … j0 + n of dk or dv.
 template <class T>
-void store_columns(const View& x, const Format<T>& format, const Head& head, int64_t j0, int64_t n, const T* rows, int64_t ld, int64_t width,
-                   T factor) {
-    for (int64_t j = 0; j < n; ++j)
-        format.store(const_cast<char*>(at(x, format.bytes, head.b, head.kv, head.s.k0 + j0 + j)), rows + j * ld, width, x.d, factor);
+void store_columns(const View& x, const Format<T>& format, const Head& head, int64_t j0, int64_t n, const Packed<T>& rows, int64_t d, T factor) {
+    for (int64_t j = 0; j < n; ++j) store_row(x, format, head.b, head.kv, head.s.k0 + j0 + j, rows, j, d, factor);
 }
 
-// A block whose bias is −inf everywhere: ds = 0. `next_tile`: the order of dq, or null.
+// A block whose bias is −inf everywhere: ds = 0. `next_tile`: the order of dq, or null; `after`: the block's next tile.
 template <class T>
 void masked_out_block(const BiasGradient<T>& dbias, int32_t* turns, const Head& head, int64_t r0, int64_t m, int64_t j0, int64_t n, T* zeros,
-                      int32_t* next_tile, int32_t tile) {
+                      int32_t* next_tile, int32_t tile, int32_t after) {
     if (dbias.on) dbias.masked_out_block(turns, head, r0, m, j0, n, zeros);
     if (!next_tile) return;
     wait_for_order(next_tile, tile);
-    advance_order(next_tile, tile);
+    advance_order(next_tile, after);
 }
 
 template <class T>
@@ -108,10 +107,10 @@ struct Backward {
 
     // Slot of an open head.
     struct Open {
-        T *q, *g, *dq;  // (rows, D), (rows, Dv), (rows, D); g = do
-        T* row_sums;    // row sums of ds, for dbias
+        Packed<T> q, g, dq;  // (rows, D), (rows, Dv), (rows, D); g = do
+        T* row_sums;         // row sums of ds, for dbias
         Statistics<T> rows;
-        int32_t* next_tile;  // per block of rows: the next tile of columns to add to dq
+        int32_t* next_tile;  // per block of rows: the next tile of columns to add to dq; intervals mask none of them out
     };
 
     const Call& call;
@@ -127,31 +126,35 @@ struct Backward {
     const int64_t max_rows = round_up(call.tq * (call.hq / call.hkv), MR);
 
     Slots slots;
-    T *k, *kt, *v, *vt, *dk, *dv_, *p, *ds;  // buffers of this thread
+    Intervals intervals;
+    IntervalColumns interval_columns;  // of the tile
+    Packed<T> k, v, dk, dv_;  // buffers of this thread
+    T *kt, *vt, *p, *ds;
     T *rows_of_bias, *ds_of_bias, *column_sums;  // (TILE, TILE); (TILE, TILE), ds before the softcap's derivative; (G, TILE)
     typename Bias<T>::Rows of_bias{};            // rows_of_bias of the block
 
-    Backward(const Call& call, BumpAllocator& allocator, int64_t worker) : call(call), slots(call, allocator, slot_bytes(*this), BiasGradient<T>::turns(call, TILE, TILE)) {
+    Backward(const Call& call, BumpAllocator& allocator, int64_t worker) : call(call), slots(call, allocator, slot_bytes(*this), BiasGradient<T>::turns(call, TILE, TILE)), intervals(call, TILE, allocator) {
         for (int64_t w = 0; w <= worker; ++w) {
-            k = allocator.take<T>(TILE * d);
+            k = {allocator.take<T>(TILE * d), TILE, d};
             kt = allocator.take<T>(d * TILE);
-            v = allocator.take<T>(TILE * dv);
+            v = {allocator.take<T>(TILE * dv), TILE, dv};
             vt = allocator.take<T>(dv * TILE);
-            dk = allocator.take<T>(TILE * d);
-            dv_ = allocator.take<T>(TILE * dv);
+            dk = {allocator.take<T>(TILE * d), TILE, d};
+            dv_ = {allocator.take<T>(TILE * dv), TILE, dv};
             p = allocator.take<T>(TILE * TILE);
             ds = allocator.take<T>(TILE * TILE);
             rows_of_bias = allocator.take<T>(bias.on ? TILE * TILE : 0);
             ds_of_bias = with_dbias && call.softcap != 0 ? allocator.take<T>(TILE * TILE) : ds;
             column_sums = allocator.take<T>(with_dbias ? call.hq / call.hkv * TILE : 0);
+            interval_columns.allocate(allocator, intervals);
         }
     }
 
     Open allocate(BumpAllocator& allocator) const {
         Open x;
-        x.q = allocator.take<T>(max_rows * d);
-        x.g = allocator.take<T>(max_rows * dv);
-        x.dq = allocator.take<T>(max_rows * d);
+        x.q = {allocator.take<T>(max_rows * d), max_rows, d};
+        x.g = {allocator.take<T>(max_rows * dv), max_rows, dv};
+        x.dq = {allocator.take<T>(max_rows * d), max_rows, d};
         x.row_sums = allocator.take<T>(with_dbias ? max_rows : 0);
         x.rows.allocate(allocator, max_rows);
         x.next_tile = allocator.take<int32_t>((max_rows + TILE - 1) / TILE);
@@ -162,103 +165,121 @@ struct Backward {
 
     void open_head(const Head& head, Open x) {
         const int64_t rows = head.rows(), padded = round_up(rows, MR);
-        pack_rows(x.q, d, call.q, format, head, 0, rows, padded, call.d);
-        pack_rows(x.g, dv, call.do_, format, head, 0, rows, padded, call.dv);
-        memset(x.dq, 0, padded * d * sizeof(T));
+        pack_rows(x.q, 0, call.q, format, head, 0, rows, padded, call.d);
+        pack_rows(x.g, 0, call.do_, format, head, 0, rows, padded, call.dv);
+        x.dq.clear(padded);
         if (dbias.by_row) memset(x.row_sums, 0, rows * sizeof(T));
-        x.rows.fill(call, format, head, padded, v, vt);
-        for (int64_t r0 = 0; r0 < rows; r0 += TILE) x.next_tile[r0 / TILE] = x.rows.lo[r0] / TILE;
+        x.rows.fill(call, format, head, padded, v.data, vt);
+        for (int64_t r0 = 0; r0 < rows; r0 += TILE) x.next_tile[r0 / TILE] = intervals.next(head, r0, at_most(TILE, rows - r0), x.rows.lo[r0] / TILE);
+    }
+
+    void advance(const Head& head, const Open& x, int64_t r0, int32_t tile) const {
+        advance_order(x.next_tile + r0 / TILE, intervals.next(head, r0, at_most(TILE, head.rows() - r0), tile + 1));
     }
 
     void tile(const Head& head, const Open& x, int32_t tile) {
         const int64_t j0 = tile * TILE, n = at_most(TILE, head.s.tk - j0);
-        pack_columns(k, d, call.k, format, head, j0, n, TILE, call.d);
-        pack_columns(v, dv, call.v, format, head, j0, n, TILE, call.dv);
-        transpose(kt, TILE, k, d, round_up(n, L), d);
-        transpose(vt, TILE, v, dv, round_up(n, L), dv);
-        memset(dk, 0, TILE * d * sizeof(T));
-        memset(dv_, 0, TILE * dv * sizeof(T));
+        pack_columns(k, 0, call.k, format, head, j0, n, TILE, call.d);
+        pack_columns(v, 0, call.v, format, head, j0, n, TILE, call.dv);
+        transpose(kt, TILE, k, 0, round_up(n, L));
+        transpose(vt, TILE, v, 0, round_up(n, L));
+        dk.clear(TILE);
+        dv_.clear(TILE);
         dbias.start_columns(column_sums, head, TILE);
+        if (intervals.on) interval_columns.load(intervals, head, tile);
         if (bias.on && bias.same_in_rows) of_bias = bias.load(rows_of_bias, TILE, head, 0, 1, j0, n);
         const Run attending = rows_attending(call, head, j0, j0 + n);
         for (int64_t r0 = attending.begin / TILE * TILE; r0 < attending.end; r0 += TILE) {
             const int64_t m = at_most(TILE, head.rows() - r0);
             const int64_t last = r0 + round_up(m, MR) - 1;
+            if (intervals.on && intervals.mask_out(head, r0, m, tile)) {
+                if (dbias.on) dbias.masked_out_block(slots.turns, head, r0, m, j0, n, ds);
+                continue;
+            }
+            const bool crossed = intervals.on && intervals.touch(head, r0, m, tile);
             if (bias.on && !bias.same_in_rows) of_bias = bias.load(rows_of_bias, TILE, head, r0, m, j0, n);
             if (bias.on && !of_bias.data)
-                masked_out_block(dbias, slots.turns, head, r0, m, j0, n, ds, in_order ? x.next_tile + r0 / TILE : nullptr, tile);
-            else if (n == TILE && m == TILE && x.rows.lo[last] <= j0 && x.rows.hi[r0] >= j0 + n)
+                masked_out_block(dbias, slots.turns, head, r0, m, j0, n, ds, in_order ? x.next_tile + r0 / TILE : nullptr, tile,
+                                 intervals.next(head, r0, m, tile + 1));
+            else if (!crossed && n == TILE && m == TILE && x.rows.lo[last] <= j0 && x.rows.hi[r0] >= j0 + n)
                 unmasked_block(head, x, r0, tile);
             else
-                masked_block(head, x, r0, m, tile, n);
+                masked_block(head, x, r0, m, tile, n, crossed);
         }
         dbias.end_columns(slots.turns, column_sums, head, j0, n, TILE);
-        if (want_dk) store_columns(call.dk, dkv_format, head, j0, n, dk, d, call.d, T(call.scale));
-        if (want_dv) store_columns(call.dv_, dkv_format, head, j0, n, dv_, dv, call.dv, dropout.kept);
+        if (want_dk) store_columns(call.dk, dkv_format, head, j0, n, dk, call.d, T(call.scale));
+        if (want_dv) store_columns(call.dv_, dkv_format, head, j0, n, dv_, call.dv, dropout.kept);
     }
 
     void unmasked_block(const Head& head, const Open& x, int64_t r0, int32_t tile) {
-        const T *q = x.q + r0 * d, *g = x.g + r0 * dv;
-        product<T, ROWS>(p, TILE, q, d, kt, TILE, TILE, TILE, d, false);
-        if (want_ds) product<T, ROWS>(ds, TILE, g, dv, vt, TILE, TILE, TILE, dv, false);
+        product_along(p, TILE, x.q, r0, kt, TILE, TILE, TILE);
+        if (want_ds) product_along(ds, TILE, x.g, r0, vt, TILE, TILE, TILE);
         for (int64_t r = 0; r < TILE; ++r) p_and_ds<false>(head, x, r0, r, tile * TILE, 0, TILE);
         if (dbias.on) dbias.block(slots.turns, column_sums, head, r0, TILE, tile * TILE, TILE, ds_of_bias, TILE);
-        if (want_dv) product<T, TRANSPOSED>(dv_, dv, p, TILE, g, dv, TILE, dv, TILE, true);
-        if (want_dk) product<T, TRANSPOSED>(dk, d, ds, TILE, q, d, TILE, d, TILE, true);
+        if (want_dv) add_product<T, TRANSPOSED>(dv_, 0, p, TILE, x.g, r0, TILE, TILE);
+        if (want_dk) add_product<T, TRANSPOSED>(dk, 0, ds, TILE, x.q, r0, TILE, TILE);
         if (!in_order) return;
         wait_for_order(x.next_tile + r0 / TILE, tile);
-        if (want_dq) product<T, ROWS>(x.dq + r0 * d, d, ds, TILE, k, d, TILE, d, TILE, true);
+        if (want_dq) add_product<T, ROWS>(x.dq, r0, ds, TILE, k, 0, TILE, TILE);
         if (dbias.by_row) dbias.rows(x.row_sums + r0, TILE, TILE, ds_of_bias, TILE);
-        advance_order(x.next_tile + r0 / TILE, tile);
+        advance(head, x, r0, tile);
     }
 
-    void masked_block(const Head& head, const Open& x, int64_t r0, int64_t m, int32_t tile, int64_t n) {
+    void masked_block(const Head& head, const Open& x, int64_t r0, int64_t m, int32_t tile, int64_t n, bool crossed) {
         const int64_t j0 = tile * TILE;
         const int32_t *lo = x.rows.lo + r0, *hi = x.rows.hi + r0;
-        auto first = [&](int64_t r) { return at_least(0, lo[r] - j0) / L * L; };
-        auto end = [&](int64_t r) { return at_most(n, hi[r + MR - 1] - j0); };
+        Run strips[TILE / MR];  // of columns that some row of a strip of MR rows attends to
+        for (int64_t r = 0; r < m; r += MR) {
+            Run run{at_least(0, lo[r] - j0), at_most(n, hi[r + MR - 1] - j0)};
+            if (crossed) run = interval_columns.without_masked_out(run, head.index(r0 + r), head.index(at_most(r0 + r + MR, head.rows()) - 1));
+            strips[r / MR] = {run.begin / L * L, run.end};
+        }
         memset(p, 0, TILE * TILE * sizeof(T));
         memset(ds, 0, TILE * TILE * sizeof(T));
         if (ds_of_bias != ds) memset(ds_of_bias, 0, TILE * TILE * sizeof(T));
         for (int64_t r = 0; r < m; r += MR) {
-            const int64_t begin = first(r), stop = round_up(end(r), L);
-            if (begin >= end(r)) continue;
-            const T *q = x.q + (r0 + r) * d, *g = x.g + (r0 + r) * dv;
-            product<T, ROWS>(p + r * TILE + begin, TILE, q, d, kt + begin, TILE, MR, stop - begin, d, false);
-            if (want_ds) product<T, ROWS>(ds + r * TILE + begin, TILE, g, dv, vt + begin, TILE, MR, stop - begin, dv, false);
-            for (int64_t y = r; y < r + MR; ++y) p_and_ds<true>(head, x, r0, y, j0, begin, stop);
+            const int64_t begin = strips[r / MR].begin, stop = round_up(strips[r / MR].end, L);
+            if (begin >= strips[r / MR].end) continue;
+            product_along(p + r * TILE + begin, TILE, x.q, r0 + r, kt + begin, TILE, MR, stop - begin);
+            if (want_ds) product_along(ds + r * TILE + begin, TILE, x.g, r0 + r, vt + begin, TILE, MR, stop - begin);
+            for (int64_t y = r; y < r + MR; ++y) p_and_ds<true>(head, x, r0, y, j0, begin, stop, crossed);
         }
         if (dbias.on) dbias.block(slots.turns, column_sums, head, r0, m, j0, n, ds_of_bias, TILE);
         for (int64_t j = 0; j < n; j += MR) {  // rows a … b attend to at least one of columns j … j + MR
             int64_t a = 0, b = m;
             while (a < m && hi[a] <= j0 + j) ++a;
             while (b > a && lo[b - 1] >= j0 + j + MR) --b;
-            const T *q = x.q + (r0 + a) * d, *g = x.g + (r0 + a) * dv;
-            if (want_dv) product<T, TRANSPOSED>(dv_ + j * dv, dv, p + a * TILE + j, TILE, g, dv, MR, dv, b - a, true);
-            if (want_dk) product<T, TRANSPOSED>(dk + j * d, d, ds + a * TILE + j, TILE, q, d, MR, d, b - a, true);
+            auto apart = [&](const Run& run) { return run.begin >= run.end || run.begin >= j + MR || run.end <= j; };
+            while (crossed && a < b && apart(strips[a / MR])) a = (a / MR + 1) * MR;
+            while (crossed && a < b && apart(strips[(b - 1) / MR])) b = (b - 1) / MR * MR;
+            if (a >= b) continue;
+            if (want_dv) add_product<T, TRANSPOSED>(dv_, j, p + a * TILE + j, TILE, x.g, r0 + a, MR, b - a);
+            if (want_dk) add_product<T, TRANSPOSED>(dk, j, ds + a * TILE + j, TILE, x.q, r0 + a, MR, b - a);
         }
         if (!in_order) return;
         wait_for_order(x.next_tile + r0 / TILE, tile);
         if (dbias.by_row) dbias.rows(x.row_sums + r0, m, n, ds_of_bias, TILE);
         for (int64_t r = 0; r < m; r += MR) {
-            const int64_t begin = first(r), stop = end(r);
+            const int64_t begin = strips[r / MR].begin, stop = strips[r / MR].end;
             if (want_dq && begin < stop)
-                product<T, ROWS>(x.dq + (r0 + r) * d, d, ds + r * TILE + begin, TILE, k + begin * d, d, MR, d, stop - begin, true);
+                add_product<T, ROWS>(x.dq, r0 + r, ds + r * TILE + begin, TILE, k, begin, MR, stop - begin);
         }
-        advance_order(x.next_tile + r0 / TILE, tile);
+        advance(head, x, r0, tile);
     }
 
-    // One row: products → p and ds.
+    // One row: products → p and ds. `crossed`: intervals may mask pairs out.
     template <bool MASKED>
-    void p_and_ds(const Head& head, const Open& x, int64_t r0, int64_t r, int64_t j0, int64_t begin, int64_t stop) {
+    void p_and_ds(const Head& head, const Open& x, int64_t r0, int64_t r, int64_t j0, int64_t begin, int64_t stop, bool crossed = false) {
         if (dropout.on)
-            bias.on ? p_and_ds<MASKED, true, true>(head, x, r0, r, j0, begin, stop) : p_and_ds<MASKED, false, true>(head, x, r0, r, j0, begin, stop);
+            bias.on ? p_and_ds<MASKED, true, true>(head, x, r0, r, j0, begin, stop, crossed)
+                    : p_and_ds<MASKED, false, true>(head, x, r0, r, j0, begin, stop, crossed);
         else
-            bias.on ? p_and_ds<MASKED, true, false>(head, x, r0, r, j0, begin, stop) : p_and_ds<MASKED, false, false>(head, x, r0, r, j0, begin, stop);
+            bias.on ? p_and_ds<MASKED, true, false>(head, x, r0, r, j0, begin, stop, crossed)
+                    : p_and_ds<MASKED, false, false>(head, x, r0, r, j0, begin, stop, crossed);
     }
 
     template <bool MASKED, bool BIASED, bool DROPPING>
-    void p_and_ds(const Head& head, const Open& x, int64_t r0, int64_t r, int64_t j0, int64_t begin, int64_t stop) {
+    void p_and_ds(const Head& head, const Open& x, int64_t r0, int64_t r, int64_t j0, int64_t begin, int64_t stop, bool crossed) {
         T *row = p + r * TILE, *drow = ds + r * TILE;
         const int64_t of = at_most(r0 + r, head.rows() - 1);
         const Vec<T> lse = all(x.rows.lse[r0 + r]), delta = all(x.rows.delta[r0 + r]);
@@ -276,7 +297,9 @@ struct Backward {
                 s = score.of(s, b, column, &derivative);
             else
                 s = BIASED ? score.product(s) + b : score.product(s);
-            const Vec<T> e = exponential((MASKED ? score.mask(s, column) : s) - lse);
+            if (MASKED) s = score.mask(s, column);
+            if (MASKED && crossed) s = interval_columns.mask_columns<T>(s, head.index(of), j);
+            const Vec<T> e = exponential(s - lse);
             Vec<T> dp = load(drow + j), r_of_o = e;
             if (DROPPING) {
                 dp = dropout.unless(dropped[(j - begin) / L], dp * dropout.kept);
@@ -294,10 +317,8 @@ struct Backward {
         if (call.dsinks.data) x.rows.sink_gradients(call, head, dsinks);
         dbias.end_rows(slots.turns, x.row_sums, head);
         if (!want_dq) return;
-        for (int64_t r = 0; r < head.rows(); ++r) {
-            const int64_t h = head.query_head(r), t = head.token(r);
-            format.store(const_cast<char*>(at(call.dq, format.bytes, head.b, h, t)), x.dq + r * d, call.d, call.dq.d, T(call.scale));
-        }
+        for (int64_t r = 0; r < head.rows(); ++r)
+            store_row(call.dq, format, head.b, head.query_head(r), head.token(r), x.dq, r, call.d, T(call.scale));
     }
 };
 

@@ -132,7 +132,7 @@ struct BiasGradient {
     }
 
     void advance(int32_t* turn, const Head& head) const {
-        if (in_turn) advance_order(turn, number(head));
+        if (in_turn) advance_order(turn, number(head) + 1);
     }
 
     int32_t number(const Head& head) const { return int32_t(head.b * call.hkv + head.kv); }

@@ -2,8 +2,8 @@
 //
 //   q (B, Hq, Tq, D)   k (B, Hkv, Tk, D)   v (B, Hkv, Tk, Dv)   o, do (B, Hq, Tq, Dv)   lse, dlse (B, Hq, Tq)   bias (B, Hq, Tq, Tk)
 //
-// Packed sequences: there are B, with stride b = 0. cu_seqlens_q and cu_seqlens_k (B + 1) are their starts; tq and tk the
-// longest lengths.
+// Packed sequences: B sequences with stride b = 0. cu_seqlens_q and cu_seqlens_k (B + 1) are their starts, tq and tk the longest
+// lengths.
 //
 // Decoding: positions (B,) are the lengths of the caches k and v (B, Hkv, Tk, D) before this call, and Tq = 1. The forward
 // appends the rows k_new and v_new (B, Hkv, D) at these positions, then row b attends to columns 0 … positions[b]. If a position
@@ -38,6 +38,7 @@ struct Call {
     View do_, dlse, dq, dk, dv_, dsinks;            // backward only
     View sinks, slopes;                             // (Hq,), stride h; slopes may be (B, Hq)
     View bias, dbias;                               // stride 0 along broadcast axes; then dbias is accumulated, otherwise overwritten
+    View intervals;                                 // int32 (B, Hkv, Tk, t), stride 0 along broadcast axes: intervals.h
     double scale, softcap, dropout_p;
 };
 

@@ -21,6 +21,7 @@
 #include "attention/bias.h"
 #include "attention/dropout.h"
 #include "attention/head_rows.h"
+#include "attention/intervals.h"
 
 namespace tilegrad::ISA {
 
@@ -33,6 +34,7 @@ struct Forward {
     static_assert(STRIP % MR == 0 && STRIP % L == 0 && TILE % MR == 0, "strips and tiles are made of blocks of registers");
 
     const Call& call;
+    const Intervals& intervals;
     const Format<T> format = format_of<T>(call.dtype);
     const int64_t d = round_up(call.d, L), dv = round_up(call.dv, L);  // padded
     const Bias<T> bias{call};
@@ -41,22 +43,25 @@ struct Forward {
     const bool plain = products && call.scale > 0 && !bias.on;
 
     // Buffers of a thread.
-    T *rows_of_q, *qt, *k, *v, *s, *acc, *row_max, *row_sum;
+    Packed<T> rows_of_q, k, v, acc;
+    T *qt, *s, *row_max, *row_sum;  // qt: [strip][d][STRIP]
     T *rows_of_bias, *bias_t;  // (STRIP, TILE), (TILE, STRIP)
     T* kt;                     // (d, TILE), for decoding
     RowLanes<T> lanes;
+    IntervalColumns interval_columns;  // of the tile, if intervals cross the block
 
-    Forward(const Call& call, BumpAllocator& allocator) : call(call) {
+    Forward(const Call& call, BumpAllocator& allocator, const Intervals& intervals) : call(call), intervals(intervals) {
         const int64_t rows = at_most(ROWS_OF_BLOCK, round_up(call.tq * (call.hq / call.hkv), STRIP));
-        rows_of_q = allocator.take<T>(STRIP * d);
+        rows_of_q = {allocator.take<T>(STRIP * d), STRIP, d};
         qt = allocator.take<T>(rows * d);
-        k = allocator.take<T>(TILE * d);
-        v = allocator.take<T>(TILE * dv);
+        k = {allocator.take<T>(TILE * d), TILE, d};
+        v = {allocator.take<T>(TILE * dv), TILE, dv};
         s = allocator.take<T>(TILE * STRIP);
-        acc = allocator.take<T>(rows * dv);
+        acc = {allocator.take<T>(rows * dv), rows, dv};
         row_max = allocator.take<T>(rows);
         row_sum = allocator.take<T>(rows);
         lanes.allocate(allocator, rows);
+        interval_columns.allocate(allocator, intervals);
         rows_of_bias = allocator.take<T>(bias.on ? STRIP * TILE : 0);
         bias_t = allocator.take<T>(bias.on ? TILE * STRIP : 0);
         kt = allocator.take<T>(call.positions ? TILE * d : 0);
@@ -78,50 +83,64 @@ struct Forward {
         const int64_t padded = round_up(m, STRIP);
         append(call, head, format.bytes);
         for (int64_t r = 0; r < m; r += STRIP) {
-            pack_rows(rows_of_q, d, call.q, format, head, r0 + r, at_most(STRIP, m - r), STRIP, call.d);
-            transpose(qt + r * d, STRIP, rows_of_q, d, STRIP, d);
+            pack_rows(rows_of_q, 0, call.q, format, head, r0 + r, at_most(STRIP, m - r), STRIP, call.d);
+            transpose(qt + r * d, STRIP, rows_of_q, 0, STRIP);
         }
         lanes.fill(call, head, r0, m, padded);
         start_rows(call, head, r0, m, padded, row_max, row_sum);
-        memset(acc, 0, padded * dv * sizeof(T));
+        acc.clear(padded);
         const int64_t first = lanes.lo[0], last = lanes.hi[m - 1];
         const bool few = call.positions && m <= FEW;
         for (int64_t j0 = first / TILE * TILE; j0 < last; j0 += TILE)
             few ? columns_of_few(head, m, j0, at_most(TILE, last - j0)) : columns(head, r0, m, j0, at_most(TILE, last - j0));
         for (int64_t r = 0; r < m; ++r) {
-            T* o = acc + r * dv;
             const T divisor = row_sum[r] * T(1 - call.dropout_p);
             if (divisor != 0)  // a factor 1 / row_sum would add its own rounding error to the whole row
-                for (int64_t i = 0; i < dv; i += L) store(o + i, load(o + i) / divisor);
-            write_row(call, format, head, r0 + r, o, row_max[r] + logarithm(row_sum[r]));
+                change_row(r, [&](Vec<T> x) { return x / divisor; });
+            write_row(call, format, head, r0 + r, acc, r, row_max[r] + logarithm(row_sum[r]));
         }
     }
 
     void columns(const Head& head, int64_t r0, int64_t m, int64_t j0, int64_t n) {
+        const int64_t tile = j0 / TILE;
+        if (intervals.on && intervals.mask_out(head, r0, m, tile)) return;
+        if (intervals.on) interval_columns.load(intervals, head, tile);
         const int64_t padded = round_up(n, MR), skipped = at_least(0, lanes.lo[0] - j0) / MR * MR;
         if (bias.on && bias.same_in_rows && !bias.load_transposed(bias_t, STRIP, rows_of_bias, TILE, head, r0, 1, j0, n)) return;
-        pack_columns(k + skipped * d, d, call.k, format, head, j0 + skipped, n - skipped, padded - skipped, call.d);
-        pack_columns(v + skipped * dv, dv, call.v, format, head, j0 + skipped, n - skipped, padded - skipped, call.dv);
+        pack_columns(k, skipped, call.k, format, head, j0 + skipped, n - skipped, padded - skipped, call.d);
+        pack_columns(v, skipped, call.v, format, head, j0 + skipped, n - skipped, padded - skipped, call.dv);
         for (int64_t r = 0; r < m; r += STRIP) {
-            const int64_t begin = at_least(0, lanes.lo[r] - j0), end = at_most(n, lanes.hi[r + STRIP - 1] - j0);
+            int64_t begin = at_least(0, lanes.lo[r] - j0), end = at_most(n, lanes.hi[r + STRIP - 1] - j0);
+            const bool crossed = intervals.on && intervals.touch(head, r0 + r, at_most(STRIP, m - r), tile);
+            if (crossed) {
+                const Run run = interval_columns.without_masked_out({begin, end}, lanes.index[r], lanes.index[r + STRIP - 1]);
+                begin = run.begin;
+                end = run.end;
+            }
             if (begin >= end) continue;
             if (bias.on && !bias.same_in_rows &&
                 !bias.load_transposed(bias_t, STRIP, rows_of_bias, TILE, head, r0 + r, at_most(STRIP, m - r), j0, n))
                 continue;
             const int64_t a = begin / MR * MR;
-            product<T, ROWS>(s, STRIP, k + a * d, d, qt + r * d, STRIP, round_up(end - a, MR), STRIP, d, false);
-            const bool unmasked = lanes.lo[r + STRIP - 1] <= j0 + a && lanes.hi[r] >= j0 + end;
+            product_along(s, STRIP, k, a, qt + r * d, STRIP, round_up(end - a, MR), STRIP);
+            const bool unmasked = !crossed && lanes.lo[r + STRIP - 1] <= j0 + a && lanes.hi[r] >= j0 + end;
             bool rescale = false;
             for (int64_t x = r; x < r + STRIP; x += L)
-                rescale |= dropout.on ? softmax<true, true>(head, x, x - r, j0, a, end)
-                           : unmasked ? softmax<false, false>(head, x, x - r, j0, a, end)
-                                      : softmax<true, false>(head, x, x - r, j0, a, end);
-            T* out = acc + r * dv;
+                rescale |= dropout.on ? softmax<true, true>(head, x, x - r, j0, a, end, crossed)
+                           : unmasked ? softmax<false, false>(head, x, x - r, j0, a, end, crossed)
+                                      : softmax<true, false>(head, x, x - r, j0, a, end, crossed);
             if (rescale)
-                for (int64_t x = 0; x < STRIP; ++x)
-                    for (int64_t i = x * dv; i < (x + 1) * dv; i += L) store(out + i, load(out + i) * lanes.alpha[r + x]);
-            product<T, TRANSPOSED>(out, dv, s, STRIP, v + a * dv, dv, STRIP, dv, end - a, true);
+                for (int64_t x = r; x < r + STRIP; ++x)
+                    if (lanes.alpha[x] != 1) change_row(x, [&](Vec<T> y) { return y * lanes.alpha[x]; });
+            add_product<T, TRANSPOSED>(acc, r, s, STRIP, v, a, STRIP, end - a);
         }
+    }
+
+    // Row r of acc becomes f(row).
+    template <class F>
+    void change_row(int64_t r, F f) const {
+        for (int64_t slice = 0; slice < dv; slice += SLICE)
+            for (int64_t i = 0; i < acc.columns(slice); i += L) store(acc.at(r, slice) + i, f(load(acc.at(r, slice) + i)));
     }
 
     // `columns` for m ≤ FEW rows without bias and dropout: lanes are columns, so that no lane is without a row. The rows of k and
@@ -131,25 +150,26 @@ struct Forward {
         static_assert(TILE % UNIT == 0 && UNIT % 4 == 0, "tiles are made of registers, and four sums of columns");
         const int64_t a = at_least(0, lanes.lo[0] - j0) / UNIT * UNIT, padded = round_up(n, UNIT);
         const bool as_it_lies = call.dtype == (sizeof(T) == 4 ? FLOAT32 : FLOAT64) && call.k.d == 1 && call.v.d == 1 && d == call.d && dv == call.dv;
-        const T *rows_of_k = k + a * d, *rows_of_v = v + a * dv;
-        int64_t ldk = d, ldv = dv;
         if (as_it_lies) {
-            rows_of_k = reinterpret_cast<const T*>(at(call.k, sizeof(T), head.b, head.kv, head.s.k0 + j0 + a));
-            rows_of_v = reinterpret_cast<const T*>(at(call.v, sizeof(T), head.b, head.kv, head.s.k0 + j0 + a));
-            ldk = call.k.t;
-            ldv = call.v.t;
+            transpose(kt + a, TILE, reinterpret_cast<const T*>(at(call.k, sizeof(T), head.b, head.kv, head.s.k0 + j0 + a)), call.k.t, n - a, d);
         } else {
-            pack_columns(k + a * d, d, call.k, format, head, j0 + a, n - a, n - a, call.d);
-            pack_columns(v + a * dv, dv, call.v, format, head, j0 + a, n - a, n - a, call.dv);
+            pack_columns(k, a, call.k, format, head, j0 + a, n - a, n - a, call.d);
+            pack_columns(v, a, call.v, format, head, j0 + a, n - a, n - a, call.dv);
+            transpose(kt + a, TILE, k, a, n - a);
         }
-        transpose(kt + a, TILE, rows_of_k, ldk, n - a, d);
+        const T* rows_of_v = reinterpret_cast<const T*>(at(call.v, sizeof(T), head.b, head.kv, head.s.k0 + j0 + a));
         for (int64_t r = 0; r < m; ++r) {
-            row_product(s + a, rows_of_q + r * d, kt + a, TILE, padded - a, d, false);
+            for (int64_t slice = 0; slice < d; slice += SLICE)
+                row_product(s + a, rows_of_q.at(r, slice), kt + slice * TILE + a, TILE, padded - a, rows_of_q.columns(slice), slice > 0);
             softmax_of_row(r, j0, a, padded);
-            T* out = acc + r * dv;
-            if (lanes.alpha[r] != 1)
-                for (int64_t i = 0; i < dv; i += L) store(out + i, load(out + i) * lanes.alpha[r]);
-            row_product(out, s + a, rows_of_v, ldv, dv, n - a, true);
+            if (lanes.alpha[r] != 1) change_row(r, [&](Vec<T> x) { return x * lanes.alpha[r]; });
+            for (int64_t slice = 0; slice < dv; slice += SLICE) {
+                const int64_t columns = v.columns(slice);
+                if (as_it_lies)
+                    row_product(acc.at(r, slice), s + a, rows_of_v + slice, call.v.t, columns, n - a, true);
+                else
+                    row_product(acc.at(r, slice), s + a, v.at(a, slice), columns, columns, n - a, true);
+            }
         }
     }
 
@@ -182,12 +202,13 @@ struct Forward {
     // One register of rows x, x + 1, … (lanes `lane`, … of the strip), columns a … end of the tile: scores → p; updates
     // row_max, row_sum and alpha. True if a maximum increased.
     template <bool MASKED, bool DROPPING>
-    bool softmax(const Head& head, int64_t x, int64_t lane, int64_t j0, int64_t a, int64_t end) {
+    bool softmax(const Head& head, int64_t x, int64_t lane, int64_t j0, int64_t a, int64_t end, bool crossed) {
         const int64_t j = j0 + a, n = end - a;
         T* scores = s + lane;
         const Score<T> score(call, lanes, x);
         const T factor = plain ? score.scale : T(1);
         const Vec<T> old_max = load(row_max + x);
+        const Ints<T> index = load_ints<T>(lanes.index + x);
         Vec<T> largest = all(-T(__builtin_inf()));
         for (int64_t y = 0; y < n; ++y) {
             Vec<T> z = load(scores + y * STRIP);
@@ -196,12 +217,13 @@ struct Forward {
                 z = products ? score.product(z) + b : score.of(z, b, score.same(j + y), nullptr);
             }
             if (MASKED) z = score.mask(z, score.same(j + y));
+            if (MASKED && crossed) z = interval_columns.mask_rows<T>(z, index, a + y);
             if (MASKED || !plain) store(scores + y * STRIP, z);
             largest = larger(largest, z);
         }
         const Vec<T> new_max = larger(old_max, largest * factor);
         Ints<T> dropped[DROPPING ? TILE : 1];
-        if (DROPPING) dropout.draw(dropped, n, head.b, load_ints<T>(lanes.head + x), load_ints<T>(lanes.index + x), score.same(j), 1);
+        if (DROPPING) dropout.draw(dropped, n, head.b, load_ints<T>(lanes.head + x), index, score.same(j), 1);
         auto probability = [&](int64_t y) {
             const Vec<T> p = exponential(rounded(load(scores + y * STRIP) * factor) - new_max);
             store(scores + y * STRIP, DROPPING ? dropout.unless(dropped[y], p) : p);

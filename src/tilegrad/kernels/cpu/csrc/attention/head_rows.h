@@ -12,6 +12,7 @@
 #include "attention/bump_allocator.h"
 #include "attention/call.h"
 #include "simd/convert.h"
+#include "simd/product.h"
 
 namespace tilegrad::ISA {
 
@@ -86,6 +87,34 @@ template <class T>
 void pack_columns(T* to, int64_t ld, const View& x, const Format<T>& format, const Head& head, int64_t j0, int64_t n, int64_t padded,
                   int64_t d) {
     pack(to, ld, x, format, n, padded, d, [&](int64_t j) { return at(x, format.bytes, head.b, head.kv, head.s.k0 + j0 + j); });
+}
+
+// The columns of x from column `slice` on.
+inline View from_column(View x, int64_t bytes, int64_t slice) {
+    x.data += slice * x.d * bytes;
+    return x;
+}
+
+// `pack_rows` and `pack_columns` to rows r … of packed rows; d elements of each.
+template <class T>
+void pack_rows(const Packed<T>& to, int64_t r, const View& x, const Format<T>& format, const Head& head, int64_t r0, int64_t n, int64_t padded,
+               int64_t d) {
+    for (int64_t slice = 0; slice < to.width; slice += SLICE)
+        pack_rows(to.at(r, slice), to.columns(slice), from_column(x, format.bytes, slice), format, head, r0, n, padded, at_most(SLICE, d - slice));
+}
+
+template <class T>
+void pack_columns(const Packed<T>& to, int64_t r, const View& x, const Format<T>& format, const Head& head, int64_t j0, int64_t n,
+                  int64_t padded, int64_t d) {
+    for (int64_t slice = 0; slice < to.width; slice += SLICE)
+        pack_columns(to.at(r, slice), to.columns(slice), from_column(x, format.bytes, slice), format, head, j0, n, padded, at_most(SLICE, d - slice));
+}
+
+// to[c][r'] = from[r + r'][c] for m rows; rows of `to` have ld elements.
+template <class T>
+void transpose(T* to, int64_t ld, const Packed<T>& from, int64_t r, int64_t m) {
+    for (int64_t slice = 0; slice < from.width; slice += SLICE)
+        transpose(to + slice * ld, ld, from.at(r, slice), from.columns(slice), m, from.columns(slice));
 }
 
 inline double slope_of(const Call& call, const Head& head, int64_t r) {
@@ -176,7 +205,7 @@ struct Score {
     static Ints<T> same(int64_t column) { return Ints<T>{} + Integer(column); }
 };
 
-// row_max and row_sum before the first column: those of the sink, if there is one.
+// row_max and row_sum before the first column: the sink's, if there is one.
 template <class T>
 void start_rows(const Call& call, const Head& head, int64_t r0, int64_t m, int64_t padded, T* row_max, T* row_sum) {
     const T lowest = sizeof(T) == 4 ? T(-__FLT_MAX__) : T(-__DBL_MAX__);
@@ -187,10 +216,19 @@ void start_rows(const Call& call, const Head& head, int64_t r0, int64_t m, int64
     }
 }
 
+// The first d elements of row r of `from` to a row of x.
 template <class T>
-void write_row(const Call& call, const Format<T>& format, const Head& head, int64_t r, const T* o, T lse, T factor = 1) {
+void store_row(const View& x, const Format<T>& format, int64_t b, int64_t h, int64_t t, const Packed<T>& from, int64_t r, int64_t d, T factor) {
+    for (int64_t slice = 0; slice < from.width; slice += SLICE)
+        format.store(const_cast<char*>(at(from_column(x, format.bytes, slice), format.bytes, b, h, t)), from.at(r, slice), at_most(SLICE, d - slice),
+                     x.d, factor);
+}
+
+// Row n of `o` and lse belongs to row r of the head.
+template <class T>
+void write_row(const Call& call, const Format<T>& format, const Head& head, int64_t r, const Packed<T>& o, int64_t n, T lse, T factor = 1) {
     const int64_t h = head.query_head(r), t = head.token(r);
-    if (call.o.data) format.store(const_cast<char*>(at(call.o, format.bytes, head.b, h, t)), o, call.dv, call.o.d, factor);
+    if (call.o.data) store_row(call.o, format, head.b, h, t, o, n, call.dv, factor);
     if (call.lse.data) *reinterpret_cast<T*>(const_cast<char*>(at(call.lse, sizeof(T), head.b, h, t))) = lse;
 }
 

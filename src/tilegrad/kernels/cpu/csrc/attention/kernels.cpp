@@ -16,31 +16,38 @@ struct TileConfiguration {
 };
 #endif
 
-// A kernel with independent blocks. Scratch: a work counter, then the buffers of each thread.
+// A kernel with independent blocks. Scratch: a work counter, the edges of intervals, then the buffers of each thread.
 template <class Kernel>
 struct IndependentBlocks {
-    static int64_t* counter(BumpAllocator& allocator) { return allocator.take<int64_t>(1); }
+    struct Shared {
+        int64_t* next;
+        Intervals intervals;
+
+        Shared(const Call& call, BumpAllocator& allocator) : next(allocator.take<int64_t>(1)), intervals(call, TILE, allocator) {}
+    };
 
     static int64_t scratch_bytes(const Call& call) {
-        BumpAllocator shared{nullptr}, thread{nullptr};
-        counter(shared);
-        Kernel(call, thread);
-        return shared.used + thread.used * call.threads;
+        BumpAllocator common{nullptr}, thread{nullptr};
+        const Shared shared(call, common);
+        Kernel(call, thread, shared.intervals);
+        return common.used + thread.used * call.threads;
     }
 
     static void prepare(const Call& call) {
         BumpAllocator allocator{call.scratch};
-        *counter(allocator) = 0;
+        const Shared shared(call, allocator);
+        *shared.next = 0;
+        shared.intervals.find_edges();
     }
 
     static void work(const Call& call, int worker) {
         BumpAllocator allocator{call.scratch}, thread{nullptr};
-        int64_t* next = counter(allocator);
-        Kernel(call, thread);
+        const Shared shared(call, allocator);
+        Kernel(call, thread, shared.intervals);
         allocator.used += worker * thread.used;
-        Kernel kernel(call, allocator);
+        Kernel kernel(call, allocator, shared.intervals);
         const int64_t items = Kernel::blocks(call) * call.b * call.hkv;
-        for (int64_t i; (i = __atomic_fetch_add(next, 1, __ATOMIC_RELAXED)) < items;) kernel.item(i);
+        for (int64_t i; (i = __atomic_fetch_add(shared.next, 1, __ATOMIC_RELAXED)) < items;) kernel.item(i);
     }
 };
 
@@ -59,7 +66,10 @@ struct SharedHeads {
     }
 
     static void prepare(const Call& call) {
-        const Slots slots = shared(call);
+        BumpAllocator allocator{call.scratch};
+        const Kernel kernel(call, allocator, 0);
+        const Slots slots = kernel.slots;
+        kernel.intervals.find_edges();
         new_queue(reinterpret_cast<char*>(slots.queue), slots.n, call.b * call.hkv);
         memset(slots.turns, 0, slots.n_turns * sizeof(int32_t));
     }

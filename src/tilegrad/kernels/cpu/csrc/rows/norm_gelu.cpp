@@ -3,6 +3,8 @@
 
 #include "rows/norm_gelu.h"
 
+#include <algorithm>
+
 #include "simd/convert.h"
 
 namespace tilegrad {
@@ -210,17 +212,22 @@ inline V32 activated(int64_t kind, V32 h, V32 up) { return kind == TANH ? hyperb
 // a = tanh(h), or silu(h) ∘ up. A whole register and a part of one are computed by the same function.
 template <class E>
 void forward_of(const Activation& call, int64_t begin, int64_t end) {
-    const E *h = reinterpret_cast<const E*>(call.h), *up = reinterpret_cast<const E*>(call.up ? call.up : call.h);
-    E* a = reinterpret_cast<E*>(call.a);
-    int64_t i = begin;
-    for (; i + N <= end; i += N) narrow(a + i, activated(call.kind, widen(h + i), widen(up + i)));
-    float tail_h[N] = {}, tail_up[N] = {};
-    for (int64_t j = i; j < end; ++j) {
-        tail_h[j - i] = h[j];
-        tail_up[j - i] = up[j];
+    while (begin < end) {
+        const int64_t row = begin / call.columns, column = begin % call.columns;
+        const int64_t n = std::min(end - begin, call.columns - column), at = row * call.stride + column;
+        const E *h = reinterpret_cast<const E*>(call.h) + at, *up = reinterpret_cast<const E*>(call.up ? call.up : call.h) + at;
+        E* a = reinterpret_cast<E*>(call.a) + begin;
+        int64_t i = 0;
+        for (; i + N <= n; i += N) narrow(a + i, activated(call.kind, widen(h + i), widen(up + i)));
+        float tail_h[N] = {}, tail_up[N] = {};
+        for (int64_t j = i; j < n; ++j) {
+            tail_h[j - i] = h[j];
+            tail_up[j - i] = up[j];
+        }
+        const V32 tail = activated(call.kind, load(tail_h), load(tail_up));
+        for (int64_t j = i; j < n; ++j) convert(a[j], tail[j - i]);
+        begin += n;
     }
-    const V32 tail = activated(call.kind, load(tail_h), load(tail_up));
-    for (int64_t j = i; j < end; ++j) convert(a[j], tail[j - i]);
 }
 
 void activation(const Activation& call, int64_t begin, int64_t end) {

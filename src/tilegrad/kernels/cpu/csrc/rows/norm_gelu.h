@@ -22,9 +22,9 @@ struct Norm {
     Rows f, x1;                         // forward: x1 = x + f replaces x; x1 may be x
 };
 
-// kernels/activation: h, up, a, da, dh (n)
+// kernels/activation: a, da, dh (n)   h, up: rows of `columns` numbers, `stride` apart; in gelu's backward h (n)
 struct Activation {
-    int64_t n, threads, isa, dtype, kind;
+    int64_t n, threads, isa, dtype, kind, columns, stride;
     char *h, *up, *a, *da, *dh;   // a: forward; da, dh: gelu's backward; up: a = silu(h) ∘ up
 };
 

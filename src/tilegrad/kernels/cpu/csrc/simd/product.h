@@ -20,6 +20,28 @@ constexpr int MR = 8, NV = 2, TILE = 64;
 constexpr int MR = 4, NV = 2, TILE = 64;
 #endif
 
+// Packed rows. Those of more than SLICE elements are kept in slices of SLICE columns, one slice after the other: the rows of a block
+// are then in fewer pages and in more sets of the caches. A sum along a row is the sum of its slices' sums.
+constexpr int64_t SLICE = 256;
+
+template <class T>
+struct Packed {
+    T* data;
+    int64_t rows, width;
+
+    // A slice, named by its first column: how many columns it has, and its part of row r.
+    int64_t columns(int64_t slice) const { return at_most(SLICE, width - slice); }
+    T* at(int64_t r, int64_t slice) const { return data + slice * rows + r * columns(slice); }
+
+    void clear(int64_t n) const {  // rows 0 … n
+        for (int64_t slice = 0; slice < width; slice += SLICE) memset(at(0, slice), 0, n * columns(slice) * sizeof(T));
+    }
+};
+
+// One row that is not in slices.
+template <class T>
+Packed<T> whole_row(T* row, int64_t width) { return {row, 1, width}; }
+
 enum Order {
     ROWS,
     TRANSPOSED,
@@ -75,6 +97,14 @@ inline __attribute__((always_inline)) void block(
         for (int n = 0; n < NV_; ++n) store(c + m * ldc + n * L, add ? load(c + m * ldc + n * L) + acc[m][n] : acc[m][n]);
 }
 
+// Prefetches rows of c that the next block adds to: they are too far apart for the processor to guess.
+template <class T>
+inline __attribute__((always_inline)) void prefetch_rows(const T* c, int64_t ldc, int64_t rows, int64_t n) {
+    constexpr int64_t LINE = 64 / sizeof(T);
+    for (int64_t r = 0; r < rows; ++r)
+        for (int64_t i = 0; i < n; i += LINE) __builtin_prefetch(c + r * ldc + i);
+}
+
 template <class T, Order ORDER>
 void product(T* c, int64_t ldc, const T* a, int64_t lda, const T* b, int64_t ldb, int64_t m_end, int64_t n_end, int64_t k_end,
              bool add) {
@@ -82,11 +112,27 @@ void product(T* c, int64_t ldc, const T* a, int64_t lda, const T* b, int64_t ldb
     const int64_t step = ORDER == TRANSPOSED ? 1 : lda;
     int64_t n = 0;
     for (; n + NV * L <= n_end; n += NV * L)
-        for (int64_t m = 0; m < m_end; m += MR)
+        for (int64_t m = 0; m < m_end; m += MR) {
+            if (add && ldc >= SLICE) prefetch_rows(m + MR < m_end ? c + (m + MR) * ldc + n : c + n + NV * L, ldc, MR, NV * L);
             block<T, NV, ORDER>(c + m * ldc + n, ldc, a + m * step, lda, b + n, ldb, k_end, add);
+        }
     for (; n < n_end; n += L)
         for (int64_t m = 0; m < m_end; m += MR)
             block<T, 1, ORDER>(c + m * ldc + n, ldc, a + m * step, lda, b + n, ldb, k_end, add);
+}
+
+// c = a b for rows r … of a; b (width, ldb).
+template <class T>
+void product_along(T* c, int64_t ldc, const Packed<T>& a, int64_t r, const T* b, int64_t ldb, int64_t m_end, int64_t n_end) {
+    for (int64_t slice = 0; slice < a.width; slice += SLICE)
+        product<T, ROWS>(c, ldc, a.at(r, slice), a.columns(slice), b + slice * ldb, ldb, m_end, n_end, a.columns(slice), slice > 0);
+}
+
+// c += a b for rows r … of c and rows j … of b.
+template <class T, Order ORDER>
+void add_product(const Packed<T>& c, int64_t r, const T* a, int64_t lda, const Packed<T>& b, int64_t j, int64_t m_end, int64_t k_end) {
+    for (int64_t slice = 0; slice < c.width; slice += SLICE)
+        product<T, ORDER>(c.at(r, slice), c.columns(slice), a, lda, b.at(j, slice), b.columns(slice), m_end, c.columns(slice), k_end, true);
 }
 
 // c (+)= a b for one row a; the same bits as a row of `product`.

@@ -166,7 +166,7 @@ inline Tanh<double> hyperbolic_tangent(V64 x) {
 inline float logarithm(float x) { return __builtin_logf(x); }
 inline double logarithm(double x) { return __builtin_log(x); }
 
-// Flushes subnormal results to 0 while in scope: each takes a hundred cycles on x86.
+// On x86, flushes subnormal results to 0 while in scope, because each takes a hundred cycles there.
 struct NoSubnormals {
 #if defined(__SSE2__)
     const unsigned before = __builtin_ia32_stmxcsr();

@@ -90,6 +90,6 @@ void wait_for_order(const int32_t* next_tile, int32_t tile) {
         if (n > 1000) sched_yield();
 }
 
-void advance_order(int32_t* next_tile, int32_t tile) { __atomic_store_n(next_tile, tile + 1, __ATOMIC_RELEASE); }
+void advance_order(int32_t* next_tile, int32_t to) { __atomic_store_n(next_tile, to, __ATOMIC_RELEASE); }
 
 }  // namespace tilegrad

@@ -34,6 +34,6 @@ bool finished(WorkQueue*, int64_t slot);                   // a tile is done; tr
 void closed(WorkQueue*, int64_t slot);
 
 void wait_for_order(const int32_t* next_tile, int32_t tile);
-void advance_order(int32_t* next_tile, int32_t tile);
+void advance_order(int32_t* next_tile, int32_t to);
 
 }  // namespace tilegrad

@@ -1,0 +1,20 @@
+"""Joules of the first GPU since its driver was loaded, by NVML."""
+
+from __future__ import annotations
+
+import ctypes
+
+
+def joules() -> float | None:
+    """None where there is no NVML, or the GPU does not count."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    device, millijoules = ctypes.c_void_p(), ctypes.c_ulonglong()
+    calls = (
+        lambda: nvml.nvmlInit_v2(),
+        lambda: nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(device)),
+        lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(device, ctypes.byref(millijoules)),
+    )
+    return None if any(call() for call in calls) else millijoules.value / 1e3

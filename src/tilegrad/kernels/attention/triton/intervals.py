@@ -1,0 +1,142 @@
+"""Interval masks on the device: the list of tiles that each tile visits, by two small kernels before a kernel with scores.
+
+    edges   of each tile of columns, for each of the intervals of a column: least start, largest start, least end, largest end
+            (mask.interval_edges)
+    list    of each tile of rows, the tiles of columns that it visits; or of each tile of columns, the tiles of rows
+
+A pair of a tile of rows [start, stop) and a tile of columns is masked out, and not in the list, if the band masks it out or one
+of the n intervals has all rows in every column: largest start ≤ start and stop ≤ least end. The pair is unmasked if no edge of
+the band crosses it and no interval of a column has any of the rows: stop ≤ least start or largest end ≤ start. All other pairs
+are masked: their elements are tested.
+
+A list has at most MOST_RUNS runs of unmasked tiles and as many of masked tiles (scores.py), so its size does not grow with the
+sequence. If there are more runs of either, all further tiles up to the end of the band count as masked, so the list still has
+every pair that attends. The lists of T rows cost T² / (BLOCK_M · BLOCK_N) comparisons and
+4 · (4 · MOST_RUNS + 2) · T / BLOCK_M bytes.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .memory import steps
+from .scores import MOST_RUNS, band_tiles
+
+CHUNK = 256  # tiles that a program of `_list_kernel` tests together
+BEYOND = tl.constexpr(2**31 - 1)  # after every row
+SIZES = ["intervals_b", "intervals_h", "heads", "row_tiles", "col_tiles", "tq", "tk", "left", "right"]
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _edges_kernel(
+    intervals,
+    edges,
+    intervals_b, intervals_h, heads, col_tiles, tk,
+    PAIRS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0) // col_tiles
+    j = tl.program_id(0) % col_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    intervals += steps(n // heads, intervals_b, 1) + steps(n % heads, intervals_h, 1)
+    edges += steps(tl.program_id(0), 4 * PAIRS, 1)
+    for pair in tl.static_range(PAIRS):
+        starts = tl.load(intervals + j * (2 * PAIRS) + 2 * pair, mask=j < tk, other=0)
+        ends = tl.load(intervals + j * (2 * PAIRS) + 2 * pair + 1, mask=j < tk, other=0)
+        some = (starts < ends) & (j < tk)  # an empty interval has no row; columns after the last change no edge
+        tl.store(edges + 4 * pair, tl.min(tl.where(some, starts, BEYOND), 0))
+        tl.store(edges + 4 * pair + 1, tl.max(tl.where(some, starts, tl.where(j < tk, BEYOND, -1)), 0))
+        tl.store(edges + 4 * pair + 2, tl.min(tl.where(some, ends, tl.where(j < tk, -1, BEYOND)), 0))
+        tl.store(edges + 4 * pair + 3, tl.max(tl.where(some, ends, -1), 0))
+
+
+@triton.jit
+def _kinds(edges, cols, starts, stops, n, unmasked, unmasked_end, visited, PAIRS: tl.constexpr):
+    """The kind of tiles n of the other axis: 0 not visited, 1 unmasked, 2 masked. cols, or starts and stops, describe them."""
+    whole = n < 0
+    some = (n < unmasked) | (n >= unmasked_end)
+    for pair in tl.static_range(PAIRS):
+        at = edges + cols * (4 * PAIRS) + 4 * pair
+        least_start = tl.load(at, mask=visited, other=0)
+        largest_start = tl.load(at + 1, mask=visited, other=0)
+        least_end = tl.load(at + 2, mask=visited, other=0)
+        largest_end = tl.load(at + 3, mask=visited, other=0)
+        whole |= (largest_start <= starts) & (stops <= least_end)
+        some |= (least_start < stops) & (starts < largest_end)
+    return tl.where(visited & (whole == 0), tl.where(some, 2, 1), 0)
+
+
+@triton.jit
+def _runs_of(kind, previous, runs, MASKED: tl.constexpr):
+    """Where runs of unmasked or of masked tiles begin, and their number there."""
+    begins = (kind == MASKED + 1) & (previous != MASKED + 1)
+    return begins, runs + tl.cumsum(begins.to(tl.int32), 0) - 1
+
+
+@triton.jit
+def _add_runs(runs, n, kind, begins, number, tiles, count, MASKED: tl.constexpr):
+    """Writes the runs that begin among n. Returns (tiles, runs) so far."""
+    of_kind = (kind == MASKED + 1).to(tl.int32)
+    before = tiles + tl.cumsum(of_kind, 0) - of_kind
+    at = runs + 2 * MOST_RUNS * MASKED + number
+    tl.store(at, before, mask=begins)
+    tl.store(at + MOST_RUNS, n - before, mask=begins)
+    return tiles + tl.sum(of_kind, 0), count + tl.sum(begins.to(tl.int32), 0)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _list_kernel(
+    edges,
+    runs,
+    row_tiles, col_tiles, tq, tk, left, right,
+    PAIRS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The list of one tile of rows, or, if COLUMNS, of columns."""
+    own_tiles = col_tiles if COLUMNS else row_tiles
+    own = tl.program_id(0) % own_tiles
+    edges += steps(tl.program_id(0) // own_tiles, 4 * PAIRS, 1) * col_tiles
+    runs += steps(tl.program_id(0), 4 * MOST_RUNS + 2, 1)
+    if COLUMNS:
+        start = own * BLOCK_N
+        first, unmasked, unmasked_end, last = band_tiles(
+            start, tl.minimum(start + BLOCK_N, tk), tq - tk, right, left, tq, BLOCK_M
+        )
+    else:
+        start = own * BLOCK_M
+        first, unmasked, unmasked_end, last = band_tiles(
+            start, tl.minimum(start + BLOCK_M, tq), tk - tq, left, right, tk, BLOCK_N
+        )
+    last = tl.minimum(last, row_tiles if COLUMNS else col_tiles)  # where k, or q, is empty
+    cut = last  # from here on all tiles count as masked
+    tiles = first * 0
+    masked_tiles = first * 0
+    count = first * 0
+    masked_count = first * 0
+    for base in tl.range(first, last, CHUNK):
+        n = base + tl.arange(0, CHUNK)
+        before = (n > first) & (n <= last)  # whether a tile comes before n
+        if COLUMNS:
+            rows = n * BLOCK_M
+            kind = _kinds(
+                edges, own + n * 0, rows, tl.minimum(rows + BLOCK_M, tq), n, unmasked, unmasked_end, n < last, PAIRS
+            )
+            previous = _kinds(edges, own + n * 0, rows - BLOCK_M, rows, n - 1, unmasked, unmasked_end, before, PAIRS)
+        else:
+            stop = tl.minimum(start + BLOCK_M, tq)
+            kind = _kinds(edges, n, start, stop, n, unmasked, unmasked_end, n < last, PAIRS)
+            previous = _kinds(edges, n - 1, start, stop, n - 1, unmasked, unmasked_end, before, PAIRS)
+        for _again in tl.static_range(2):
+            kind = tl.where((n >= cut) & (n < last), 2, kind)
+            previous = tl.where((n > cut) & (n <= last), 2, previous)
+            begins, number = _runs_of(kind, previous, count, MASKED=False)
+            masked_begins, masked_number = _runs_of(kind, previous, masked_count, MASKED=True)
+            full = (begins & (number >= MOST_RUNS)) | (masked_begins & (masked_number >= MOST_RUNS - 1))
+            cut = tl.minimum(cut, tl.min(tl.where(full, n, last), 0))
+        tiles, count = _add_runs(runs, n, kind, begins, number, tiles, count, MASKED=False)
+        masked_tiles, masked_count = _add_runs(
+            runs, n, kind, masked_begins, masked_number, masked_tiles, masked_count, MASKED=True
+        )
+    r = tl.arange(0, MOST_RUNS)
+    tl.store(runs + r, tl.full([MOST_RUNS], BEYOND, tl.int32), mask=r >= count)
+    tl.store(runs + 2 * MOST_RUNS + r, tl.full([MOST_RUNS], BEYOND, tl.int32), mask=r >= masked_count)
+    tl.store(runs + 4 * MOST_RUNS, tiles)
+    tl.store(runs + 4 * MOST_RUNS + 1, masked_tiles)

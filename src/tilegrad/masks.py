@@ -1,0 +1,305 @@
+"""Masks in O(T) numbers: for each column, one or two intervals of rows that do not attend to it.
+
+Every function returns options of `tilegrad.attention`. Pass them with two stars, next to any other options:
+
+    tilegrad.attention(q, k, v, **tilegrad.masks.documents(cu_seqlens), softcap=30.0)
+
+    documents         a token attends to the tokens of its own document
+    prefix            a prefix whose tokens attend to all of it; the tokens after it attend causally
+    shared_question   a question and several answers: each answer attends to the question and to itself
+    from_bool         any bool matrix that has at most two intervals in each column
+    from_block_mask   FlexAttention's BlockMask, likewise
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import torch
+from torch import Tensor
+
+from .kernels.attention.checks import TENSOR, require
+from .kernels.attention.mask import four_dims
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+__all__ = ["IntervalMask", "documents", "from_block_mask", "from_bool", "prefix", "shared_question"]
+
+CHUNK = 1 << 22  # pairs of a bool matrix that are read at a time; a column has Tq in each head
+MOST = 2  # intervals of a column
+Integers = Tensor | Sequence[int] | Sequence[Sequence[int]]
+
+
+class IntervalMask(TypedDict):
+    """Two options of `tilegrad.attention`: intervals (B or 1, Hkv or 1, Tk, 2 or 4), and causal. Where causal masks out the
+    rows before a column, they need no interval."""
+
+    causal: bool
+    intervals: Tensor
+
+
+def documents(cu_seqlens: Integers, *, causal: bool = True, device: torch.device | str | None = None) -> IntervalMask:
+    """Documents end to end in a sequence: document n has the tokens cu_seqlens[n] to cu_seqlens[n + 1].
+
+    cu_seqlens (D + 1,), or (B, D + 1) for documents of different lengths in each sequence of a batch. Empty documents are
+    accepted: they fill up a sequence that has fewer. The last number is T; reading it waits for a GPU. causal=False lets tokens
+    attend to later ones of their document.
+
+    >>> import torch, tilegrad
+    >>> q, k, v = torch.randn(3, 2, 4, 10, 32)
+    >>> two = tilegrad.masks.documents([[0, 4, 10], [0, 7, 10]])
+    >>> two["intervals"][0, 0, :, 0].tolist()  # the first row after the document of a column
+    [4, 4, 4, 4, 10, 10, 10, 10, 10, 10]
+    >>> o = tilegrad.attention(q, k, v, **two)
+    >>> alone = tilegrad.attention(q[:1, :, 4:], k[:1, :, 4:], v[:1, :, 4:], causal=True)
+    >>> torch.allclose(o[:1, :, 4:], alone, atol=1e-6)
+    True
+    """
+    ends = _integers("cu_seqlens", cu_seqlens, device)
+    t, accepted = (
+        _total("cu_seqlens", ends),
+        "numbers that start at 0, never decrease, and end at one T in all sequences",
+    )
+    grows = ends.shape[1] > 1 and not ends[:, 0].any() and bool((ends.diff() >= 0).all())
+    require(grows and bool((ends[:, -1] == t).all()), "cu_seqlens", ends.tolist(), accepted, show=str)
+    of = _segments(ends[:, 1:], t)
+    first, after = ends.gather(1, of), ends.gather(1, of + 1)
+    if causal:
+        return _options(after, torch.full_like(after, t), causal=True)
+    return _options(torch.zeros_like(first), first, after, torch.full_like(after, t), causal=False)
+
+
+def prefix(lengths: Integers, length: int, *, device: torch.device | str | None = None) -> IntervalMask:
+    """Prefix-LM: the first lengths[b] tokens of sequence b attend to each other, and later tokens attend causally.
+
+    lengths (B,), or (1,) for all sequences; `length` is T.
+
+    >>> import torch, tilegrad
+    >>> mask = tilegrad.masks.prefix([2, 0], 4)
+    >>> mask["causal"], mask["intervals"][:, 0].tolist()  # rows 0 to j − 1 do not attend to a column j after the prefix
+    (False, [[[0, 0], [0, 0], [0, 2], [0, 3]], [[0, 0], [0, 1], [0, 2], [0, 3]]])
+    """
+    whole = isinstance(length, int) and not isinstance(length, bool)
+    require(whole, "length", length, "an int ≥ 0, the tokens of a sequence", TypeError)
+    require(length >= 0, "length", length, "an int ≥ 0, the tokens of a sequence")
+    numbers = _integers("lengths", lengths, device)
+    require(len(numbers) == 1, "lengths", f"shape {tuple(numbers.shape)}", "a number for each sequence, (B,)", show=str)
+    inside = bool(((numbers >= 0) & (numbers <= length)).all())
+    require(inside, "lengths", numbers[0].tolist(), f"0 to {length}, the tokens of a sequence", show=str)
+    j = torch.arange(length, device=numbers.device)
+    stop = torch.where(j < numbers.mT, 0, j)
+    return _options(torch.zeros_like(stop), stop, causal=False)
+
+
+def shared_question(lengths: Integers, *, device: torch.device | str | None = None) -> IntervalMask:
+    """A question and its answers end to end: each token attends to the question and to its own answer, causally.
+
+    lengths (1 + A,): tokens of the question, then of each answer; or (B, 1 + A) with one sum T. Padding is one more answer.
+
+    >>> import torch, tilegrad
+    >>> q, k, v = torch.randn(3, 1, 4, 9, 32)
+    >>> o = tilegrad.attention(q, k, v, **tilegrad.masks.shared_question([4, 2, 3]))
+    >>> second = torch.cat([torch.arange(4), torch.arange(6, 9)])  # the question and the second answer alone
+    >>> alone = tilegrad.attention(q[:, :, second], k[:, :, second], v[:, :, second], causal=True)
+    >>> torch.allclose(o[:, :, 6:], alone[:, :, 4:], atol=1e-6)
+    True
+    """
+    numbers = _integers("lengths", lengths, device)
+    ends = numbers.cumsum(1)
+    t, accepted = (
+        _total("lengths", ends),
+        "numbers ≥ 0 of the question and of each answer, with one sum in all sequences",
+    )
+    fits = bool((numbers >= 0).all()) and bool((ends[:, -1] == t).all())
+    require(fits, "lengths", numbers.tolist(), accepted, show=str)
+    of = _segments(ends, t)
+    after = torch.where(of == 0, t, ends.gather(1, of))
+    return _options(after, torch.full_like(after, t), causal=True)
+
+
+def from_bool(mask: Tensor) -> IntervalMask:
+    """The exact intervals of a bool matrix, True = attends, as in a bool bias. Raises an error that names the first column with
+    more than two runs of rows that do not attend. mask (Tq, Tk), (H, Tq, Tk) or (B, H, Tq, Tk), with all rows.
+
+    causal is True in the result if no row attends to a later token. Then a column may have two runs below the diagonal. A tree
+    whose nodes are in depth-first order has one, and so has a window with tokens at the start that are never evicted:
+
+    >>> import torch, tilegrad
+    >>> i, j = torch.arange(6)[:, None], torch.arange(6)
+    >>> kept = tilegrad.masks.from_bool((j <= i) & ((j < 1) | (i - j < 3)))
+    >>> kept["causal"], kept["intervals"][0, 0].tolist()
+    (True, [[0, 0], [4, 6], [5, 6], [0, 0], [0, 0], [0, 0]])
+    """
+    require(isinstance(mask, Tensor), "mask", type(mask).__name__, TENSOR, TypeError, show=str)
+    require(mask.dtype == torch.bool, "mask", mask.dtype, "bool, True where a row attends to a column", TypeError)
+    require(
+        2 <= mask.ndim <= 4, "mask", f"shape {tuple(mask.shape)}", "(Tq, Tk), (H, Tq, Tk) or (B, H, Tq, Tk)", show=str
+    )
+    found = intervals_of_bool(mask)
+    if isinstance(found, str):
+        raise ValueError(f"mask: got {found}")
+    return found
+
+
+def from_block_mask(block_mask: BlockMask) -> IntervalMask:
+    """The intervals of a BlockMask of torch.nn.attention.flex_attention, exact or refused like a bool matrix of `from_bool`.
+
+    Its mask_mod is evaluated in chunks of columns, at most 4 Mi pairs at a time (a column if that is more). FlexAttention's
+    causal is usually aligned at the top left. With Tq ≠ Tk it masks out other pairs than ours, and the intervals include them.
+
+    >>> import torch, tilegrad
+    >>> from torch.nn.attention.flex_attention import create_block_mask
+    >>> document = torch.tensor([0] * 100 + [1] * 200)
+    >>> same = create_block_mask(lambda b, h, i, j: (i >= j) & (document[i] == document[j]), None, None, 300, 300, device="cpu")
+    >>> ours = tilegrad.masks.from_block_mask(same)
+    >>> by_ends = tilegrad.masks.from_bool((document[:, None] == document).tril())
+    >>> ours["causal"], torch.equal(ours["intervals"], by_ends["intervals"])
+    (True, True)
+    """
+    from torch.nn.attention.flex_attention import BlockMask, create_mask
+
+    given = isinstance(block_mask, BlockMask)
+    require(given, "block_mask", type(block_mask).__name__, "what create_block_mask returns", TypeError, show=str)
+    b, h = block_mask.kv_num_blocks.shape[:2]
+    tq, tk = block_mask.seq_lengths
+    device, (block_rows, block_columns) = block_mask.kv_num_blocks.device, block_mask.BLOCK_SIZE
+    partial = _blocks(block_mask.kv_num_blocks, block_mask.kv_indices)
+    whole = torch.zeros_like(partial)
+    if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
+        whole = _blocks(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+    rows = torch.arange(tq, device=device) // block_rows
+
+    def attends(columns: range) -> Tensor:
+        def shifted(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return block_mask.mask_mod(b, h, i, j + columns.start)
+
+        at = torch.arange(columns.start, columns.stop, device=device) // block_columns
+        pairs = create_mask(shifted, b, h, tq, len(columns), device=str(device))
+        return whole[:, :, rows][..., at] | partial[:, :, rows][..., at] & pairs
+
+    found = _intervals_of(attends, (b, h, tq, tk), device)
+    if isinstance(found, str):
+        raise ValueError(f"block_mask: got {found}")
+    return found
+
+
+def intervals_of_bool(mask: Tensor) -> IntervalMask | str:
+    """The intervals of a bool tensor, or the reason why `from_bool` refuses it."""
+    mask = four_dims(mask)
+    for dim in (0, 1):  # expanded
+        if mask.stride(dim) == 0 and mask.shape[dim] > 1:
+            mask = mask.narrow(dim, 0, 1)
+    return _intervals_of(lambda columns: mask[..., columns.start : columns.stop], tuple(mask.shape), mask.device)
+
+
+def _intervals_of(
+    attends: Callable[[range], Tensor], shape: tuple[int, ...], device: torch.device
+) -> IntervalMask | str:
+    """The intervals of a bool matrix (B, H, Tq, Tk) by its parts attends(columns) (B, H, Tq, N).
+
+    With causal only the pairs below the diagonal need an interval. So causal is tried first, and dropped at the first pair
+    above it that attends. Without causal a column has no fewer runs, so a matrix refused with it is refused without it."""
+    *_, tq, tk = shape
+    last = torch.arange(tq, device=device)[:, None] + (tk - tq)  # the last column that causal lets a row attend to
+    for causal in (True, False):
+        found = [torch.zeros(*shape[:2], 0, 2 * MOST, dtype=torch.int32, device=device)]
+        for columns in _chunks(shape):
+            part = attends(columns)
+            if causal:
+                later = torch.arange(columns.start, columns.stop, device=device) > last
+                if bool((part & later).any()):
+                    break
+                part = part | later
+            count, intervals = _runs(~part)
+            if bool((count > MOST).any()):
+                b, h, j = (count > MOST).nonzero()[0].tolist()
+                return (
+                    f"{count[b, h, j]} runs of rows that do not attend to column {columns.start + j} (batch {b}, head {h}); "
+                    f"accepted: at most {MOST} in each column (a bool bias takes any)"
+                )
+            found.append(intervals)
+        else:
+            break
+    intervals = torch.cat(found, 2)
+    starts, ends = intervals[..., 0::2], intervals[..., 1::2]
+    if not bool((starts < ends).all(-1).any()):  # one interval is enough: the other one is empty, 0 to 0
+        intervals = torch.cat([starts.sum(-1, keepdim=True), ends.sum(-1, keepdim=True)], -1).int()
+    return {"causal": causal, "intervals": intervals}
+
+
+def _runs(masked: Tensor) -> tuple[Tensor, Tensor]:
+    """How many runs of True each column has, (B, H, N), and the first and the last run, (B, H, N, 4) int32; they are found only
+    if no column has more than MOST.
+
+    A single run is the second interval unless it starts at row 0, so that neighbouring columns have similar intervals; the
+    other interval is then 0 to 0."""
+    b, h, tq, n = masked.shape
+    if not tq:
+        empty = torch.zeros(b, h, n, 2 * MOST, dtype=torch.int32, device=masked.device)
+        return empty[..., 0], empty
+    changes, top, bottom = masked[:, :, 1:] ^ masked[:, :, :-1], masked[:, :, 0], masked[:, :, -1]
+    count = (changes.sum(2, dtype=torch.int32) + top + bottom) // 2
+    if bool((count > MOST).any()):
+        return count, count
+    at = changes.nonzero()  # few: at most two for each run
+    rows, column = at[:, 2] + 1, (at[:, 0] * h + at[:, 1]) * n + at[:, 3]
+    starts = masked[at[:, 0], at[:, 1], rows, at[:, 3]]
+    (start, last_start), (end, last_end) = (
+        [
+            torch.full((b * h * n,), none, device=masked.device)
+            .scatter_reduce_(0, column[of], rows[of], reduce)
+            .view(b, h, n)
+            for none, reduce in ((tq, "amin"), (0, "amax"))
+        ]
+        for of in (starts, ~starts)
+    )
+    start, last_end = start.masked_fill(top, 0), last_end.masked_fill(bottom, tq)
+    no_first, no_last = (count == 0) | (count == 1) & (start > 0), (count == 0) | (count == 1) & (start == 0)
+    runs = [start.masked_fill(no_first, 0), end.masked_fill(no_first, 0)]
+    runs += [last_start.masked_fill(no_last, 0), last_end.masked_fill(no_last, 0)]
+    return count, torch.stack(runs, -1).int()
+
+
+def _chunks(shape: tuple[int, ...]) -> Iterator[range]:
+    b, h, tq, tk = shape
+    step = max(1, CHUNK // max(1, b * h * tq))
+    for first in range(0, tk, step):
+        yield range(first, min(first + step, tk))
+
+
+def _blocks(count: Tensor, indices: Tensor) -> Tensor:
+    """Which blocks a BlockMask lists, (B, H, row blocks, column blocks) bool: the first `count` of `indices` in each row."""
+    n = indices.shape[-1]
+    listed = torch.arange(n, device=count.device) < count[..., None]
+    found = torch.zeros(*indices.shape[:-1], n + 1, dtype=torch.bool, device=count.device)
+    return found.scatter_(-1, torch.where(listed, indices, n).long(), value=True)[..., :n]
+
+
+def _integers(name: str, x: Integers, device: torch.device | str | None) -> Tensor:
+    """(B, N) int64; one dimension is one row."""
+    numbers: Any = torch.as_tensor(x, device=device)
+    kinds = (torch.int32, torch.int64)
+    require(numbers.dtype in kinds, name, numbers.dtype, "integers (int32, int64, or a list of ints)", TypeError)
+    accepted = "(N,), or (B, N) for each sequence of a batch, N ≥ 1"
+    fits = numbers.ndim in (1, 2) and numbers.numel()
+    require(fits, name, f"shape {tuple(numbers.shape)}", accepted, show=str)
+    return numbers.long().reshape(-1, numbers.shape[-1])  # type: ignore[no-any-return]
+
+
+def _total(name: str, ends: Tensor) -> int:
+    t = int(ends[0, -1])
+    require(t >= 0, name, t, "numbers ≥ 0")
+    return t
+
+
+def _segments(ends: Tensor, t: int) -> Tensor:
+    """The number of the segment of each token, (B, T), from the ends of all segments (B, N)."""
+    tokens = torch.arange(t, device=ends.device).repeat(len(ends), 1)
+    return torch.searchsorted(ends.contiguous(), tokens, right=True)
+
+
+def _options(*edges: Tensor, causal: bool) -> IntervalMask:
+    """edges (B, T): start, end, start, end."""
+    return {"causal": causal, "intervals": torch.stack(edges, -1)[:, None].int()}

@@ -1,0 +1,66 @@
+"""`benchmarks.masks`: every problem runs and is checked, all contenders have one mask, and an error is seen."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tilegrad
+from benchmarks import masks as bench
+from benchmarks.masks import BARS, NAMES, Row, bench_masks, report
+
+# of SDPA's backends, and of FlexAttention, which is not compiled
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+DIRECTIONS = {"forward", "backward", "forward + backward"}
+SMALL: dict[str, Any] = {"device": "cpu", "tokens": 64, "heads": 2, "head_dim": 32, "repeats": 2}
+
+
+def test_a_line_for_each_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "masks.jsonl"
+    assert bench_masks(**SMALL, out=str(out)) == 0
+    rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    assert {row["problem"] for row in rows} == set(NAMES)
+    timed = {(row["problem"], row["call"]) for row in rows if row["ms"]}
+    assert timed >= {(name, "sdpa-bool") for name in NAMES[:-1]} | {("documents", "packed"), ("causal", "causal")}
+    assert ("wide", "sdpa-math") in timed and {row["direction"] for row in rows if row["ms"]} == DIRECTIONS
+    assert {row["d"] for row in rows} == {32, 512} and {row["t"] for row in rows if row["d"] == 512} == {8, 32}
+    assert all(row["bar"] == BARS[row["call"]] for row in rows if row["ratio"])
+    assert all(row["quartiles"][0] <= row["ratio"] <= row["quartiles"][1] for row in rows if row["ratio"])
+    assert "shared question" in capsys.readouterr().out
+
+
+def test_a_bar_is_met_or_missed() -> None:
+    row = ("causal", 64, 128, "causal", "forward", 1.0)
+    assert "0.9 met" in report([Row(*row, 0.9, None, 0.9)]) and "0.9 missed" in report([Row(*row, 0.89, None, 0.9)])
+
+
+@pytest.mark.parametrize("name", NAMES[:-1])
+def test_all_have_one_mask(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.nn.attention import flex_attention as flex
+
+    monkeypatch.setattr(torch, "compile", lambda f, **_options: f)
+    made = flex.create_block_mask
+    monkeypatch.setattr(flex, "create_block_mask", lambda *a, _compile, **options: made(*a, **options))
+    problem, cpu = bench.Problem(name, 1, 2, 64, 16), torch.device("cpu")
+    q, k, v, _ = problem.tensors(torch.float32, cpu)
+    peers = bench.theirs(problem, cpu)
+    if name in ("prefix", "shared question"):
+        peers["flex"] = bench._flex(problem, cpu)
+    assert "sdpa-bool" in peers
+    for attend in peers.values():
+        torch.testing.assert_close(attend(q, k, v), bench.ours(problem, cpu)(q, k, v))
+
+
+def test_an_error_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = tilegrad.attention
+
+    def wrong(*a: Any, **options: Any) -> Any:
+        found = right(*a, **options)
+        return (1.01 * found[0], found[1]) if isinstance(found, tuple) else found
+
+    monkeypatch.setattr(tilegrad, "attention", wrong)
+    assert bench_masks(**SMALL, names=["causal"]) == 1
