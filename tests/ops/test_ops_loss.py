@@ -43,9 +43,14 @@ LOSSES = ("cross_entropy", "embedding_mse")
 
 
 @pytest.fixture(params=[*LOSSES, "cross_entropy, triton"])
-def loss(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Both losses; tests that say no more about Triton's kernel have LOSSES as a parameter instead."""
+def loss(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Both losses; tests that say no more about Triton's kernel have LOSSES as a parameter instead.
+
+    Triton's kernel pads the rows of the logits for CUDA, and poisoned padding is NaN. oneDNN's products of bfloat16 on AMX
+    read columns next to a row and multiply them by zero, so such a product of an interpreted kernel would be NaN."""
     name, _, kernels = request.param.partition(", ")
+    if kernels:
+        monkeypatch.setattr(linear, "_has_bf16_products", lambda: False)
     with run_by(kernels, request):
         yield name
 
@@ -183,6 +188,8 @@ def test_a_gradient_of_the_weights_that_does_not_accumulate_overwrites(
 
 @pytest.mark.parametrize("products", [False, True])
 def test_float32_weights_of_bfloat16(monkeypatch: pytest.MonkeyPatch, loss: str, products: bool) -> None:
+    if products and gpu.interpreting():
+        pytest.skip("oneDNN's products would read the padding that Triton's kernel leaves for CUDA")
     monkeypatch.setattr(linear, "_has_bf16_products", lambda: products)
     small_chunks(monkeypatch, 1000)
     inputs, targets = build(63, 16, 50, torch.bfloat16)
