@@ -11,9 +11,10 @@ from support.models import CONFIG, LLAMA, batch, clones, equal
 
 from tilegrad import Engine, ModelConfig
 from tilegrad.engine.batch import Batch
-from tilegrad.engine.capture import DeviceStep
+from tilegrad.engine.capture import DeviceStep, Staged
 from tilegrad.engine.optimizer import MAX_SKIPPED
 
+CPU = torch.device("cpu")
 DROPOUT = replace(CONFIG, dropout=0.2)
 STREAM: torch.cuda.Stream = None  # type: ignore[assignment]  # only a capture uses it
 
@@ -21,9 +22,8 @@ STREAM: torch.cuda.Stream = None  # type: ignore[assignment]  # only a capture u
 def device_step(engine: Engine, batches: list[Batch], learning_rate: float) -> DeviceStep:
     models = [engine._model(x.shape[0], x.shape[1], accumulate=i > 0) for i, (x, *_) in enumerate(batches)]
     step = DeviceStep(models, engine.optimizer, STREAM)
-    step.staged.write(
-        batches, [m.draw_seeds(engine.seed, engine.draws + i) for i, m in enumerate(models)], learning_rate
-    )
+    seeds = [model.draw_seeds(engine.seed, engine.draws + i) for i, model in enumerate(models)]
+    step.staged.load(batches, seeds, learning_rate, through=Staged.of(models, CPU))
     engine.draws += len(batches)
     return step
 
@@ -49,13 +49,29 @@ def test_each_window_and_each_shape_has_a_device_step_of_its_own() -> None:
         a.window = b.window = window
         loss = a.step(given.tokens, given.targets, 1 / 128)
         step = b._device_step(((2, t),), STREAM)
-        step.staged.write([given], [step.models[0].draw_seeds(b.seed, b.draws)], 1 / 128)
+        seeds = [step.models[0].draw_seeds(b.seed, b.draws)]
+        step.staged.load([given], seeds, 1 / 128, through=Staged.of(step.models, CPU))
         step.program()
         b.draws += 1
         assert step.result[0].item() == pytest.approx(loss, rel=1e-6)
         found.append(step)
     assert equal(a.tensors(), b.tensors())
     assert found[:2] == found[3:] and len({id(step) for step in found}) == 3
+
+
+def test_tokens_and_the_inputs_from_the_host_are_all_that_is_staged() -> None:
+    """Batches on a device are staged in two copies, which together write the whole buffer."""
+    engine = Engine(DROPOUT, 2, 8, documents=3)
+    models = [engine._model(b, t, accumulate=False) for b, t in ((2, 8), (1, 5))]
+    batches = [Batch(*batch(DROPOUT, 2, 8), torch.tensor([0, 3, 8, 16]).int()), Batch(*batch(DROPOUT, 1, 5))]
+    seeds = [model.draw_seeds(0, i) for i, model in enumerate(models)]
+    whole, through, parts = (Staged.of(models, CPU) for _ in range(3))
+    whole.load(batches, seeds, 1e-3, through=through)
+    parts.buffer.fill_(-1)
+    parts.write_tokens(batches)
+    parts.from_host.copy_(through.from_host)
+    assert torch.equal(parts.buffer, whole.buffer) and whole.learning_rate.item() == pytest.approx(1e-3)
+    assert parts.tokens[1].equal(batches[1].tokens) and parts.seeds[1].tolist() == seeds[1]
 
 
 def test_no_target_at_all_gives_no_gradient() -> None:

@@ -29,7 +29,7 @@ from tilegrad.dist.mesh import Mesh
 from tilegrad.engine import batch as batch_module
 from tilegrad.engine import planning
 from tilegrad.engine.batch import Batch
-from tilegrad.engine.capture import DeviceStep
+from tilegrad.engine.capture import DeviceStep, Staged
 from tilegrad.engine.planning import plan_model
 from tilegrad.engine.spec import StepSpec
 from tilegrad.kernels.attention import table
@@ -175,7 +175,7 @@ def test_the_program_of_a_device_step_stages_the_documents() -> None:
     for i in range(3):
         given = Batch(*batch(config, 3, 13, seed=i), random_ends(3, 13, 2 + i, seed=i))
         loss = one.step(*given[:2], 1e-2, cu_seqlens=given.cu_seqlens)
-        step.staged.write([given], [[]], 1e-2)
+        step.staged.load([given], [[]], 1e-2, through=Staged.of(step.models, torch.device("cpu")))
         step.program()
         assert step.result[0].item() == pytest.approx(loss, rel=1e-6)
     assert equal(one.tensors(), other.tensors())

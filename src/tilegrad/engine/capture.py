@@ -41,9 +41,13 @@ MOST_SHAPES = 32  # of inputs, whose programs a decoder or a scorer keeps
 @dataclass(frozen=True, slots=True)
 class Staged:
     """The inputs of a step, as views of one int64 buffer. Each tuple has one element for each micro-batch: tokens and targets
-    (b, t), one seed for each block with dropout, and for packed rows the documents' cu_seqlens and positions."""
+    (b, t), one seed for each block with dropout, and for packed rows the documents' cu_seqlens and positions.
+
+    The buffer begins with tokens and targets, which the caller may have on the device. `from_host` is the rest of the buffer:
+    the host computes it for every step."""
 
     buffer: Tensor
+    from_host: Tensor
     tokens: tuple[Tensor, ...]
     targets: tuple[Tensor, ...]
     seeds: tuple[Tensor, ...]
@@ -53,31 +57,47 @@ class Staged:
     @classmethod
     def of(cls, models: Sequence[Transformer], device: torch.device | None = None) -> Staged:
         """The buffer is on `device`, or in pinned memory if `device` is None."""
-        sizes = []
+        sizes = [model.tokens.numel() for model in models for _ in ("tokens", "targets")]
+        given = sum(sizes)
         for model in models:
-            n = model.tokens.numel()
-            sizes += [n, n, len(model.seeds)]
+            sizes.append(len(model.seeds))
             if model.packed is not None:
-                sizes += [n, (model.packed.cu_seqlens.numel() + 1) // 2]
+                sizes += [model.tokens.numel(), (model.packed.cu_seqlens.numel() + 1) // 2]
         pinned = device is None
         buffer = torch.zeros(sum(sizes) + 1, dtype=torch.int64, device=device or "cpu", pin_memory=pinned)
         parts = iter(buffer.split([*sizes, 1]))
         tokens, targets, seeds, packed = [], [], [], []
         for model in models:
-            shape = model.tokens.shape
-            tokens.append(next(parts).view(shape))
-            targets.append(next(parts).view(shape))
+            tokens.append(next(parts).view(model.tokens.shape))
+            targets.append(next(parts).view(model.tokens.shape))
+        for model in models:
             seeds.append(next(parts))
             if model.packed is not None:
-                positions = next(parts).view(shape)
+                positions = next(parts).view(model.tokens.shape)
                 packed.append(Packed(next(parts).view(torch.int32)[: model.packed.cu_seqlens.numel()], positions))
         learning_rate = next(parts).view(torch.float32)[0]
-        return cls(buffer, tuple(tokens), tuple(targets), tuple(seeds), tuple(packed), learning_rate)
+        return cls(buffer, buffer[given:], tuple(tokens), tuple(targets), tuple(seeds), tuple(packed), learning_rate)
 
-    def write(self, batches: Sequence[Batch], seeds: Sequence[Sequence[int]], learning_rate: float) -> None:
-        for i, (tokens, targets, cu_seqlens) in enumerate(batches):
+    def load(
+        self, batches: Sequence[Batch], seeds: Sequence[Sequence[int]], learning_rate: float, *, through: Staged
+    ) -> None:
+        """Write the inputs of a step to this buffer on a device. `through` has the same layout in pinned memory. Inputs on the
+        host are copied through it, so that the host waits for no earlier work of the stream."""
+        through.write_from_host(batches, seeds, learning_rate)
+        if all(x.device.type == "cpu" for tokens, targets, _ in batches for x in (tokens, targets)):
+            through.write_tokens(batches)
+            self.buffer.copy_(through.buffer, non_blocking=True)
+        else:
+            self.write_tokens(batches)
+            self.from_host.copy_(through.from_host, non_blocking=True)
+
+    def write_tokens(self, batches: Sequence[Batch]) -> None:
+        for i, (tokens, targets, _) in enumerate(batches):
             self.tokens[i].copy_(tokens)
             self.targets[i].copy_(targets)
+
+    def write_from_host(self, batches: Sequence[Batch], seeds: Sequence[Sequence[int]], learning_rate: float) -> None:
+        for i, (*_, cu_seqlens) in enumerate(batches):
             if self.packed:
                 write_documents(cu_seqlens, ends=self.packed[i].cu_seqlens, positions=self.packed[i].positions)
             if len(self.seeds[i]):
@@ -243,14 +263,8 @@ class StepQueue:
         awaited = [self._take()] if len(self._running) >= DEPTH else []
         free = self._free.setdefault(id(step), [])
         slot = free.pop() if free else self._new(step)
-        on_host = all(x.device.type == "cpu" for batch in batches for x in (batch.tokens, batch.targets))
-        if on_host:
-            slot.staged.write(batches, seeds, rate)
         with torch.cuda.stream(self.stream):
-            if on_host:
-                step.staged.buffer.copy_(slot.staged.buffer, non_blocking=True)
-            else:
-                step.staged.write(batches, seeds, rate)
+            step.staged.load(batches, seeds, rate, through=slot.staged)
             step.captured.run(capture=capture)
             slot.result.copy_(step.result, non_blocking=True)
             slot.done.record(self.stream)
