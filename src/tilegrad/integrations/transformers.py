@@ -10,7 +10,7 @@ the mask function. Ours is an `Attends`, which has no T×T matrix:
     bias   for the rest: (B, 1, 1, Tk) for padding if queries and keys differ, (B, 1, Tq, Tk) for an unknown closure
 
 A bool bias (B, 1, Tq, Tk), also one from the caller, becomes intervals in the first layer that reads it, if it has at most two
-in each column (masks.py): all layers then skip what it masks out, and none reads T² elements.
+in each column (functional/masks.py): all layers then skip what it masks out, and none reads T² elements.
 
 An `Attends` is not a tensor and never None, so a model that computes attention itself raises instead of ignoring the mask.
 It is a pytree, so `torch.export` takes it as an input: its tensors are inputs, its numbers constants. Where only the device
@@ -32,9 +32,9 @@ from torch.utils._pytree import GetAttrKey, KeyEntry, register_pytree_node
 
 from .. import functional
 from ..functional.dispatch import is_plain_tensor, is_traced_or_transformed
+from ..functional.masks import IntervalMask, intervals_of_bool
 from ..kernels.attention.mask import Window
 from ..kernels.attention.problem import FEW_ROWS
-from ..masks import IntervalMask, intervals_of_bool
 from .transformers_loss import use_linear_cross_entropy
 
 # cumulative lengths of rows and of columns, then the longest of each; None: the number of the layer's queries, or keys
