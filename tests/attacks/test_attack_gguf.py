@@ -25,7 +25,7 @@ from tilegrad.cli import build_parser, main
 from tilegrad.data.documents import default_text
 from tilegrad.data.tokenizer import train_bpe
 from tilegrad.pretrained.gguf.container import open_container
-from tilegrad.pretrained.gguf.files import write_gguf
+from tilegrad.pretrained.gguf.write import write_gguf
 
 pytest.importorskip("gguf", reason="needs pip install 'tilegrad[gguf]'")
 pytest.importorskip("tokenizers", reason="needs pip install 'tilegrad[gguf]'")
@@ -202,7 +202,7 @@ def test_hostile_files_are_refused_with_the_reason(name: str, tmp_path: Path) ->
 
 
 def refuse(file: Path, out: Path) -> None:
-    from tilegrad.pretrained.gguf.files import import_gguf
+    from tilegrad.pretrained.gguf.read import import_gguf
 
     import_gguf(file, out)
 

@@ -25,7 +25,7 @@ class Choice(TypedDict):
 def _import(args: argparse.Namespace) -> int:
     given = Path(args.source)
     if given.suffix == ".gguf":
-        from ..pretrained.gguf.files import import_gguf
+        from ..pretrained.gguf.read import import_gguf
 
         if args.adapter:
             raise ValueError(

@@ -15,7 +15,7 @@ from ..data.tokenizer import ByteTokenizer, load_tokenizer
 from ..model.config import ModelConfig
 from ..pretrained.adapters import write_adapter
 from ..pretrained.families import config_json
-from ..pretrained.gguf.files import write_gguf
+from ..pretrained.gguf.write import write_gguf
 from ..pretrained.weights import is_weights, model_type, open_weights, write_weights
 from .checkpoint import load_adapters, load_model
 from .folder import origin_of, own_tokenizer, weights_of
