@@ -34,7 +34,7 @@ def check(found: dict[str, Compiled], architecture: int, names: set[str]) -> Non
 
 
 def norm(x: Tensor, *, rms: bool, architecture: int, folder: Path) -> dict[str, Compiled]:
-    from tilegrad.kernels.norm import Gradients, triton_ops
+    from tilegrad.kernels.norm import Gradients, Outputs, triton_ops
 
     (n, c), w = x.shape, torch.empty(x.shape[1], dtype=x.dtype)
     rstd, mean, scratch = (
@@ -45,7 +45,7 @@ def norm(x: Tensor, *, rms: bool, architecture: int, folder: Path) -> dict[str, 
     dw, db, b = torch.empty(c), None if rms else torch.empty(c), None if rms else w
     with compiling(architecture, folder) as found:
         for f in (x, None):
-            triton_ops.fwd(x, f, w, b, 1e-5, x1=f, y=x, mean=mean, rstd=rstd, scratch={})
+            triton_ops.fwd(x, f, w, b, 1e-5, out=Outputs(f, x, mean, rstd), scratch={})
         for again, dx_sum in ((x, dw), (None, None)):
             out = Gradients(x, dw, db, dx_sum, again, accumulate=True)
             triton_ops.bwd(x, x, w, mean, rstd, b, out=out, scratch=scratch)
@@ -198,7 +198,7 @@ def test_cross_entropy_with_every_term(architecture: int, dtype: torch.dtype, tm
     ("on_device", "lean"), [(False, ()), (True, ()), slowly((True, ("m", "v"))), (True, ("params", "grads", "m", "v"))]
 )
 def test_adamw(architecture: int, on_device: bool, lean: tuple[str, ...], tmp_path: Path) -> None:
-    from tilegrad.kernels.adamw import Range, triton_ops
+    from tilegrad.kernels.adamw import Range, Update, triton_ops
     from tilegrad.kernels.global_norm import triton_ops as norm_ops
 
     p, one = torch.empty(1 << 20), torch.ones(())
@@ -206,10 +206,9 @@ def test_adamw(architecture: int, on_device: bool, lean: tuple[str, ...], tmp_pa
     params, grads, m, v = (p.bfloat16() if name in lean else p for name in ("params", "grads", "m", "v"))
     with compiling(architecture, tmp_path) as found:
         norm_ops.fwd([grads], norm=one, scratch=poisoned(norm_ops.workspace(p)))
-        triton_ops.step(
-            one, rate, 0.1, 1.0, (0.9, 0.95), 1e-8, one.long(), ranges=[Range(params, grads, m, v, copy, 1 << 19)], step=one,
-            scratch=poisoned(triton_ops.workspace(p)),
-        )  # fmt: skip
+        update = Update(one, rate, 0.1, 1.0, (0.9, 0.95), 1e-8, one.long())
+        ranges, scratch = [Range(params, grads, m, v, copy, 1 << 19)], poisoned(triton_ops.workspace(p))
+        triton_ops.step(update, ranges=ranges, step=one, scratch=scratch)
     check(found, architecture, {"_squares_kernel", "_root_kernel", "_decide_kernel", "_adamw_kernel"})
     assert all(".128" in found[name].sass for name in ("_squares_kernel", "_adamw_kernel")), "loads are not of 16 bytes"
 
@@ -376,6 +375,7 @@ def test_products_of_few_rows(n: int, m: int, k: int, tmp_path: Path, monkeypatc
 def test_kernels_of_a_step_wait_for_the_previous_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a kernel reads or writes what another one may write or read, it waits."""
     from tilegrad.kernels.activation import triton_ops as activation
+    from tilegrad.kernels.norm import Outputs
     from tilegrad.kernels.norm import triton_ops as norm_ops
     from tilegrad.kernels.rope import triton_ops as rope
 
@@ -383,7 +383,7 @@ def test_kernels_of_a_step_wait_for_the_previous_one(tmp_path: Path, monkeypatch
         monkeypatch.setattr(module, "dependent", lambda _x, _rows: {"DEPENDENT": True, "launch_pdl": True})
     x, table, heads = torch.empty(1, 64), torch.empty(1, 32), torch.empty(1, 1, 1, 64)
     with compiling(90, tmp_path) as found:
-        norm_ops.fwd(x, x, x[0], x[0], 1e-5, x1=x, y=x, mean=x[0], rstd=x[0], scratch={})
+        norm_ops.fwd(x, x, x[0], x[0], 1e-5, out=Outputs(x, x, x[0], x[0]), scratch={})
         activation.fwd(x, "gelu", a=x, scratch={})
         activation.swiglu_fwd(x, x, a=x, scratch={})
         rope.rotate(heads, table, table, None, -1.0, y=heads, scratch={})
@@ -395,6 +395,7 @@ def test_kernels_of_a_step_wait_for_the_previous_one(tmp_path: Path, monkeypatch
 
 def test_norms_and_rope_have_the_same_arithmetic_for_any_number_of_rows(tmp_path: Path) -> None:
     """Triton compiles another program where a size is 1 or a multiple of 16."""
+    from tilegrad.kernels.norm import Outputs
     from tilegrad.kernels.norm import triton_ops as norm
     from tilegrad.kernels.rope import triton_ops as rope
 
@@ -406,7 +407,7 @@ def test_norms_and_rope_have_the_same_arithmetic_for_any_number_of_rows(tmp_path
         positions = torch.zeros(b, t, dtype=torch.int64) if packed else None
         with compiling(90, tmp_path) as compiled:
             y = x.view(b * t, 256)
-            norm.fwd(y, y, w, w, 1e-5, x1=y, y=y, mean=rows, rstd=rows, scratch={})
+            norm.fwd(y, y, w, w, 1e-5, out=Outputs(y, y, rows, rows), scratch={})
             rope.rotate(x, table, table, positions, 1.0, y=x, scratch={})
         for name, kernel in compiled.items():
             found[name].add(tuple(sorted(arithmetic.findall(kernel.sass))))

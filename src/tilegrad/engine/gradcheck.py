@@ -128,12 +128,10 @@ def check_attention(kernel: str | None = None) -> list[GradientError]:
     o, lse = torch.empty_like(do), torch.empty_like(dlse)
     attention_fwd(q, k, v, mask, o=o, lse=lse, scratch=scratch(backward=False), kernel=kernel)
     tensors = {"q": q, "k": k, "v": v, "bias": bias, "sinks": sinks}
-    dq, dk, dv, dbias, dsinks = (torch.zeros_like(x) for x in tensors.values())
-    attention_bwd(
-        q, k, v, o, lse, do, dlse, mask,
-        dq=dq, dk=dk, dv=dv, dbias=dbias, dsinks=dsinks, scratch=scratch(backward=True), kernel=kernel,
-    )  # fmt: skip
-    return check_gradients(loss, tensors, {"q": dq, "k": dk, "v": dv, "bias": dbias, "sinks": dsinks})
+    grads = {name: torch.zeros_like(x) for name, x in tensors.items()}
+    written = {f"d{name}": grad for name, grad in grads.items()}
+    attention_bwd(q, k, v, o, lse, do, dlse, mask, **written, scratch=scratch(backward=True), kernel=kernel)
+    return check_gradients(loss, tensors, grads)
 
 
 def small(config: ModelConfig) -> ModelConfig:

@@ -136,10 +136,8 @@ def attention_varlen(
     """
     if unknown:
         _refuse(unknown, attention_varlen)
-    mask = Mask(
-        causal, window, scale, softcap, None, alibi_slopes, sinks, dropout_p, seed,
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-    )  # fmt: skip
+    packed = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    mask = Mask(causal, window, scale, softcap, None, alibi_slopes, sinks, dropout_p, seed, *packed)
     return attend(q, k, v, mask, return_lse=return_lse, deterministic=deterministic, kernel=kernel)
 
 
@@ -230,10 +228,8 @@ def explain(
     del deterministic
     if unknown:
         _refuse(unknown, explain)
-    mask = Mask(
-        causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed if seed is not None else 0,
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, intervals,
-    )  # fmt: skip
+    packed, seed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), 0 if seed is None else seed
+    mask = Mask(causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed, *packed, intervals)
     check_options(q, k, v, mask)
     check_tensors(q, k, v, mask)
     return table.ATTENTION.explain(Problem(q, k, v, mask, o=o, do=do, dq=dq, dk=dk, dv=dv), kernel)
