@@ -47,13 +47,25 @@ def _plan(args: argparse.Namespace) -> int:
         raise ValueError(f"world-size: got {args.world_size}; accepted: at least 1")
     device = torch.device(t.device)
     spec = StepSpec(
-        run.model, t.batch_size, t.seq_len, DTYPES[t.dtype], device,
-        linear=t.linear, head=t.head, deterministic=t.deterministic or t.device == "cpu", invariant=t.invariant,
+        run.model,
+        t.batch_size,
+        t.seq_len,
+        DTYPES[t.dtype],
+        device,
+        linear=t.linear,
+        head=t.head,
+        deterministic=t.deterministic or t.device == "cpu",
+        invariant=t.invariant,
         world=args.world_size,
-        documents=run.documents, lora=run.lora, freeze=t.freeze, muon=run.muon, windows=run.windows, ema=run.optimizer.ema,
+        documents=run.documents,
+        lora=run.lora,
+        freeze=t.freeze,
+        muon=run.muon,
+        windows=run.windows,
+        ema=run.optimizer.ema,
         states=run.states,
         **sharding_of(args),
-    )  # fmt: skip
+    )
     check_spec(spec)
     largest, largest_sentence = _largest_batch(spec, t.memory_budget) if args.fit else ({}, "")
     try:

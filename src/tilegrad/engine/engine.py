@@ -100,28 +100,63 @@ class Engine:
     """Steps of the optimizer so far, submitted and skipped ones included."""
 
     def __init__(
-        self, model_config: ModelConfig, batch_size: int, seq_len: int, device: torch.device | str = "cpu",
-        dtype: torch.dtype | None = None, seed: int = 0, memory_budget: int | None = None, *,
-        betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.1, max_norm: float = 1.0,
-        linear: Linear = "plain", deterministic: bool = True, capture: bool = True,
-        mesh: Mesh | None = None, shard: Shard = "optimizer", bucket_bytes: int = BUCKET_BYTES, context: int = 1,
-        documents: int = 0, lora: LoraConfig | None = None, freeze: Sequence[str] = (), invariant: bool = False,
-        muon: MuonConfig | None = None, windows: Sequence[int | None] = (), ema: float = 0.0, states: States = FULL,
+        self,
+        model_config: ModelConfig,
+        batch_size: int,
+        seq_len: int,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+        seed: int = 0,
+        memory_budget: int | None = None,
+        *,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+        max_norm: float = 1.0,
+        linear: Linear = "plain",
+        deterministic: bool = True,
+        capture: bool = True,
+        mesh: Mesh | None = None,
+        shard: Shard = "optimizer",
+        bucket_bytes: int = BUCKET_BYTES,
+        context: int = 1,
+        documents: int = 0,
+        lora: LoraConfig | None = None,
+        freeze: Sequence[str] = (),
+        invariant: bool = False,
+        muon: MuonConfig | None = None,
+        windows: Sequence[int | None] = (),
+        ema: float = 0.0,
+        states: States = FULL,
         head: HeadProducts = "plain",
-    ) -> None:  # fmt: skip
+    ) -> None:
         check_device(str(device))
         mesh = Mesh(device, alone=True) if mesh is None else mesh
         self.device = torch.empty(0, device=mesh.device if mesh.world > 1 else device).device
         if dtype is None:
             dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         spec = StepSpec(
-            model_config, batch_size, seq_len, dtype, self.device,
-            linear=linear, deterministic=deterministic or self.device.type == "cpu",
-            world=mesh.world, shard=shard, bucket_bytes=bucket_bytes, context=context, documents=documents,
-            lora=lora, freeze=tuple(freeze) if isinstance(freeze, list) else cast(tuple[str, ...], freeze),
-            invariant=invariant, muon=muon, ema=ema, states=states, head=head,
+            model_config,
+            batch_size,
+            seq_len,
+            dtype,
+            self.device,
+            linear=linear,
+            deterministic=deterministic or self.device.type == "cpu",
+            world=mesh.world,
+            shard=shard,
+            bucket_bytes=bucket_bytes,
+            context=context,
+            documents=documents,
+            lora=lora,
+            freeze=tuple(freeze) if isinstance(freeze, list) else cast(tuple[str, ...], freeze),
+            invariant=invariant,
+            muon=muon,
+            ema=ema,
+            states=states,
+            head=head,
             windows=tuple(windows) if isinstance(windows, list) else cast(tuple[int | None, ...], windows),
-        )  # fmt: skip
+        )
         check_spec(spec)
         self.spec = spec = replace(spec, recompute=choose_recompute(spec, memory_budget))
         adamw = AdamW(betas, eps, weight_decay, max_norm)

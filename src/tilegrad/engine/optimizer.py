@@ -147,7 +147,13 @@ class _Flats:
 
 
 def _slices(
-    flats: _Flats, buckets: Sequence[Bucket], owner: tuple[int, int], matrices: Matrices, places: Places, *, of_units: bool
+    flats: _Flats,
+    buckets: Sequence[Bucket],
+    owner: tuple[int, int],
+    matrices: Matrices,
+    places: Places,
+    *,
+    of_units: bool,
 ) -> Iterator[Owned]:
     """The owner's slice of each bucket; owner = (rank, world). m, v, ema and masters with rounded copies have only these
     slices, and of_units all buffers do. `matrices` are all matrices that Muon updates, `places` the places of all elements."""
@@ -225,9 +231,15 @@ def _handle(like: Handle, name: str, shape: tuple[int, ...], dtype: torch.dtype,
 
 
 def _flats(
-    ordered: Sequence[Param], by_adamw: Sequence[Param], states: States, buckets: Sequence[Bucket], units: Units | None,
-    world: int, *, averaged: bool,
-) -> _Flats:  # fmt: skip
+    ordered: Sequence[Param],
+    by_adamw: Sequence[Param],
+    states: States,
+    buckets: Sequence[Bucket],
+    units: Units | None,
+    world: int,
+    *,
+    averaged: bool,
+) -> _Flats:
     form, copied = next(handles(ordered[0].master)), ordered[0].value is not ordered[0].master
     acc = accumulation_dtype(form.dtype)
     of_moments = torch.bfloat16 if states.moments == "bfloat16" else acc
@@ -249,9 +261,14 @@ def _flats(
 
 
 def _scratch_of(
-    flats: _Flats, owned: Sequence[Owned], states: States, muon: MuonConfig | None, matrices: Matrices,
-    buckets: Sequence[Bucket], world: int,
-) -> Shapes:  # fmt: skip
+    flats: _Flats,
+    owned: Sequence[Owned],
+    states: States,
+    muon: MuonConfig | None,
+    matrices: Matrices,
+    buckets: Sequence[Bucket],
+    world: int,
+) -> Shapes:
     masters = flats.masters
     scratch = (
         below("global_norm", global_norm_workspace(*(own.grads for own in owned)))
@@ -296,9 +313,18 @@ class Optimizer:
 
     @classmethod
     def declare(
-        cls, params: Iterable[Param], adamw: AdamW | None = None, muon: MuonConfig | None = None, decay: float = 0.0, *,
-        rank: int = 0, world: int = 1, buckets: Sequence[Bucket] = (), units: Units | None = None, states: States = FULL,
-    ) -> Optimizer:  # fmt: skip
+        cls,
+        params: Iterable[Param],
+        adamw: AdamW | None = None,
+        muon: MuonConfig | None = None,
+        decay: float = 0.0,
+        *,
+        rank: int = 0,
+        world: int = 1,
+        buckets: Sequence[Bucket] = (),
+        units: Units | None = None,
+        states: States = FULL,
+    ) -> Optimizer:
         """The optimizer of one rank of `world`, sharded by `buckets`, or by `units` if everything is sharded."""
         ordered = in_arena_order(params, muon)
         by_adamw = [p for p in ordered if not _by_muon(p, muon)]
@@ -367,25 +393,49 @@ class Optimizer:
         adamw = self.adamw
         by_adamw = [own for own in self.owned if own.v is not None]
         guard(
-            self.loss, MAX_SKIPPED, norm=self.norm, in_a_row=self.in_a_row,
-            step=None if by_adamw else self.adam_step, scratch=of("guard", self.scratch),
-        )  # fmt: skip
+            self.loss,
+            MAX_SKIPPED,
+            norm=self.norm,
+            in_a_row=self.in_a_row,
+            step=None if by_adamw else self.adam_step,
+            scratch=of("guard", self.scratch),
+        )
         by_muon = [own for own in self.owned if own.matrices]
         if by_muon and self.muon is not None:
             params, grads, m, _, _, rounded, _, matrices, _ = map(list, zip(*by_muon, strict=True))
             muon_step(
-                self.norm, learning_rate, self.muon, matrices, adamw.weight_decay, adamw.max_norm,
-                params=params, grads=grads, m=m, rounded=None if self.rounded is None else rounded,
+                self.norm,
+                learning_rate,
+                self.muon,
+                matrices,
+                adamw.weight_decay,
+                adamw.max_norm,
+                params=params,
+                grads=grads,
+                m=m,
+                rounded=None if self.rounded is None else rounded,
                 scratch=of("muon", self.scratch),
-            )  # fmt: skip
+            )
         if by_adamw:
             params, grads, m, v, _, rounded, decayed, _, places = map(list, zip(*by_adamw, strict=True))
             adamw_step(
-                self.norm, learning_rate, decayed, adamw.weight_decay, adamw.max_norm, adamw.betas, adamw.eps,
-                self.seed, places,
-                params=params, grads=grads, m=m, v=v, step=self.adam_step,
-                rounded=None if self.rounded is None else rounded, scratch=of("adamw", self.scratch),
-            )  # fmt: skip
+                self.norm,
+                learning_rate,
+                decayed,
+                adamw.weight_decay,
+                adamw.max_norm,
+                adamw.betas,
+                adamw.eps,
+                self.seed,
+                places,
+                params=params,
+                grads=grads,
+                m=m,
+                v=v,
+                step=self.adam_step,
+                rounded=None if self.rounded is None else rounded,
+                scratch=of("adamw", self.scratch),
+            )
         averages = [own.ema for own in self.owned if own.ema is not None]
         if averages:
             masters = [own.params for own in self.owned]

@@ -66,9 +66,16 @@ def forward_key(
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, kernel: str | None, key: Signature | None, *,
-    manager: int = 0, for_both: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    kernel: str | None,
+    key: Signature | None,
+    *,
+    manager: int = 0,
+    for_both: bool = False,
+) -> tuple[Tensor, Tensor]:
     """Checks, allocates, runs. Returns o, lse. `key` is from `forward_key`. `for_both`: the scratch also fits the backward."""
     prepared, device = recall(key), q.device
     if prepared is None:
@@ -102,18 +109,38 @@ def forward(
 
 
 def backward_key(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask,
-    wanted: tuple[bool, ...], kernel: str | None, deterministic: bool, manager: int = 0,  # noqa: FBT001
-) -> Signature | None:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    do: Tensor,
+    dlse: Tensor | None,
+    mask: Mask,
+    wanted: tuple[bool, ...],
+    kernel: str | None,
+    deterministic: bool,  # noqa: FBT001
+    manager: int = 0,
+) -> Signature | None:
     call = ("new", kernel, torch.get_num_threads(), manager != 0, deterministic, wanted)
     return signature(call, (q, k, v, o, lse, do, dlse), mask)
 
 
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask,
-    wanted: tuple[bool, ...], kernel: str | None, deterministic: bool, key: Signature | None,  # noqa: FBT001
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    do: Tensor,
+    dlse: Tensor | None,
+    mask: Mask,
+    wanted: tuple[bool, ...],
+    kernel: str | None,
+    deterministic: bool,  # noqa: FBT001
+    key: Signature | None,
     manager: int = 0,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+) -> tuple[Tensor | None, ...]:
     """Checks, allocates, runs. Returns dq, dk, dv, dbias, dsinks, or None if not wanted. `key` is from `backward_key`."""
     prepared, device = recall(key), q.device
     if prepared is None and not rows_aligned(do):  # not every kernel reads unaligned rows; a prepared one does
@@ -145,9 +172,14 @@ def backward(
 
 
 def _register_fast_path(
-    prepared: PreparedCall, call: Forward | Backward, reads: tuple[Tensor | None, ...], new: tuple[Tensor | None, ...],
-    kernel: str | None, *, deterministic: bool,
-) -> None:  # fmt: skip
+    prepared: PreparedCall,
+    call: Forward | Backward,
+    reads: tuple[Tensor | None, ...],
+    new: tuple[Tensor | None, ...],
+    kernel: str | None,
+    *,
+    deterministic: bool,
+) -> None:
     """Registers this signature with eager.cpp, if that was built and supports it: it then runs all later calls."""
     q, mask, run = call.q, call.mask, prepared.run
     if fast_path is None or mask.has_tensors or not isinstance(run, NativeRun | Plan):
@@ -156,7 +188,15 @@ def _register_fast_path(
         return
     wanted = sum(1 << i for i, x in enumerate(new) if x is not None)
     if fast_path.add_program(
-        mask.cache_key, kernel, prepared.selection.table, deterministic, wanted, reads, new, prepared.work_bytes,
-        run.program if isinstance(run, NativeRun) else None, run if isinstance(run, Plan) else None,
-    ):  # fmt: skip
+        mask.cache_key,
+        kernel,
+        prepared.selection.table,
+        deterministic,
+        wanted,
+        reads,
+        new,
+        prepared.work_bytes,
+        run.program if isinstance(run, NativeRun) else None,
+        run if isinstance(run, Plan) else None,
+    ):
         forget()

@@ -58,9 +58,16 @@ def mask_of(*fields: Any) -> Mask:
 
 
 def attend_by_op(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, seed: Tensor | None, *,
-    return_lse: bool, deterministic: bool, kernel: str | None,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    seed: Tensor | None,
+    *,
+    return_lse: bool,
+    deterministic: bool,
+    kernel: str | None,
+) -> Tensor | tuple[Tensor, Tensor]:
     check_options(q, k, v, mask)
     if has_tangent(q, k, v, *mask.tensors):
         raise_forward_mode("tilegrad attention")
@@ -163,6 +170,12 @@ def _vmap(op: Callable[..., Any], tensors: int) -> Callable[..., Any]:
 
 
 _attention_fwd, _attention_bwd = register(
-    _library, "attention", "tilegrad attention", (_fwd, _bwd), (_fwd_fake, _bwd_fake), _save, _attention_backward,
+    _library,
+    "attention",
+    "tilegrad attention",
+    (_fwd, _bwd),
+    (_fwd_fake, _bwd_fake),
+    _save,
+    _attention_backward,
     (_vmap(torch.ops.tilegrad.attention_fwd, 3), _vmap(torch.ops.tilegrad.attention_bwd, 7)),
-)  # fmt: skip
+)

@@ -15,9 +15,17 @@ Reduction = Literal["mean", "sum", "none"]
 
 
 def linear_cross_entropy(
-    x: Tensor, w: Tensor, targets: Tensor, *, bias: Tensor | None = None, softcap: float | None = None,
-    label_smoothing: float = 0.0, z_loss: float = 0.0, reduction: Reduction = "mean", ignore_index: int = -100,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    w: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: Reduction = "mean",
+    ignore_index: int = -100,
+) -> Tensor:
     """F.cross_entropy(softcap(F.linear(x, w, bias)), targets, …) with exact gradients, without ever storing all logits.
 
     x (…, C), w (V, C), bias (V,), targets (…) int64. With l = x wᵀ + bias, after the cap, ε = label_smoothing and

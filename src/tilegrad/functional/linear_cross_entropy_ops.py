@@ -43,9 +43,18 @@ _library.define(
 
 
 def _forward(
-    x: Tensor, w: Tensor, targets: Tensor, bias: Tensor | None, softcap: float, label_smoothing: float, z_loss: float,
-    reduction: str, ignore_index: int, dtype: torch.dtype, wanted: list[bool],
-) -> tuple[Tensor, ...]:  # fmt: skip
+    x: Tensor,
+    w: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    softcap: float,
+    label_smoothing: float,
+    z_loss: float,
+    reduction: str,
+    ignore_index: int,
+    dtype: torch.dtype,
+    wanted: list[bool],
+) -> tuple[Tensor, ...]:
     loss, *gradients = _new_outputs(x, w, targets, bias, reduction, dtype, wanted)
     dx, dw, dbias = (y if want else None for y, want in zip(gradients, wanted, strict=True))
     terms = Terms(softcap, label_smoothing, z_loss)
@@ -64,9 +73,17 @@ def _forward(
             power, rest = _split(scale)
             own_dx = dx if dx is None or dx.dtype == dtype else torch.empty_like(reads[0])
             cross_entropy_step(
-                *reads[:3], power, reads[4], loss=loss, dx=own_dx, dw=dw, dbias=dbias, accumulate=False, terms=terms,
+                *reads[:3],
+                power,
+                reads[4],
+                loss=loss,
+                dx=own_dx,
+                dw=dw,
+                dbias=dbias,
+                accumulate=False,
+                terms=terms,
                 scratch=scratch,
-            )  # fmt: skip
+            )
             loss.mul_(rest)
             if dx is not None and own_dx is not None and own_dx is not dx:
                 dx.copy_(own_dx)
@@ -74,10 +91,22 @@ def _forward(
 
 
 def _backward(
-    g: Tensor, x: Tensor | None, w: Tensor, targets: Tensor, bias: Tensor | None, dx: Tensor, dw: Tensor, dbias: Tensor,
-    softcap: float, label_smoothing: float, z_loss: float, reduction: str, ignore_index: int, dtype: torch.dtype,
+    g: Tensor,
+    x: Tensor | None,
+    w: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    dx: Tensor,
+    dw: Tensor,
+    dbias: Tensor,
+    softcap: float,
+    label_smoothing: float,
+    z_loss: float,
+    reduction: str,
+    ignore_index: int,
+    dtype: torch.dtype,
     wanted: list[bool],
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor, ...]:
     finished = (dx, dw, dbias)
     forms = (dx if x is None else x, w, w if bias is None else bias)
     if x is None:
@@ -192,8 +221,13 @@ def _vmap(op: Any) -> Any:
 
 
 fwd_transformed, bwd_transformed = register(
-    _library, "linear_cross_entropy", "tilegrad.linear_cross_entropy", (_forward, _backward),
-    (_forward_fake, _backward_fake), _save, _gradient,
+    _library,
+    "linear_cross_entropy",
+    "tilegrad.linear_cross_entropy",
+    (_forward, _backward),
+    (_forward_fake, _backward_fake),
+    _save,
+    _gradient,
     (_vmap(torch.ops.tilegrad.linear_cross_entropy_fwd), _vmap(torch.ops.tilegrad.linear_cross_entropy_bwd)),
     casts=False,
-)  # fmt: skip
+)

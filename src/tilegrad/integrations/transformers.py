@@ -108,16 +108,26 @@ def _flatten_with_keys(attends: Attends) -> tuple[list[tuple[KeyEntry, Tensor | 
 
 
 register_pytree_node(
-    Attends, _flatten, _unflatten, flatten_with_keys_fn=_flatten_with_keys,
+    Attends,
+    _flatten,
+    _unflatten,
+    flatten_with_keys_fn=_flatten_with_keys,
     serialized_type_name="tilegrad.integrations.transformers.Attends",
-)  # fmt: skip
+)
 
 
 def mask(
-    batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0, kv_offset: int = 0,
-    mask_function: Callable[..., Any] | None = None, attention_mask: Any = None, use_vmap: bool = False,
-    device: Any = "cpu", **kwargs: Any,
-) -> Attends | Tensor:  # fmt: skip
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Any = None,
+    use_vmap: bool = False,
+    device: Any = "cpu",
+    **kwargs: Any,
+) -> Attends | Tensor:
     """transformers' mask function."""
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
@@ -127,10 +137,18 @@ def mask(
 
     def whole() -> Attends | Tensor:
         bias = sdpa_mask(
-            batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
-            mask_function=function, attention_mask=attention_mask, use_vmap=use_vmap, device=device,
-            allow_is_causal_skip=False, allow_is_bidirectional_skip=False,
-        )  # fmt: skip
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=function,
+            attention_mask=attention_mask,
+            use_vmap=use_vmap,
+            device=device,
+            allow_is_causal_skip=False,
+            allow_is_bidirectional_skip=False,
+        )
         return bias if moving else Attends(bias=bias, columns=kv_length)
 
     tracing = torch.compiler.is_compiling()
@@ -170,13 +188,28 @@ def mask(
 
 
 def attention_forward(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, dropout: float = 0.0,
-    scaling: float | None = None, is_causal: bool | None = None, sliding_window: int | None = None,
-    softcap: float | None = None, s_aux: Tensor | None = None, position_bias: Tensor | None = None,
-    position_ids: Tensor | None = None, cu_seq_lens_q: Tensor | None = None, cu_seq_lens_k: Tensor | None = None,
-    max_length_q: Any = None, max_length_k: Any = None, cache: Any = None, output_attentions: bool | None = None,
-    kernel: str | None = None, **_: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: Any = None,
+    max_length_k: Any = None,
+    cache: Any = None,
+    output_attentions: bool | None = None,
+    kernel: str | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
     """transformers' attention function: q (B, Hq, Tq, D), k and v (B, Hkv, Tk, D) → o (B, Tq, Hq, Dv), None."""
     if output_attentions:
         from transformers.utils import logging
@@ -265,9 +298,12 @@ def _read(function: Callable[..., Any]) -> tuple[Window, Tensor | None] | None:
 
 
 def _traced(
-    function: Callable[..., Any], config: Any = None, local_size: int | None = None,
-    allow_is_causal_skip: bool = False, **_: Any,
-) -> tuple[Window, None] | None:  # fmt: skip
+    function: Callable[..., Any],
+    config: Any = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = False,
+    **_: Any,
+) -> tuple[Window, None] | None:
     """`_read` for torch.compile, which can't look into a closure: by the function's identity and its other arguments."""
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 

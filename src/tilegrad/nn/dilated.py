@@ -39,10 +39,17 @@ class DilatedAttention(nn.Module):
     """
 
     def __init__(
-        self, segment_lengths: Sequence[int], dilation_rates: Sequence[int], dropout: float = 0.0,
-        mode: Mode = "head_groups", enable_buffer_manager: bool = True, enable_buffer_reuse: bool = True,
-        enable_preallocation: bool = False, manager: AttentionBufferManager | None = None, scale: float | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        dropout: float = 0.0,
+        mode: Mode = "head_groups",
+        enable_buffer_manager: bool = True,
+        enable_buffer_reuse: bool = True,
+        enable_preallocation: bool = False,
+        manager: AttentionBufferManager | None = None,
+        scale: float | None = None,
+    ) -> None:
         super().__init__()
         self.segment_lengths, self.dilation_rates = check_pattern(segment_lengths, dilation_rates, mode)
         if not 0.0 <= dropout < 1.0:
@@ -60,9 +67,18 @@ class DilatedAttention(nn.Module):
         """Returns (B, T, H, D). attention_mask must be None."""
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         y = dilated_attention(
-            q, k, v, self.segment_lengths, self.dilation_rates, mode=self.mode, causal=is_causal, scale=self.scale,
-            dropout_p=self.dropout if self.training else 0.0, attn_mask=attention_mask, manager=self.manager,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            self.segment_lengths,
+            self.dilation_rates,
+            mode=self.mode,
+            causal=is_causal,
+            scale=self.scale,
+            dropout_p=self.dropout if self.training else 0.0,
+            attn_mask=attention_mask,
+            manager=self.manager,
+        )
         return y.transpose(1, 2)
 
     @property
@@ -113,25 +129,51 @@ class MultiheadDilatedAttention(Attention):
     """
 
     def __init__(
-        self, embed_dim: int, num_heads: int, segment_lengths: Sequence[int], dilation_rates: Sequence[int],
-        dropout: float = 0.0, bias: bool = True, *, batch_first: bool = False, mode: Mode = "head_groups",
-        enable_buffer_manager: bool = True, enable_buffer_reuse: bool = True, enable_preallocation: bool = False,
-        manager: AttentionBufferManager | None = None, scale: float | None = None,
-        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        embed_dim: int,
+        num_heads: int,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        dropout: float = 0.0,
+        bias: bool = True,
+        *,
+        batch_first: bool = False,
+        mode: Mode = "head_groups",
+        enable_buffer_manager: bool = True,
+        enable_buffer_reuse: bool = True,
+        enable_preallocation: bool = False,
+        manager: AttentionBufferManager | None = None,
+        scale: float | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__(embed_dim, num_heads, dropout, bias, batch_first=batch_first, device=device, dtype=dtype)
         if mode == "head_groups" and num_heads < len(segment_lengths):
             got = f"{num_heads} for {len(segment_lengths)} branches"
             raise ValueError(f"num_heads: got {got}; accepted: at least as many as branches")
         self.dilated = DilatedAttention(
-            segment_lengths, dilation_rates, dropout, mode, enable_buffer_manager, enable_buffer_reuse, enable_preallocation,
-            manager, scale,
-        )  # fmt: skip
+            segment_lengths,
+            dilation_rates,
+            dropout,
+            mode,
+            enable_buffer_manager,
+            enable_buffer_reuse,
+            enable_preallocation,
+            manager,
+            scale,
+        )
 
     def forward(  # type: ignore[override]  # without a cache
-        self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None,
-        key_padding_mask: None = None, need_weights: bool = False, attn_mask: None = None, *, is_causal: bool = False,
-    ) -> tuple[Tensor, None]:  # fmt: skip
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        key_padding_mask: None = None,
+        need_weights: bool = False,
+        attn_mask: None = None,
+        *,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, None]:
         """(y, None). key=None: self-attention. Masks must be None, need_weights False."""
         for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
             if mask is not None:

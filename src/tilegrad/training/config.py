@@ -222,9 +222,13 @@ class OptimizerConfig:
             rate = 0.02 if self.scale == "spectral" else learning_rate
         factor = rate / learning_rate if learning_rate else 0.0
         return MuonConfig(
-            self.momentum, self.nesterov, self.orthogonalization, self.scale, learning_rate_factor=factor,
+            self.momentum,
+            self.nesterov,
+            self.orthogonalization,
+            self.scale,
+            learning_rate_factor=factor,
             cautious=self.cautious,
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,9 +63,16 @@ def train(
         )
     for seq_len in dict.fromkeys((t.seq_len, *(stage.seq_len for stage in t.stages))):
         check_ranks(
-            start.config.model, seq_len, t.linear, world=world, shard=shard, context=context, lora=start.config.lora,
-            freeze=t.freeze, head=t.head,
-        )  # fmt: skip
+            start.config.model,
+            seq_len,
+            t.linear,
+            world=world,
+            shard=shard,
+            context=context,
+            lora=start.config.lora,
+            freeze=t.freeze,
+            head=t.head,
+        )
     if start.saved is None:  # a run may resume with more ranks than micro-batches, and then says how many are idle
         check_accumulation(t.gradient_accumulation, world, context, t.gradients)
     check_device(t.device)

@@ -26,10 +26,18 @@ MOST_IN_BFLOAT16 = 128  # micro-batches: a sum in bfloat16 does not change by le
 
 
 def check_ranks(
-    config: ModelConfig, seq_len: int, linear: str, *,
-    world: int, shard: str, context: int, lora: LoraConfig | None = None, freeze: tuple[str, ...] = (),
-    muon: MuonConfig | None = None, head: str = "plain",
-) -> None:  # fmt: skip
+    config: ModelConfig,
+    seq_len: int,
+    linear: str,
+    *,
+    world: int,
+    shard: str,
+    context: int,
+    lora: LoraConfig | None = None,
+    freeze: tuple[str, ...] = (),
+    muon: MuonConfig | None = None,
+    head: str = "plain",
+) -> None:
     if shard not in get_args(Shard):
         raise ValueError(f"shard: got {shard!r}; accepted: {', '.join(map(repr, get_args(Shard)))}")
     if world > 1 and linear != "plain":

@@ -21,11 +21,25 @@ if TYPE_CHECKING:
 
 
 def dilated_attention(
-    q: Tensor, k: Tensor, v: Tensor, segment_lengths: Sequence[int], dilation_rates: Sequence[int], *,
-    mode: Mode = "head_groups", causal: bool = False, scale: float | None = None, dropout_p: float = 0.0,
-    seed: int | Tensor | None = None, attn_mask: None = None, bias: None = None, window: None = None, sinks: None = None,
-    deterministic: bool | None = None, kernel: str | None = None, manager: AttentionBufferManager | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    *,
+    mode: Mode = "head_groups",
+    causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    seed: int | Tensor | None = None,
+    attn_mask: None = None,
+    bias: None = None,
+    window: None = None,
+    sinks: None = None,
+    deterministic: bool | None = None,
+    kernel: str | None = None,
+    manager: AttentionBufferManager | None = None,
+) -> Tensor:
     """Attention inside segments among every r-th position, with exact gradients; cost linear in T.       q, k, v (B, H, T, D)
 
     segment_lengths   s of each branch; the last segment may be shorter; lengths above T count as T

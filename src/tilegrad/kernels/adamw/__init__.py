@@ -101,9 +101,13 @@ class Range(NamedTuple):
         for (start, first), stop in zip(self.places, ends, strict=True):
             i, rounded = slice(start, stop), self.rounded
             part = Range(
-                self.params[i], self.grads[i], self.m[i], self.v[i], None if rounded is None else rounded[i],
+                self.params[i],
+                self.grads[i],
+                self.m[i],
+                self.v[i],
+                None if rounded is None else rounded[i],
                 min(max(self.decayed - start, 0), stop - start),
-            )  # fmt: skip
+            )
             yield part, first
 
 

@@ -36,11 +36,16 @@ TILE, WARPS = 1 << 10, 4  # TILE: parameters per program
 
 @triton.jit
 def _decide_kernel(
-    norm, learning_rate,
-    step, decision,
-    weight_decay, max_norm,
-    LOG_BETA1: tl.constexpr, LOG_BETA2: tl.constexpr, RATE_ON_DEVICE: tl.constexpr,
-):  # fmt: skip
+    norm,
+    learning_rate,
+    step,
+    decision,
+    weight_decay,
+    max_norm,
+    LOG_BETA1: tl.constexpr,
+    LOG_BETA2: tl.constexpr,
+    RATE_ON_DEVICE: tl.constexpr,
+):
     """decision = (finite, clip, rate, root, decay)"""
     length = tl.load(norm)
     finite = tl.where(length * 0.0 == 0.0, 1.0, 0.0)

@@ -236,9 +236,13 @@ def _aligned(scratch: Scratch | None) -> bool:
 
 
 def _run(
-    key: Signature | None, prepared: PreparedCall | None, selection: Selection, call: Forward | Backward,
-    writes: dict[str, Tensor | None], scratch: Scratch | None,
-) -> None:  # fmt: skip
+    key: Signature | None,
+    prepared: PreparedCall | None,
+    selection: Selection,
+    call: Forward | Backward,
+    writes: dict[str, Tensor | None],
+    scratch: Scratch | None,
+) -> None:
     """Checks what the signature does not cover (addresses, lengths, scratch), prepares a new call, and runs it."""
     addresses = (prepared, *[x.data_ptr() for x in call.tensors])
     if prepared is None or addresses not in _checked:

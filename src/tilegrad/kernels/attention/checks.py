@@ -20,8 +20,14 @@ TENSOR = "a tensor (torch.from_numpy converts a NumPy array)"
 
 
 def require(
-    ok: object, name: str, got: Any, accepted: str, error: type[Exception] = ValueError, *, show: Callable[[Any], str] = repr
-) -> None:  # fmt: skip
+    ok: object,
+    name: str,
+    got: Any,
+    accepted: str,
+    error: type[Exception] = ValueError,
+    *,
+    show: Callable[[Any], str] = repr,
+) -> None:
     """Raises unless ok. `show` formats the value received."""
     if not ok:
         raise error(f"{name}: got {show(got)}; accepted: {accepted}")
@@ -92,9 +98,13 @@ def check_options(q: Any, k: Any, v: Any, mask: Mask) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         require(_is_tensor(x), name, x, TENSOR, TypeError, show=_kind)
     for name, x in (
-        ("bias", mask.bias), ("alibi_slopes", mask.alibi_slopes), ("sinks", mask.sinks),
-        ("cu_seqlens_q", mask.cu_seqlens_q), ("cu_seqlens_k", mask.cu_seqlens_k), ("intervals", mask.intervals),
-    ):  # fmt: skip
+        ("bias", mask.bias),
+        ("alibi_slopes", mask.alibi_slopes),
+        ("sinks", mask.sinks),
+        ("cu_seqlens_q", mask.cu_seqlens_q),
+        ("cu_seqlens_k", mask.cu_seqlens_k),
+        ("intervals", mask.intervals),
+    ):
         require(x is None or _is_tensor(x), name, x, f"None or {TENSOR}", TypeError, show=_kind)
     learned = getattr(mask.alibi_slopes, "requires_grad", False)
     require(not learned, "alibi_slopes", "requires_grad=True", "slopes without a gradient (call .detach())", show=str)
@@ -135,9 +145,15 @@ def _check_qkv(q: Any, k: Any, v: Any, mask: Mask) -> None:
     for name, x in qkv[1:]:
         require(x.dtype == q.dtype, name, (x, q), "q's dtype", TypeError, show=_dtypes)
     others: tuple[tuple[str, Any], ...] = (
-        *qkv[1:], ("bias", mask.bias), ("alibi_slopes", mask.alibi_slopes), ("sinks", mask.sinks), ("seed", mask.seed),
-        ("cu_seqlens_q", mask.cu_seqlens_q), ("cu_seqlens_k", mask.cu_seqlens_k), ("intervals", mask.intervals),
-    )  # fmt: skip
+        *qkv[1:],
+        ("bias", mask.bias),
+        ("alibi_slopes", mask.alibi_slopes),
+        ("sinks", mask.sinks),
+        ("seed", mask.seed),
+        ("cu_seqlens_q", mask.cu_seqlens_q),
+        ("cu_seqlens_k", mask.cu_seqlens_k),
+        ("intervals", mask.intervals),
+    )
     for name, x in others:
         require(not _is_tensor(x) or x.device == q.device, name, (x, q), "q's device", show=_devices)
     for name, x in qkv:
@@ -148,9 +164,12 @@ def _check_qkv(q: Any, k: Any, v: Any, mask: Mask) -> None:
     require(v.shape[:-1] == k.shape[:-1], "v", (v, "k", k), "k's shape in all but the last dimension", show=_shapes)
     hq, hkv = q.shape[1], k.shape[1]
     require(
-        min(hq, hkv) >= 1 and hq % hkv == 0, "q", f"{hq} query heads, {hkv} kv heads",
-        "a number of query heads that is a multiple of the number of kv heads", show=str,
-    )  # fmt: skip
+        min(hq, hkv) >= 1 and hq % hkv == 0,
+        "q",
+        f"{hq} query heads, {hkv} kv heads",
+        "a number of query heads that is a multiple of the number of kv heads",
+        show=str,
+    )
     for name, x in qkv:
         contiguous = not isinstance(x, Tensor) or x.shape[-1] == 1 or x.stride(-1) == 1
         require(contiguous, name, x, "any strides whose last one is 1 (call .contiguous())", show=_strides)

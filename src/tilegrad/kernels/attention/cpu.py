@@ -139,13 +139,20 @@ def _fields(call: Forward | Backward) -> dict[str, Any]:
     if mask.dropout_p and mask.seed is not None:
         dropout = {"dropout_threshold": threshold(mask.dropout_p), "seed": _signed(mask.seed)}
     return {
-        **size_fields(q, call.v, mask), **dropout,
-        "cu_seqlens_q": _data(mask.cu_seqlens_q), "cu_seqlens_k": _data(mask.cu_seqlens_k),
-        "q": _rows(q, varlen=varlen), "k": _rows(call.k, varlen=varlen), "v": _rows(call.v, varlen=varlen),
-        "o": _rows(call.o, varlen=varlen), "lse": _statistic(call.lse, varlen=varlen),
-        "sinks": by_head(mask.sinks), "slopes": by_head(mask.alibi_slopes), "bias": _pairs(mask.bias),
+        **size_fields(q, call.v, mask),
+        **dropout,
+        "cu_seqlens_q": _data(mask.cu_seqlens_q),
+        "cu_seqlens_k": _data(mask.cu_seqlens_k),
+        "q": _rows(q, varlen=varlen),
+        "k": _rows(call.k, varlen=varlen),
+        "v": _rows(call.v, varlen=varlen),
+        "o": _rows(call.o, varlen=varlen),
+        "lse": _statistic(call.lse, varlen=varlen),
+        "sinks": by_head(mask.sinks),
+        "slopes": by_head(mask.alibi_slopes),
+        "bias": _pairs(mask.bias),
         "intervals": _intervals(mask.intervals),
-    }  # fmt: skip
+    }
 
 
 # Offset of each field of `Call` in words of 8 bytes; every field is whole words.
@@ -207,11 +214,15 @@ def prepare_fwd(call: Forward, views: Views) -> NativeRun:
 def prepare_bwd(call: Backward, views: Views) -> NativeRun:
     varlen = call.mask.varlen
     fields = _fields(call) | {
-        "do_": _rows(call.do, varlen=varlen), "dlse": _statistic(call.dlse, varlen=varlen), "dsinks": by_head(call.dsinks),
-        "dq": _rows(call.dq, varlen=varlen), "dk": _rows(call.dk, varlen=varlen), "dv_": _rows(call.dv, varlen=varlen),
+        "do_": _rows(call.do, varlen=varlen),
+        "dlse": _statistic(call.dlse, varlen=varlen),
+        "dsinks": by_head(call.dsinks),
+        "dq": _rows(call.dq, varlen=varlen),
+        "dk": _rows(call.dk, varlen=varlen),
+        "dv_": _rows(call.dv, varlen=varlen),
         "dbias_dtype": NO_DTYPE,
         "dkv_dtype": DTYPES[next((x.dtype for x in (call.dk, call.dv) if x is not None), call.do.dtype)],
-    }  # fmt: skip
+    }
     if call.dbias is not None:
         sums = views(*call.memory).get("dbias", call.dbias)
         fields |= {"dbias": _pairs(sums), "dbias_dtype": DTYPES[sums.dtype]}

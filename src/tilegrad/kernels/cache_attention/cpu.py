@@ -44,10 +44,19 @@ def fwd(
     memory = scratch["native"]
     place, nbytes = from_cache_line(memory, memory.nbytes)
     call = pack_call(
-        **size_fields(q[:, :, None], v_cache, mask), positions=positions.data_ptr(), scratch=place, scratch_bytes=nbytes,
-        q=_row(q), k=(k_cache.data_ptr(), *k_cache.stride()), v=(v_cache.data_ptr(), *v_cache.stride()), o=_row(o),
-        k_new=_row(k), v_new=_row(v), sinks=by_head(mask.sinks), slopes=by_head(mask.alibi_slopes),
-    )  # fmt: skip
+        **size_fields(q[:, :, None], v_cache, mask),
+        positions=positions.data_ptr(),
+        scratch=place,
+        scratch_bytes=nbytes,
+        q=_row(q),
+        k=(k_cache.data_ptr(), *k_cache.stride()),
+        v=(v_cache.data_ptr(), *v_cache.stride()),
+        o=_row(o),
+        k_new=_row(k),
+        v_new=_row(v),
+        sinks=by_head(mask.sinks),
+        slopes=by_head(mask.alibi_slopes),
+    )
     return run_native(native().tilegrad_native_attention_fwd, call)
 
 

@@ -48,9 +48,12 @@ def workspace(cache: TensorLike, n_head: int, rows: int | None = None) -> Shapes
     elements |= dict.fromkeys(("row_max", "row_sum", "new_max", "alpha", "slopes"), b * n_head)
     shapes = {name: ((size,), acc) for name, size in elements.items()}
     shapes |= {"new": ((b * hkv * d,), cache.dtype), "column": ((n,), torch.int64), "gap": ((b * n,), torch.int64)}
-    return shapes | {"place": ((b,), torch.int64)} | dict.fromkeys(("hidden", "far"), ((b * n,), torch.bool)) | {
-        "inside": ((b,), torch.bool), "below": ((b,), torch.bool), "empty": ((b * n_head,), torch.bool)
-    }  # fmt: skip
+    return (
+        shapes
+        | {"place": ((b,), torch.int64)}
+        | dict.fromkeys(("hidden", "far"), ((b * n,), torch.bool))
+        | {"inside": ((b,), torch.bool), "below": ((b,), torch.bool), "empty": ((b * n_head,), torch.bool)}
+    )
 
 
 def _part(scratch: Scratch, name: str, *shape: int) -> Tensor:

@@ -171,11 +171,8 @@ def _merge_kernel(
 
 @triton.jit
 def _write_kernel(
-    k, v, slots,
-    k_cache, v_cache,
-    k_n, v_n, limit, capacity, kv_heads,
-    D: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    k, v, slots, k_cache, v_cache, k_n, v_n, limit, capacity, kv_heads, D: tl.constexpr, BLOCK: tl.constexpr
+):
     n = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots + n)

@@ -53,9 +53,15 @@ def _fwd_packed(tokens: Tensor, wte: Tensor, wpe: Tensor, positions: Tensor, *, 
 
 
 def bwd(
-    dx: Tensor, tokens: Tensor, positions: Tensor | None, *,
-    dwte: Tensor | None, dwpe: Tensor | None, accumulate: bool, scratch: Scratch,
-) -> None:  # fmt: skip
+    dx: Tensor,
+    tokens: Tensor,
+    positions: Tensor | None,
+    *,
+    dwte: Tensor | None,
+    dwpe: Tensor | None,
+    accumulate: bool,
+    scratch: Scratch,
+) -> None:
     b, t = tokens.shape
     if dwte is not None:
         if not accumulate:

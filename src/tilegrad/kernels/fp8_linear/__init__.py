@@ -99,9 +99,14 @@ def fp8_quantize_fwd(
 
 @op(accumulates=("state",))
 def fp8_activation_fwd(
-    h: Tensor, kind: str, *, a8: Tensor | None = None, a8t: Tensor | None = None, state: Tensor,
+    h: Tensor,
+    kind: str,
+    *,
+    a8: Tensor | None = None,
+    a8t: Tensor | None = None,
+    state: Tensor,
     kernel: str | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """a8 = q(act(h))   a8t = q(act(h))ᵀ, h contiguous; updates the magnitudes of act(h) in state. swiglu: h = [up, gate]."""
     if kind not in (*KINDS, "swiglu"):
         raise ValueError(f"kind: got {kind!r}; accepted: one of {', '.join(map(repr, (*KINDS, 'swiglu')))}")

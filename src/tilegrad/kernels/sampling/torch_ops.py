@@ -104,9 +104,7 @@ def _logprobs(l: Tensor, targets: Tensor, part: Scratch, *, out: Tensor) -> Tens
     return bad
 
 
-def _draw(
-    l: Tensor, settings: Tensor, seen: Tensor | None, noise: Tensor, part: Scratch, *, token: Tensor
-) -> None:  # fmt: skip
+def _draw(l: Tensor, settings: Tensor, seen: Tensor | None, noise: Tensor, part: Scratch, *, token: Tensor) -> None:
     """token (m,) = argmax of z + noise over the kept tokens."""
     y, z, e = part["numbers"][:3]
     work, flags, greedy = part["numbers"][3:], part["flags"][0], part["row_flags"]

@@ -102,10 +102,19 @@ def _with_lists(
     batch, heads = mask.intervals.shape[:2]
     shared: Arguments = {"edges": scratch["edges"], "col_tiles": col_tiles, "tk": sizes.tk, "PAIRS": pairs_of(mask)}
     edges = shared | interval_arguments(mask) | {"heads": heads, "BLOCK_N": blocks["BLOCK_N"]}
-    lists = shared | blocks | {
-        "runs": scratch["runs"], "row_tiles": row_tiles, "tq": sizes.tq, "left": sizes.left, "right": sizes.right,
-        "COLUMNS": columns, "CHUNK": CHUNK,
-    }  # fmt: skip
+    lists = (
+        shared
+        | blocks
+        | {
+            "runs": scratch["runs"],
+            "row_tiles": row_tiles,
+            "tq": sizes.tq,
+            "left": sizes.left,
+            "right": sizes.right,
+            "COLUMNS": columns,
+            "CHUNK": CHUNK,
+        }
+    )
     own_tiles = col_tiles if columns else row_tiles
     first = [KernelCall(_edges_kernel, (col_tiles * heads * batch,), edges, {})] if col_tiles else []
     return [*first, KernelCall(_list_kernel, (own_tiles * heads * batch,), lists, {}), *calls]
@@ -114,10 +123,15 @@ def _with_lists(
 def _constants(sizes: Sizes, mask: Mask, q: Tensor, *others: Tensor | None) -> Arguments:
     """The constexprs of every kernel with scores."""
     return addressing(q, *others, varlen=mask.varlen) | {
-        "D": sizes.d, "DV": sizes.dv, "BLOCK_D": sizes.block_d, "BLOCK_DV": sizes.block_dv,
-        "NEGATIVE": mask.scale_for(sizes.d) < 0.0, "IEEE_FP32": ieee_fp32(q.dtype),
-        "FP64": product_bits(q.dtype, q.device) == 64, "PAIRS": pairs_of(mask),
-    }  # fmt: skip
+        "D": sizes.d,
+        "DV": sizes.dv,
+        "BLOCK_D": sizes.block_d,
+        "BLOCK_DV": sizes.block_dv,
+        "NEGATIVE": mask.scale_for(sizes.d) < 0.0,
+        "IEEE_FP32": ieee_fp32(q.dtype),
+        "FP64": product_bits(q.dtype, q.device) == 64,
+        "PAIRS": pairs_of(mask),
+    }
 
 
 Call = TypeVar("Call", Forward, Backward)
@@ -246,9 +260,16 @@ def _backward(call: Backward, scratch: Scratch) -> list[KernelCall]:
             calls.append(_dbias_rows(rows, sizes, mask, dlse, own, ieee=ieee))
     if dsinks is not None and mask.sinks is not None:
         arguments = dict(
-            **rows, **sink_arguments(mask), cu_seqlens_q=mask.cu_seqlens_q, dsinks=dsinks,
-            dsinks_h=dsinks.stride(0), batch=sizes.batch, tq=sizes.tq, BLOCK=1024, IEEE_FP32=ieee,
-        )  # fmt: skip
+            **rows,
+            **sink_arguments(mask),
+            cu_seqlens_q=mask.cu_seqlens_q,
+            dsinks=dsinks,
+            dsinks_h=dsinks.stride(0),
+            batch=sizes.batch,
+            tq=sizes.tq,
+            BLOCK=1024,
+            IEEE_FP32=ieee,
+        )
         calls.append(KernelCall(_dsinks_kernel, (sizes.hq,), arguments, {}))
     return calls
 
@@ -337,9 +358,16 @@ def _dbias(scores: Arguments, sizes: Sizes, mask: Mask, own: OwnTiles) -> list[K
     q, k, v, do = (scores[name] for name in ("q", "k", "v", "do"))
     dbias_b, dbias_h, dbias_i, dbias_j = own.dbias.stride()
     arguments = scores | {
-        "dbias": own.dbias, "dbias_b": dbias_b, "dbias_h": dbias_h, "dbias_i": dbias_i, "dbias_j": dbias_j,
-        "batch": sizes.batch, "heads": sizes.hq, "b_step": own.b_step, "h_step": own.h_step,
-    }  # fmt: skip
+        "dbias": own.dbias,
+        "dbias_b": dbias_b,
+        "dbias_h": dbias_h,
+        "dbias_i": dbias_i,
+        "dbias_j": dbias_j,
+        "batch": sizes.batch,
+        "heads": sizes.hq,
+        "b_step": own.b_step,
+        "h_step": own.h_step,
+    }
 
     def grid(tile: Tile) -> tuple[Arguments, tuple[int]]:
         row_tiles = _ceil_div(sizes.tq, tile.m) if own.has_rows else 1
