@@ -57,25 +57,11 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[AttentionOptions]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    window: Window | None = None,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    intervals: Tensor | None = None,
-    dropout_p: float = 0.0,
-    seed: int | Tensor | None = None,
-    return_lse: bool = False,
-    deterministic: bool | None = None,
-    kernel: str | None = None,
-    **unknown: object,
-) -> Tensor | tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: Window | None = None, scale: float | None = None,
+    softcap: float = 0.0, bias: Tensor | None = None, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
+    intervals: Tensor | None = None, dropout_p: float = 0.0, seed: int | Tensor | None = None, return_lse: bool = False,
+    deterministic: bool | None = None, kernel: str | None = None, **unknown: object,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """softmax(scale · q kᵀ + …) v with exact gradients for q, k, v, bias, sinks, and through lse.
 
     q (B, Hq, Tq, D), k (B, Hkv, Tk, D), v (B, Hkv, Tk, Dv), any strides with the last one 1, Hq a multiple of Hkv; the
@@ -116,65 +102,26 @@ def attention(
 
 @overload
 def attention_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *,
-    return_lse: Literal[False] = False,
-    **options: Unpack[VarlenOptions],
-) -> Tensor: ...
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    *, return_lse: Literal[False] = False, **options: Unpack[VarlenOptions],
+) -> Tensor: ...  # fmt: skip
 @overload
 def attention_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *,
-    return_lse: Literal[True],
-    **options: Unpack[VarlenOptions],
-) -> tuple[Tensor, Tensor]: ...
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    *, return_lse: Literal[True], **options: Unpack[VarlenOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def attention_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *,
-    return_lse: bool,
-    **options: Unpack[VarlenOptions],
-) -> Tensor | tuple[Tensor, Tensor]: ...
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    *, return_lse: bool, **options: Unpack[VarlenOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def attention_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *,
-    causal: bool = False,
-    window: Window | None = None,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
-    seed: int | Tensor | None = None,
-    return_lse: bool = False,
-    deterministic: bool | None = None,
-    kernel: str | None = None,
-    **unknown: object,
-) -> Tensor | tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, *,
+    causal: bool = False, window: Window | None = None, scale: float | None = None, softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, dropout_p: float = 0.0,
+    seed: int | Tensor | None = None, return_lse: bool = False, deterministic: bool | None = None,
+    kernel: str | None = None, **unknown: object,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """`attention` over sequences packed end to end: q (total_q, Hq, D), k (total_k, Hkv, D), v (total_k, Hkv, Dv).
 
     Sequence b is rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q, and the same of k and v (int32, on q's device); it may
@@ -266,33 +213,14 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def explain(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    window: Window | None = None,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    intervals: Tensor | None = None,
-    dropout_p: float = 0.0,
-    seed: int | Tensor | None = None,
-    deterministic: bool | None = None,
-    kernel: str | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    max_seqlen_q: int = 0,
-    max_seqlen_k: int = 0,
-    o: Tensor | None = None,
-    do: Tensor | None = None,
-    dq: Tensor | None = None,
-    dk: Tensor | None = None,
-    dv: Tensor | None = None,
-    **unknown: Never,
-) -> Explanation:
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: Window | None = None, scale: float | None = None,
+    softcap: float = 0.0, bias: Tensor | None = None, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
+    intervals: Tensor | None = None, dropout_p: float = 0.0, seed: int | Tensor | None = None,
+    deterministic: bool | None = None, kernel: str | None = None, cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None, max_seqlen_q: int = 0, max_seqlen_k: int = 0,
+    o: Tensor | None = None, do: Tensor | None = None, dq: Tensor | None = None, dk: Tensor | None = None,
+    dv: Tensor | None = None, **unknown: Never,
+) -> Explanation:  # fmt: skip
     """Which kernel would run this call of `attention` (with cu_seqlens: `attention_varlen`), and why the others would not.
 
     `deterministic` has no effect; it is accepted so that the arguments of a call can be copied. o, do, dq, dk and dv are for

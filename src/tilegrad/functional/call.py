@@ -109,38 +109,18 @@ def forward(
 
 
 def backward_key(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    do: Tensor,
-    dlse: Tensor | None,
-    mask: Mask,
-    wanted: tuple[bool, ...],
-    kernel: str | None,
-    deterministic: bool,  # noqa: FBT001
-    manager: int = 0,
-) -> Signature | None:
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask,
+    wanted: tuple[bool, ...], kernel: str | None, deterministic: bool, manager: int = 0,  # noqa: FBT001
+) -> Signature | None:  # fmt: skip
     call = ("new", kernel, torch.get_num_threads(), manager != 0, deterministic, wanted)
     return signature(call, (q, k, v, o, lse, do, dlse), mask)
 
 
 def backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    do: Tensor,
-    dlse: Tensor | None,
-    mask: Mask,
-    wanted: tuple[bool, ...],
-    kernel: str | None,
-    deterministic: bool,  # noqa: FBT001
-    key: Signature | None,
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask,
+    wanted: tuple[bool, ...], kernel: str | None, deterministic: bool, key: Signature | None,  # noqa: FBT001
     manager: int = 0,
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Checks, allocates, runs. Returns dq, dk, dv, dbias, dsinks, or None if not wanted. `key` is from `backward_key`."""
     prepared, device = recall(key), q.device
     if prepared is None and not rows_aligned(do):  # not every kernel reads unaligned rows; a prepared one does

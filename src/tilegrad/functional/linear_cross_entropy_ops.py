@@ -43,18 +43,9 @@ _library.define(
 
 
 def _forward(
-    x: Tensor,
-    w: Tensor,
-    targets: Tensor,
-    bias: Tensor | None,
-    softcap: float,
-    label_smoothing: float,
-    z_loss: float,
-    reduction: str,
-    ignore_index: int,
-    dtype: torch.dtype,
-    wanted: list[bool],
-) -> tuple[Tensor, ...]:
+    x: Tensor, w: Tensor, targets: Tensor, bias: Tensor | None, softcap: float, label_smoothing: float, z_loss: float,
+    reduction: str, ignore_index: int, dtype: torch.dtype, wanted: list[bool],
+) -> tuple[Tensor, ...]:  # fmt: skip
     loss, *gradients = _new_outputs(x, w, targets, bias, reduction, dtype, wanted)
     dx, dw, dbias = (y if want else None for y, want in zip(gradients, wanted, strict=True))
     terms = Terms(softcap, label_smoothing, z_loss)
@@ -91,22 +82,10 @@ def _forward(
 
 
 def _backward(
-    g: Tensor,
-    x: Tensor | None,
-    w: Tensor,
-    targets: Tensor,
-    bias: Tensor | None,
-    dx: Tensor,
-    dw: Tensor,
-    dbias: Tensor,
-    softcap: float,
-    label_smoothing: float,
-    z_loss: float,
-    reduction: str,
-    ignore_index: int,
-    dtype: torch.dtype,
+    g: Tensor, x: Tensor | None, w: Tensor, targets: Tensor, bias: Tensor | None, dx: Tensor, dw: Tensor, dbias: Tensor,
+    softcap: float, label_smoothing: float, z_loss: float, reduction: str, ignore_index: int, dtype: torch.dtype,
     wanted: list[bool],
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, ...]:  # fmt: skip
     finished = (dx, dw, dbias)
     forms = (dx if x is None else x, w, w if bias is None else bias)
     if x is None:

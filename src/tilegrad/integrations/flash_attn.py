@@ -34,18 +34,10 @@ __all__ = [
 
 
 def flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Sides = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Any:
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Sides = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
     """q (B, Tq, Hq, D), k and v (B, Tk, Hkv, D) → o (B, Tq, Hq, Dv), or (o, lse (B, Hq, Tq), None).
 
     >>> import torch
@@ -61,16 +53,10 @@ def flash_attn_func(
 
 
 def flash_attn_qkvpacked_func(
-    qkv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Sides = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Any:
+    qkv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Sides = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
     """`flash_attn_func` of qkv (B, T, 3, H, D)."""
     q, k, v = _parts("qkv", qkv, "(B, T, 3, H, D)")
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
@@ -78,17 +64,10 @@ def flash_attn_qkvpacked_func(
 
 
 def flash_attn_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Sides = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Any:
+    q: Tensor, kv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Sides = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
     """`flash_attn_func` of q (B, Tq, Hq, D) and kv (B, Tk, 2, Hkv, D)."""
     k, v = _parts("kv", kv, "(B, Tk, 2, Hkv, D)")
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
@@ -96,23 +75,12 @@ def flash_attn_kvpacked_func(
 
 
 def flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: SupportsIndex,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: SupportsIndex,
     max_seqlen_k: SupportsIndex,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Sides = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    block_table: Tensor | None = None,
-) -> Any:
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Sides = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, block_table: Tensor | None = None,
+) -> Any:  # fmt: skip
     """q (total_q, Hq, D), k and v (total_k, Hkv, D), packed → o (total_q, Hq, Dv), or (o, lse (Hq, total_q), None)."""
     _absent(block_table=block_table)
     options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
@@ -123,18 +91,10 @@ def flash_attn_varlen_func(
 
 
 def flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: SupportsIndex,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Sides = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Any:
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: SupportsIndex, dropout_p: float = 0.0,
+    softmax_scale: float | None = None, causal: bool = False, window_size: Sides = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
     """`flash_attn_varlen_func` of qkv (total, 3, H, D)."""
     q, k, v = _parts("qkv", qkv, "(total, 3, H, D)")
     longest = _int("max_seqlen", max_seqlen)
@@ -143,21 +103,11 @@ def flash_attn_varlen_qkvpacked_func(
 
 
 def flash_attn_varlen_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: SupportsIndex,
-    max_seqlen_k: SupportsIndex,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Sides = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Any:
+    q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: SupportsIndex,
+    max_seqlen_k: SupportsIndex, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Sides = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
     """`flash_attn_varlen_func` of q (total_q, Hq, D) and kv (total_k, 2, Hkv, D)."""
     k, v = _parts("kv", kv, "(total_k, 2, Hkv, D)")
     packed = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
@@ -167,26 +117,13 @@ def flash_attn_varlen_kvpacked_func(
 
 @torch.no_grad()
 def flash_attn_with_kvcache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    rotary_cos: Tensor | None = None,
-    rotary_sin: Tensor | None = None,
-    cache_seqlens: int | Tensor | None = None,
-    cache_batch_idx: Tensor | None = None,
-    cache_leftpad: Tensor | None = None,
-    block_table: Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Sides = (-1, -1),
-    softcap: float = 0.0,
-    rotary_interleaved: bool = True,
-    alibi_slopes: Tensor | None = None,
-    num_splits: int = 0,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None,
+    rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None, cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None, cache_leftpad: Tensor | None = None, block_table: Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False, window_size: Sides = (-1, -1),
+    softcap: float = 0.0, rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None, num_splits: int = 0,
     return_softmax_lse: bool = False,
-) -> Any:
+) -> Any:  # fmt: skip
     """Decoding: q (B, Tq, Hq, D) over caches (B, Tmax, Hkv, D); sequence b has cache_seqlens[b] columns. No gradient.
 
     k and v (B, Tnew, Hkv, D) are first written into the caches after those columns, in place; the caller updates cache_seqlens.
@@ -226,13 +163,9 @@ def flash_attn_with_kvcache(
 
 
 def _options(
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: Sides,
-    softcap: float,
-    alibi_slopes: Tensor | None,
+    softmax_scale: float | None, causal: bool, window_size: Sides, softcap: float, alibi_slopes: Tensor | None,
     deterministic: bool,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """The options of `attention`."""
     sides = tuple(window_size) if isinstance(window_size, Iterable) else ()
     require(len(sides) == 2, "window_size", window_size, "a pair (left, right) of ints; −1: no limit on that side")

@@ -68,17 +68,9 @@ def _forward(
 
 
 def _backward(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-    scale: float | None,
-    *,
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, bias: Tensor | None, scale: float | None, *,
     causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     keys, fields = _fields(q, k, bias, scale, causal=causal)
     wanted = [True, True, True, False, False]
     dq, dk, dv, _, _ = torch.ops.tilegrad.attention_bwd(
@@ -93,61 +85,34 @@ def _by_row(x: Tensor) -> Tensor:
 
 
 def _cpu_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    attn_mask: Tensor | None = None,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False, *,
+    attn_mask: Tensor | None = None, scale: float | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     o, lse = _forward(query, key, value, attn_mask, scale, dropout_p, causal=is_causal)
     like = torch.empty_like(query)  # has the strides of torch's meta kernels, which a compiler relies on
     return (o if o.stride() == like.stride() else like.copy_(o)), _by_row(lse)
 
 
 def _cpu_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    dropout_p: float,  # noqa: ARG001
-    is_causal: bool,
-    *,
-    attn_mask: Tensor | None = None,
-    scale: float | None = None,
-) -> tuple[Tensor, ...]:
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
+    dropout_p: float, is_causal: bool, *, attn_mask: Tensor | None = None, scale: float | None = None,  # noqa: ARG001
+) -> tuple[Tensor, ...]:  # fmt: skip
     grads = _backward(grad_out, query, key, value, out, logsumexp, attn_mask, scale, causal=is_causal)
     return tuple(map(_by_row, grads))
 
 
 def _cuda_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,  # noqa: ARG001
-    *,
-    scale: float | None = None,
-) -> tuple[Any, ...]:
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False,
+    return_debug_mask: bool = False, *, scale: float | None = None,  # noqa: ARG001
+) -> tuple[Any, ...]:  # fmt: skip
     o, lse = _forward(query, key, value, None, scale, dropout_p, causal=is_causal)
     seed = torch.zeros(2, dtype=torch.uint64, device=query.device)
     return o, lse, None, None, query.shape[2], key.shape[2], seed, seed.new_zeros(()), query.new_empty(0)
 
 
 def _cuda_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    *rest: Any,
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, *rest: Any,
     scale: float | None = None,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, ...]:  # fmt: skip
     is_causal = rest[5]  # cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, philox_seed, philox_offset
     return _backward(grad_out, query, key, value, out, logsumexp, None, scale, causal=is_causal)

@@ -45,33 +45,19 @@ def embedding_mse_fwd(
 
 @op(accumulates=("dwte",))
 def embedding_mse_bwd(
-    x: Tensor,
-    wte: Tensor,
-    targets: Tensor,
-    inv_total: Tensor,
-    *,
-    dx: Tensor | None = None,
-    dwte: Tensor | None = None,
-    accumulate: bool = True,
-    scratch: Scratch | None = None,
-) -> None:
+    x: Tensor, wte: Tensor, targets: Tensor, inv_total: Tensor, *,
+    dx: Tensor | None = None, dwte: Tensor | None = None, accumulate: bool = True, scratch: Scratch | None = None,
+) -> None:  # fmt: skip
     """dx is overwritten, and may be x; dwte is accumulated (accumulate=False: overwritten)."""
     _run(x, wte, targets, inv_total, Outputs(None, dx, dwte, accumulate), scratch)
 
 
 @op(accumulates=("dwte",))
 def embedding_mse_step(
-    x: Tensor,
-    wte: Tensor,
-    targets: Tensor,
-    inv_total: Tensor,
-    *,
-    loss: Tensor,
-    dx: Tensor | None = None,
-    dwte: Tensor | None = None,
-    accumulate: bool = True,
+    x: Tensor, wte: Tensor, targets: Tensor, inv_total: Tensor, *,
+    loss: Tensor, dx: Tensor | None = None, dwte: Tensor | None = None, accumulate: bool = True,
     scratch: Scratch | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Forward and backward in one pass."""
     _run(x, wte, targets, inv_total, Outputs(loss, dx, dwte, accumulate), scratch)
 

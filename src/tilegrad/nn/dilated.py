@@ -39,17 +39,10 @@ class DilatedAttention(nn.Module):
     """
 
     def __init__(
-        self,
-        segment_lengths: Sequence[int],
-        dilation_rates: Sequence[int],
-        dropout: float = 0.0,
-        mode: Mode = "head_groups",
-        enable_buffer_manager: bool = True,
-        enable_buffer_reuse: bool = True,
-        enable_preallocation: bool = False,
-        manager: AttentionBufferManager | None = None,
-        scale: float | None = None,
-    ) -> None:
+        self, segment_lengths: Sequence[int], dilation_rates: Sequence[int], dropout: float = 0.0,
+        mode: Mode = "head_groups", enable_buffer_manager: bool = True, enable_buffer_reuse: bool = True,
+        enable_preallocation: bool = False, manager: AttentionBufferManager | None = None, scale: float | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.segment_lengths, self.dilation_rates = check_pattern(segment_lengths, dilation_rates, mode)
         if not 0.0 <= dropout < 1.0:
@@ -129,24 +122,12 @@ class MultiheadDilatedAttention(Attention):
     """
 
     def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        segment_lengths: Sequence[int],
-        dilation_rates: Sequence[int],
-        dropout: float = 0.0,
-        bias: bool = True,
-        *,
-        batch_first: bool = False,
-        mode: Mode = "head_groups",
-        enable_buffer_manager: bool = True,
-        enable_buffer_reuse: bool = True,
-        enable_preallocation: bool = False,
-        manager: AttentionBufferManager | None = None,
-        scale: float | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, embed_dim: int, num_heads: int, segment_lengths: Sequence[int], dilation_rates: Sequence[int],
+        dropout: float = 0.0, bias: bool = True, *, batch_first: bool = False, mode: Mode = "head_groups",
+        enable_buffer_manager: bool = True, enable_buffer_reuse: bool = True, enable_preallocation: bool = False,
+        manager: AttentionBufferManager | None = None, scale: float | None = None,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(embed_dim, num_heads, dropout, bias, batch_first=batch_first, device=device, dtype=dtype)
         if mode == "head_groups" and num_heads < len(segment_lengths):
             got = f"{num_heads} for {len(segment_lengths)} branches"

@@ -129,16 +129,9 @@ def qkv_rope_workspace(
 
 @op(accumulates=("qkv",))
 def qkv_rope_fwd(
-    cos: Tensor,
-    sin: Tensor,
-    rotated: int,
-    head_dim: int,
-    group: Ranks | None = None,
-    positions: Tensor | None = None,
-    *,
-    qkv: Tensor,
-    scratch: Scratch,
-) -> None:
+    cos: Tensor, sin: Tensor, rotated: int, head_dim: int, group: Ranks | None = None, positions: Tensor | None = None, *,
+    qkv: Tensor, scratch: Scratch,
+) -> None:  # fmt: skip
     """Rotates the first `rotated` heads of each row (q's and k's heads) by the row's position in the sequence, in place."""
     for heads, cos_at, sin_at in _rotated(qkv, cos, sin, rotated, head_dim, group):
         rope_fwd(heads, cos_at, sin_at, positions, y=heads, scratch=scratch)
@@ -146,16 +139,9 @@ def qkv_rope_fwd(
 
 @op(accumulates=("dqkv",))
 def qkv_rope_bwd(
-    cos: Tensor,
-    sin: Tensor,
-    rotated: int,
-    head_dim: int,
-    group: Ranks | None = None,
-    positions: Tensor | None = None,
-    *,
-    dqkv: Tensor,
-    scratch: Scratch,
-) -> None:
+    cos: Tensor, sin: Tensor, rotated: int, head_dim: int, group: Ranks | None = None, positions: Tensor | None = None, *,
+    dqkv: Tensor, scratch: Scratch,
+) -> None:  # fmt: skip
     """Rotates the gradients of these heads back, in place."""
     for heads, cos_at, sin_at in _rotated(dqkv, cos, sin, rotated, head_dim, group):
         rope_bwd(heads, cos_at, sin_at, positions, dx=heads, scratch=scratch)

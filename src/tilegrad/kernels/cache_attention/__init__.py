@@ -72,16 +72,9 @@ CACHE_ATTENTION = Table(
 
 
 def cache_write_workspace(
-    n: int,
-    b: int,
-    n_kv_head: int,
-    head_dim: int,
-    capacity: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
+    n: int, b: int, n_kv_head: int, head_dim: int, capacity: int, dtype: torch.dtype, device: torch.device, *,
     kernel: str | None = None,
-) -> Shapes:
+) -> Shapes:  # fmt: skip
     """Name → (shape, dtype) of the scratch for up to n rows."""
     cache = Form((b, n_kv_head, capacity, head_dim), dtype, device)
     return CACHE_ATTENTION.workspace(Problem(cache, n_kv_head, n), kernel=kernel)
@@ -99,16 +92,9 @@ def cache_attention_workspace(
 
 @op(adds=("k_cache", "v_cache"))
 def cache_write_fwd(
-    k: Tensor,
-    v: Tensor | None,
-    slots: Tensor,
-    n_head: int | None = None,
-    n_kv_head: int | None = None,
-    *,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    **where: Unpack[Where],
-) -> None:
+    k: Tensor, v: Tensor | None, slots: Tensor, n_head: int | None = None, n_kv_head: int | None = None, *,
+    k_cache: Tensor, v_cache: Tensor, **where: Unpack[Where],
+) -> None:  # fmt: skip
     """Writes the rows of k and v (N, Hkv·D) to slots of the cache. No two rows may have the same slot.
 
     v=None: k is the fused qkv (N, (Hq + 2·Hkv)·D), and n_head is needed."""

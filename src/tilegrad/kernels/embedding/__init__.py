@@ -57,15 +57,9 @@ def embedding_fwd(
 
 @op(accumulates=("dwte", "dwpe"))
 def embedding_bwd(
-    dx: Tensor,
-    tokens: Tensor,
-    positions: Tensor | None = None,
-    *,
-    dwte: Tensor | None = None,
-    dwpe: Tensor | None = None,
-    accumulate: bool = True,
-    **where: Unpack[Where],
-) -> None:
+    dx: Tensor, tokens: Tensor, positions: Tensor | None = None, *,
+    dwte: Tensor | None = None, dwpe: Tensor | None = None, accumulate: bool = True, **where: Unpack[Where],
+) -> None:  # fmt: skip
     """dwte[tokens] += dx   dwpe[:T] += Σ_b dx; accumulate=False: both are zeroed first."""
     _check(tokens, dx, "dx")
     t, c, acc = tokens.shape[1], dx.shape[1], accumulation_dtype(dx.dtype)

@@ -53,15 +53,9 @@ def _fwd_packed(tokens: Tensor, wte: Tensor, wpe: Tensor, positions: Tensor, *, 
 
 
 def bwd(
-    dx: Tensor,
-    tokens: Tensor,
-    positions: Tensor | None,
-    *,
-    dwte: Tensor | None,
-    dwpe: Tensor | None,
-    accumulate: bool,
-    scratch: Scratch,
-) -> None:
+    dx: Tensor, tokens: Tensor, positions: Tensor | None, *,
+    dwte: Tensor | None, dwpe: Tensor | None, accumulate: bool, scratch: Scratch,
+) -> None:  # fmt: skip
     b, t = tokens.shape
     if dwte is not None:
         if not accumulate:

@@ -116,15 +116,9 @@ def fwd(
 
 
 def bwd(
-    dx: Tensor,
-    tokens: Tensor,
-    positions: Tensor | None,
-    *,
-    dwte: Tensor | None,
-    dwpe: Tensor | None,
-    accumulate: bool,
-    scratch: Scratch,
-) -> None:
+    dx: Tensor, tokens: Tensor, positions: Tensor | None, *,
+    dwte: Tensor | None, dwpe: Tensor | None, accumulate: bool, scratch: Scratch,
+) -> None:  # fmt: skip
     (b, t), c = tokens.shape, dx.shape[1]
     if dwpe is not None and positions is not None:
         _add_all(dx, positions.view(-1), dwpe, scratch, accumulate=accumulate)

@@ -177,15 +177,9 @@ def rounds_weights(x: TensorLike, w: TensorLike) -> bool:
 
 @op(one_kernel=True)
 def linear_fwd(
-    x: Tensor,
-    w: Tensor,
-    b: Tensor | None,
-    *,
-    y: Tensor,
-    scale: float = 1.0,
-    invariant: bool = False,
+    x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scale: float = 1.0, invariant: bool = False,
     **where: Unpack[Where],
-) -> None:
+) -> None:  # fmt: skip
     """y = x wᵀ + b, or y = scale · x wᵀ. On CUDA y may be float32 for a bfloat16 x, but only without b and scale."""
     (n, cin), cout = x.shape, w.shape[0]
     check_param("w", w, (cout, cin), x)
@@ -200,16 +194,10 @@ def linear_fwd(
 
 @op(accumulates=("dw", "db"))
 def linear_bwd(
-    dy: Tensor,
-    x: Tensor,
-    w: Tensor,
-    *,
-    dx: Tensor | None = None,
-    dw: Tensor | None = None,
-    db: Tensor | None = None,
-    accumulate: bool = True,
+    dy: Tensor, x: Tensor, w: Tensor, *,
+    dx: Tensor | None = None, dw: Tensor | None = None, db: Tensor | None = None, accumulate: bool = True,
     **where: Unpack[Where],
-) -> None:
+) -> None:  # fmt: skip
     """dx = dy w   dw += dyᵀ x   db += Σ_n dy; accumulate=False: dw and db are overwritten."""
     check_given(x.device, ("dx", dx, tuple(x.shape), x.dtype))
     linear_bwd_weight(dy, x, w, dw=dw, db=db, accumulate=accumulate, **where)
@@ -231,15 +219,9 @@ def linear_bwd_input(
 
 @op(accumulates=("dw", "db"))
 def linear_bwd_weight(
-    dy: Tensor,
-    x: Tensor,
-    w: Tensor,
-    *,
-    dw: Tensor | None = None,
-    db: Tensor | None = None,
-    accumulate: bool = True,
-    **where: Unpack[Where],
-) -> None:
+    dy: Tensor, x: Tensor, w: Tensor, *,
+    dw: Tensor | None = None, db: Tensor | None = None, accumulate: bool = True, **where: Unpack[Where],
+) -> None:  # fmt: skip
     """dw += dyᵀ x   db += Σ_n dy; accumulate=False: overwritten. Only the shape and dtype of w are used."""
     (n, cin), cout, acc = x.shape, w.shape[0], accumulation_dtype(x.dtype)
     check_param("w", w, (cout, cin), x)
@@ -267,16 +249,10 @@ def per_head_linear_fwd(
 
 @op(accumulates=("dw", "db"))
 def per_head_linear_bwd(
-    dy: Tensor,
-    x: Tensor,
-    w: Tensor,
-    *,
-    dx: Tensor | None = None,
-    dw: Tensor | None = None,
-    db: Tensor | None = None,
-    accumulate: bool = True,
+    dy: Tensor, x: Tensor, w: Tensor, *,
+    dx: Tensor | None = None, dw: Tensor | None = None, db: Tensor | None = None, accumulate: bool = True,
     **where: Unpack[Where],
-) -> None:
+) -> None:  # fmt: skip
     """`linear_bwd` of each head: dx is overwritten, dw (H, D, D) and db (H, D) are accumulated unless accumulate is False."""
     per_head_linear_bwd_weight(dy, x, w, dw=dw, db=db, accumulate=accumulate, **where)
     if dx is not None:
@@ -293,15 +269,9 @@ def per_head_linear_bwd_input(dy: Tensor, w: Tensor, *, dx: Tensor, accumulate: 
 
 @op(accumulates=("dw", "db"))
 def per_head_linear_bwd_weight(
-    dy: Tensor,
-    x: Tensor,
-    w: Tensor,
-    *,
-    dw: Tensor | None = None,
-    db: Tensor | None = None,
-    accumulate: bool = True,
-    **where: Unpack[Where],
-) -> None:
+    dy: Tensor, x: Tensor, w: Tensor, *,
+    dw: Tensor | None = None, db: Tensor | None = None, accumulate: bool = True, **where: Unpack[Where],
+) -> None:  # fmt: skip
     """`linear_bwd_weight` of each head."""
     _check_heads(x, w, dy=dy, db=db)
     for h, own in _heads(w):

@@ -185,16 +185,9 @@ def low_rank_bwd_a(
 
 @op(accumulates=("dx",))
 def low_rank_linear_bwd_input(
-    dy: Tensor,
-    w: Tensor,
-    du: Tensor,
-    a: Tensor,
-    *,
-    dx: Tensor,
-    accumulate: bool,
-    base_scratch: Scratch | None = None,
-    scratch: Scratch | None = None,
-) -> None:
+    dy: Tensor, w: Tensor, du: Tensor, a: Tensor, *,
+    dx: Tensor, accumulate: bool, base_scratch: Scratch | None = None, scratch: Scratch | None = None,
+) -> None:  # fmt: skip
     """dx = dy w + du a, or dx += dy w + du a if accumulate is True"""
     base = linear_bwd_input if len(w.shape) == 2 else per_head_linear_bwd_input
     base(dy, w, dx=dx, accumulate=accumulate, scratch=base_scratch)

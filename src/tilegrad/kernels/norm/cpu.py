@@ -29,16 +29,9 @@ def fwd(
 
 
 def bwd(
-    dy: Tensor,
-    x: Tensor,
-    w: Tensor,
-    mean: Tensor | None,
-    rstd: Tensor,
-    b: Tensor | None,
-    *,
-    out: Gradients,
-    scratch: Scratch,
-) -> None:
+    dy: Tensor, x: Tensor, w: Tensor, mean: Tensor | None, rstd: Tensor, b: Tensor | None, *,
+    out: Gradients, scratch: Scratch,
+) -> None:  # fmt: skip
     dx, dw, db, dx_sum, y, accumulate = out
     vectors = map(address, (w, None, mean, rstd, dw, db))
     call = pack_norm(*shared(x, w.dtype, accumulate=accumulate), rows(x), rows(None), rows(dy), rows(dx), *vectors)

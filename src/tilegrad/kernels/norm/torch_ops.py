@@ -82,16 +82,9 @@ def fwd(
 
 
 def bwd(
-    dy: Tensor,
-    x: Tensor,
-    w: Tensor,
-    mean: Tensor | None,
-    rstd: Tensor,
-    b: Tensor | None,
-    *,
-    out: Gradients,
-    scratch: Scratch,
-) -> None:
+    dy: Tensor, x: Tensor, w: Tensor, mean: Tensor | None, rstd: Tensor, b: Tensor | None, *,
+    out: Gradients, scratch: Scratch,
+) -> None:  # fmt: skip
     dx, dw, db, dx_sum, y, accumulate = out
     (n, c), acc = x.shape, accumulation_dtype(x.dtype)
     for grad in (dw, db):

@@ -181,16 +181,9 @@ def fwd(
 
 
 def bwd(
-    dy: Tensor,
-    x: Tensor,
-    w: Tensor,
-    mean: Tensor | None,
-    rstd: Tensor,
-    b: Tensor | None,
-    *,
-    out: Gradients,
-    scratch: Scratch,
-) -> None:
+    dy: Tensor, x: Tensor, w: Tensor, mean: Tensor | None, rstd: Tensor, b: Tensor | None, *,
+    out: Gradients, scratch: Scratch,
+) -> None:  # fmt: skip
     dx, dw, db, dx_sum, y, accumulate = out
     n, c = x.shape
     tile, sums = _tile(BACKWARD, c), [grad for grad in (dw, db, dx_sum) if grad is not None]
