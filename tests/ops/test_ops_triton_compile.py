@@ -34,7 +34,7 @@ def check(found: dict[str, Compiled], architecture: int, names: set[str]) -> Non
 
 
 def norm(x: Tensor, *, rms: bool, architecture: int, folder: Path) -> dict[str, Compiled]:
-    from tilegrad.kernels.norm import Gradients, Outputs, triton_ops
+    from tilegrad.kernels.norm import Gradients, Outputs, Statistics, triton_ops
 
     (n, c), w = x.shape, torch.empty(x.shape[1], dtype=x.dtype)
     rstd, mean, scratch = (
@@ -48,7 +48,7 @@ def norm(x: Tensor, *, rms: bool, architecture: int, folder: Path) -> dict[str, 
             triton_ops.fwd(x, f, w, b, 1e-5, out=Outputs(f, x, mean, rstd), scratch={})
         for again, dx_sum in ((x, dw), (None, None)):
             out = Gradients(x, dw, db, dx_sum, again, accumulate=True)
-            triton_ops.bwd(x, x, w, mean, rstd, b, out=out, scratch=scratch)
+            triton_ops.bwd(x, x, w, b, Statistics(mean, rstd), out=out, scratch=scratch)
     return found
 
 
@@ -216,13 +216,13 @@ def test_adamw(architecture: int, on_device: bool, lean: tuple[str, ...], tmp_pa
 @pytest.mark.parametrize("architecture", [slowly(80), 90])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, slowly(torch.float32)])
 def test_embeddings(architecture: int, dtype: torch.dtype, tmp_path: Path) -> None:
-    from tilegrad.kernels.embedding import triton_ops
+    from tilegrad.kernels.embedding import Gradients, triton_ops
 
     x, w, dw = torch.empty(2048, 768, dtype=dtype), torch.empty(100, 768, dtype=dtype), torch.empty(1024, 768)
     tokens, scratch = torch.zeros(2, 1024, dtype=torch.int64), poisoned(triton_ops.workspace(x))
     with compiling(architecture, tmp_path) as found:
         triton_ops.fwd(tokens, w, w, None, x=x, scratch={})
-        triton_ops.bwd(x, tokens, None, dwte=dw, dwpe=dw, accumulate=True, scratch=scratch)
+        triton_ops.bwd(x, tokens, None, out=Gradients(dw, dw, accumulate=True), scratch=scratch)
     backward = {"_dwpe_kernel", "_runs_kernel", "_join_kernel"}
     check(found, architecture, {"_embedding_kernel"} | backward)
 
@@ -260,16 +260,14 @@ def test_rope_and_dropout(architecture: int, dtype: torch.dtype, tmp_path: Path)
 )
 def test_sampling(architecture: int, v: int, without: bool, tmp_path: Path) -> None:
     """The kernel without penalties is that with them less some instructions."""
-    from tilegrad.kernels.sampling import triton_ops
+    from tilegrad.kernels.sampling import Draws, triton_ops
 
     logits, settings, numbers = torch.empty(4, v), torch.empty(4, 5), torch.zeros(4, dtype=torch.int64)
     seen, scratch = torch.zeros(4, v, dtype=torch.uint8), poisoned(triton_ops.workspace(logits, draw=True))
     with compiling(architecture, tmp_path) as found:
         for given in (None, seen) if without else (seen,):
-            triton_ops.fwd(
-                logits, settings, numbers, numbers, numbers,
-                tokens=numbers, logprobs=torch.empty(4), seen=given, scratch=scratch,
-            )  # fmt: skip
+            draws = Draws(settings, numbers, numbers, numbers)
+            triton_ops.fwd(logits, draws, tokens=numbers, logprobs=torch.empty(4), seen=given, scratch=scratch)
         triton_ops.logprobs(logits, numbers, logprobs=torch.empty(4), scratch={})
     names = {"_maxima_kernel", "_gather_kernel", "_choose_kernel"}
     again = {f"{name} again" for name in names} if without else set()
@@ -290,20 +288,21 @@ def test_attention_over_a_cache(
     architecture: int, dtype: torch.dtype, group: int, d: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
     from tilegrad.kernels.attention import Mask
-    from tilegrad.kernels.cache_attention import triton_ops
+    from tilegrad.kernels.cache_attention import Caches, triton_ops
 
     cache, qkv, o = (torch.empty(2, h, *n, d, dtype=dtype) for h, n in ((1, (1024,)), (group + 2, ()), (group, ())))
     numbers, scratch = torch.zeros(2, dtype=torch.int64), poisoned(triton_ops.workspace(cache, group))
     rows = qkv[:, :group], qkv[:, group : group + 1], qkv[:, group + 1 :]
     with compiling(architecture, tmp_path) as found:
         mask = Mask(causal=True, **options)
-        triton_ops.fwd(*rows, numbers, mask, o=o, k_cache=cache, v_cache=cache, scratch=scratch)
+        triton_ops.fwd(*rows, numbers, mask, o=o, caches=Caches(cache, cache), scratch=scratch)
         triton_ops.write(*rows[1:], numbers, k_cache=cache, v_cache=cache, scratch={})
     check(found, architecture, {"_attend_kernel", "_merge_kernel", "_write_kernel"})
     assert ".128" in found["_attend_kernel"].sass, "loads are not of 16 bytes"
 
 
 def test_positions_of_packed_rows(tmp_path: Path) -> None:
+    from tilegrad.kernels.embedding import Gradients
     from tilegrad.kernels.embedding import triton_ops as embedding
     from tilegrad.kernels.rope import triton_ops as rope
 
@@ -314,7 +313,7 @@ def test_positions_of_packed_rows(tmp_path: Path) -> None:
     heads, scratch = x.view(2, 32, 12, 64), poisoned(embedding.workspace(x))
     with compiling(90, tmp_path) as found:
         embedding.fwd(tokens, w, w, tokens, x=x, scratch={})
-        embedding.bwd(x, tokens, tokens, dwte=None, dwpe=dw, accumulate=False, scratch=scratch)
+        embedding.bwd(x, tokens, tokens, out=Gradients(None, dw, accumulate=False), scratch=scratch)
         rope.rotate(heads, table, table, tokens, 1.0, y=heads, scratch={})
     check(found, 90, {"_embedding_kernel", "_runs_kernel", "_join_kernel", "_rotate_kernel"})
 
@@ -323,6 +322,7 @@ def test_sizes_of_1_of_the_step(tmp_path: Path) -> None:
     from tilegrad.kernels.cross_entropy import Outputs
     from tilegrad.kernels.cross_entropy import triton_ops as cross_entropy
     from tilegrad.kernels.dropout import triton_ops as dropout
+    from tilegrad.kernels.embedding import Gradients
     from tilegrad.kernels.embedding import triton_ops as embedding
     from tilegrad.kernels.global_norm import triton_ops as global_norm
     from tilegrad.kernels.rope import triton_ops as rope
@@ -334,7 +334,7 @@ def test_sizes_of_1_of_the_step(tmp_path: Path) -> None:
         cross_entropy.run(x, table, token[0], one, out=Outputs(one, x, table), scratch=scratch)
         embedding.fwd(token, table, table, None, x=x, scratch={})
         scratch = poisoned(embedding.workspace(x))
-        embedding.bwd(x, token, None, dwte=table, dwpe=table, accumulate=True, scratch=scratch)
+        embedding.bwd(x, token, None, out=Gradients(table, table, accumulate=True), scratch=scratch)
         global_norm.fwd([x[0]], norm=one, scratch=poisoned(global_norm.workspace(x[0])))
         rope.rotate(heads, table, table, None, -1.0, y=heads, scratch={})
         dropout.fwd(x, token[0, 0], 2.0**-32, 1, y=x, scratch={})

@@ -136,8 +136,11 @@ def check_attention(kernel: str | None = None) -> list[GradientError]:
     attention_fwd(q, k, v, mask, o=o, lse=lse, scratch=scratch(backward=False), kernel=kernel)
     tensors = {"q": q, "k": k, "v": v, "bias": bias, "sinks": sinks}
     grads = {name: torch.zeros_like(x) for name, x in tensors.items()}
-    written = {f"d{name}": grad for name, grad in grads.items()}
-    attention_bwd(q, k, v, o, lse, do, dlse, mask, **written, scratch=scratch(backward=True), kernel=kernel)
+    dq, dk, dv, dbias, dsinks = grads.values()
+    attention_bwd(
+        q, k, v, o, lse, do, dlse, mask,
+        dq=dq, dk=dk, dv=dv, dbias=dbias, dsinks=dsinks, scratch=scratch(backward=True), kernel=kernel,
+    )  # fmt: skip
     return check_gradients(loss, tensors, grads)
 
 

@@ -51,10 +51,11 @@ def numbers_of(mask: Mask) -> tuple[Any, ...]:
 
 def mask_of(*fields: Any) -> Mask:
     """The mask from an op's arguments, in the order of _FIELDS."""
-    bias, alibi_slopes, sinks, seed, *cu_seqlens, intervals = fields[:7]
-    *longest, causal, left, right, scale, softcap, dropout_p = fields[7:]
+    bias, alibi_slopes, sinks, seed, cu_seqlens_q, cu_seqlens_k, intervals = fields[:7]
+    longest_q, longest_k, causal, left, right, scale, softcap, dropout_p = fields[7:]
+    packed = cu_seqlens_q, cu_seqlens_k, longest_q, longest_k
     of_scores = softcap, bias, alibi_slopes, sinks, dropout_p, seed
-    return Mask(causal, (left, right), scale, *of_scores, *cu_seqlens, *longest, intervals)
+    return Mask(causal, (left, right), scale, *of_scores, *packed, intervals)
 
 
 def attend_by_op(

@@ -110,9 +110,10 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Any:  # fmt: skip
     """`flash_attn_varlen_func` of q (total_q, Hq, D) and kv (total_k, 2, Hkv, D)."""
     k, v = _parts("kv", kv, "(total_k, 2, Hkv, D)")
-    packed = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
-    return flash_attn_varlen_func(q, k, v, *packed, *options, return_attn_probs)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options, return_attn_probs
+    )
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ thread computes the query heads of one kv head of one sequence.
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ from ..attention.mask import Mask
 from ..cpu.abi import pack_cache_write, pack_call
 from ..cpu.library import NativeCall, native, run_native
 from ..scratch import Form, Scratch, Shapes, TensorLike, accumulation_dtype
+
+if TYPE_CHECKING:
+    from . import Caches
 
 _CAUSAL = Mask(causal=True)
 _FORWARD = 0
@@ -38,9 +42,9 @@ def _workspace(shape: tuple[int, ...], n_head: int, dtype: torch.dtype, _threads
 
 
 def fwd(
-    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, mask: Mask, *,
-    o: Tensor, k_cache: Tensor, v_cache: Tensor, scratch: Scratch,
-) -> NativeCall:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, mask: Mask, *, o: Tensor, caches: Caches, scratch: Scratch
+) -> NativeCall:
+    k_cache, v_cache = caches
     memory = scratch["native"]
     place, nbytes = from_cache_line(memory, memory.nbytes)
     call = pack_call(

@@ -14,12 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import prod
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..attention.mask import Mask
 from ..scratch import Scratch, Shapes, TensorLike, accumulation_dtype, blocks
+
+if TYPE_CHECKING:
+    from . import Caches
 
 TILE = 256  # columns
 ROWS = 1024  # rows that `write` copies at once
@@ -94,9 +98,9 @@ def write(k: Tensor, v: Tensor, slots: Tensor, *, k_cache: Tensor, v_cache: Tens
 
 
 def fwd(
-    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, mask: Mask, *,
-    o: Tensor, k_cache: Tensor, v_cache: Tensor, scratch: Scratch,
-) -> None:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, mask: Mask, *, o: Tensor, caches: Caches, scratch: Scratch
+) -> None:
+    k_cache, v_cache = caches
     hkv = k_cache.shape[1]
     for i in blocks(len(q), _sequences(k_cache)):
         for new, cache in ((k[i], k_cache[i]), (v[i], v_cache[i])):

@@ -51,6 +51,14 @@ class Problem(NamedTuple):
     added: TensorLike | None = None
 
 
+class Product(NamedTuple):
+    """What a product is written to, or added to, and how precisely."""
+
+    out: Tensor
+    accumulate: bool
+    precise: bool
+
+
 def _scaled_mm_refuses(problem: Problem) -> str | None:
     x, w, _ = problem
     if x.device.type != "cuda":
@@ -138,9 +146,8 @@ def fp8_product_fwd(
         if accumulate:
             raise ValueError("b: got a bias with accumulate=True; accepted: None")
     problem = Problem(out, b8, out if accumulate else None)
-    FP8_LINEAR.run(
-        "product", problem, a8, a_state, b8, b_state, b, out=out, accumulate=accumulate, precise=precise, **where
-    )
+    into = Product(out, accumulate, precise)
+    FP8_LINEAR.run("product", problem, a8, a_state, b8, b_state, b, into=into, **where)
 
 
 @op(accumulates=("states",))

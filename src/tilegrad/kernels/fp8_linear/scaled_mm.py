@@ -10,11 +10,16 @@ products, and a gradient of weights adds one for each token: with 65,536 tokens 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from ..scratch import Scratch, Shapes, TensorLike, blocks
 from .round_both_orders import activation, quantize, scale_step
+
+if TYPE_CHECKING:
+    from . import Product
 
 __all__ = ["activation", "product", "quantize", "scale_step", "workspace"]  # the form of a kernel of FP8_LINEAR
 
@@ -34,9 +39,9 @@ def _rows(columns: int) -> int:
 
 
 def product(
-    a8: Tensor, a_state: Tensor, b8: Tensor, b_state: Tensor, b: Tensor | None, *,
-    out: Tensor, accumulate: bool, precise: bool, scratch: Scratch,
-) -> None:  # fmt: skip
+    a8: Tensor, a_state: Tensor, b8: Tensor, b_state: Tensor, b: Tensor | None, *, into: Product, scratch: Scratch
+) -> None:
+    out, accumulate, precise = into
     if not out.numel():
         return
     scales, fast = (a_state[:1], b_state[:1]), not precise

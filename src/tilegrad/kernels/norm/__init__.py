@@ -39,6 +39,13 @@ class Outputs(NamedTuple):
     rstd: Tensor
 
 
+class Statistics(NamedTuple):
+    """What a forward leaves to the backward, (N,) each; mean=None: RMS norm."""
+
+    mean: Tensor | None
+    rstd: Tensor
+
+
 class Gradients(NamedTuple):
     """Outputs of a backward, (C,) except dx and y (N, C); None: not computed."""
 
@@ -99,7 +106,7 @@ def layernorm_bwd(
     y: Tensor | None = None, accumulate: bool = True, **where: Unpack[Where],
 ) -> None:  # fmt: skip
     """dx += …   dw += Σ_n dy ∘ x̂   db += Σ_n dy   dx_sum += Σ_n dx   y = x̂ ∘ w + b; y may be dy"""
-    _bwd(dy, x, w, mean, rstd, b, where, Gradients(dx, dw, db, dx_sum, y, accumulate))
+    _bwd(dy, x, w, b, Statistics(mean, rstd), where, Gradients(dx, dw, db, dx_sum, y, accumulate))
 
 
 @op(one_kernel=True)
@@ -123,7 +130,7 @@ def rmsnorm_bwd(
     accumulate: bool = True, **where: Unpack[Where],
 ) -> None:  # fmt: skip
     """dx += …   dw += Σ_n dy ∘ x̂   dx_sum += Σ_n dx   y = x̂ ∘ w; y may be dy"""
-    _bwd(dy, x, w, None, rstd, None, where, Gradients(dx, dw, None, dx_sum, y, accumulate))
+    _bwd(dy, x, w, None, Statistics(None, rstd), where, Gradients(dx, dw, None, dx_sum, y, accumulate))
 
 
 def _fwd(x: Tensor, f: Tensor | None, w: Tensor, b: Tensor | None, eps: float, where: Where, out: Outputs) -> None:
@@ -134,16 +141,16 @@ def _fwd(x: Tensor, f: Tensor | None, w: Tensor, b: Tensor | None, eps: float, w
 
 
 def _bwd(
-    dy: Tensor, x: Tensor, w: Tensor, mean: Tensor | None, rstd: Tensor, b: Tensor | None, where: Where, out: Gradients
+    dy: Tensor, x: Tensor, w: Tensor, b: Tensor | None, statistics: Statistics, where: Where, out: Gradients
 ) -> None:
-    _check(x, mean, rstd, w, b, dy=dy, dx=out.dx, y=out.y)
+    _check(x, *statistics, w, b, dy=dy, dx=out.dx, y=out.y)
     if out.dx_sum is not None and out.dx is None:
         raise ValueError("dx_sum: got a tensor but dx is None; accepted: None, or both dx and dx_sum")
     for name, grad in (("dw", out.dw), ("db", out.db), ("dx_sum", out.dx_sum)):
         if grad is not None:
             check_tensor(name, grad, (x.shape[1],), accumulation_dtype(x.dtype), x.device)
             check_columns(name, grad)
-    NORM.run("bwd", Problem(x), dy, x, w, mean, rstd, b, options=BACKWARD, out=out, **where)
+    NORM.run("bwd", Problem(x), dy, x, w, b, statistics, options=BACKWARD, out=out, **where)
 
 
 def _check(x: Tensor, mean: Tensor | None, rstd: Tensor, w: Tensor, b: Tensor | None, **others: Tensor | None) -> None:

@@ -15,7 +15,7 @@ from ..scratch import Scratch, Shapes, TensorLike
 from . import Outputs
 
 if TYPE_CHECKING:
-    from . import Gradients
+    from . import Gradients, Statistics
 
 
 def workspace(x: TensorLike, *, backward: bool) -> Shapes:
@@ -29,10 +29,9 @@ def fwd(
 
 
 def bwd(
-    dy: Tensor, x: Tensor, w: Tensor, mean: Tensor | None, rstd: Tensor, b: Tensor | None, *,
-    out: Gradients, scratch: Scratch,
-) -> None:  # fmt: skip
-    dx, dw, db, dx_sum, y, accumulate = out
+    dy: Tensor, x: Tensor, w: Tensor, b: Tensor | None, statistics: Statistics, *, out: Gradients, scratch: Scratch
+) -> None:
+    (mean, rstd), (dx, dw, db, dx_sum, y, accumulate) = statistics, out
     vectors = map(address, (w, None, mean, rstd, dw, db))
     call = pack_norm(*shared(x, w.dtype, accumulate=accumulate), rows(x), rows(None), rows(dy), rows(dx), *vectors)
     native().tilegrad_native_norm_bwd(call)

@@ -16,7 +16,7 @@ from ..column_sum.torch_ops import add_weighted_rows
 from ..scratch import Scratch, Shapes, TensorLike, accumulation_dtype, below, blocks, of, rows_of, rows_per_block
 
 if TYPE_CHECKING:
-    from . import Gradients, Outputs
+    from . import Gradients, Outputs, Statistics
 
 BLOCK = {"cpu": 1 << 20, "cuda": 1 << 23}  # elements of a block of rows
 
@@ -82,10 +82,9 @@ def fwd(
 
 
 def bwd(
-    dy: Tensor, x: Tensor, w: Tensor, mean: Tensor | None, rstd: Tensor, b: Tensor | None, *,
-    out: Gradients, scratch: Scratch,
-) -> None:  # fmt: skip
-    dx, dw, db, dx_sum, y, accumulate = out
+    dy: Tensor, x: Tensor, w: Tensor, b: Tensor | None, statistics: Statistics, *, out: Gradients, scratch: Scratch
+) -> None:
+    (mean, rstd), (dx, dw, db, dx_sum, y, accumulate) = statistics, out
     (n, c), acc = x.shape, accumulation_dtype(x.dtype)
     for grad in (dw, db):
         if grad is not None and not accumulate:

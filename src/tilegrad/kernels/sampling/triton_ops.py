@@ -26,6 +26,8 @@ bits of the other kernels.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
@@ -35,6 +37,9 @@ from ..dependent_launch import dependent, start_next, wait_for_previous
 from ..gpu import ceil_div, launch, multiprocessors, padded
 from ..scratch import Scratch, Shapes, TensorLike
 from .elementary import mass_bits
+
+if TYPE_CHECKING:
+    from . import Draws
 
 TILE = 1 << 12  # most logits that a program for a whole row loads at once
 WARPS = 16
@@ -548,9 +553,8 @@ def logprobs(logits: Tensor, targets: Tensor, *, logprobs: Tensor, scratch: Scra
 
 
 def fwd(
-    logits: Tensor, settings: Tensor, seeds: Tensor, sequences: Tensor, drawn: Tensor, *,
-    tokens: Tensor, logprobs: Tensor, seen: Tensor | None, scratch: Scratch,
-) -> None:  # fmt: skip
+    logits: Tensor, draws: Draws, *, tokens: Tensor, logprobs: Tensor, seen: Tensor | None, scratch: Scratch
+) -> None:
     (b, v), s, scale = logits.shape, scratch, 2.0 ** mass_bits(logits.shape[1])
     tile, segment, listed = _tile(v), _segment(v), s["list_y"].shape[1]
     parts, segments = ceil_div(v, tile), s["segments"].shape[1]
@@ -565,9 +569,9 @@ def fwd(
     tops, totals = (s["raw_tops"], s["tops"]), (s["totals"], s["tempered"], s["best"], s["index"])
     lists = s["counts"], s["bounds"], s["list_y"], s["list_index"]
     sizes = *strides, v, p, chunk, segments
-    reads = logits, settings, seeds, sequences, drawn
+    reads = logits, *draws
     launch(
-        _maxima_kernel, (b, p), logits, settings, drawn, flags, *tops, s["segments"], s["counts"], *sizes,
+        _maxima_kernel, (b, p), logits, draws.settings, draws.drawn, flags, *tops, s["segments"], s["counts"], *sizes,
         SEGMENT=segment, **options,
     )  # fmt: skip
     launch(
