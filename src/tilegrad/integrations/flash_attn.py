@@ -164,9 +164,13 @@ def flash_attn_with_kvcache(
 
 
 def _options(
-    softmax_scale: float | None, causal: bool, window_size: Sides, softcap: float, alibi_slopes: Tensor | None,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Sides,
+    softcap: float,
+    alibi_slopes: Tensor | None,
     deterministic: bool,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """The options of `attention`."""
     sides = tuple(window_size) if isinstance(window_size, Iterable) else ()
     require(len(sides) == 2, "window_size", window_size, "a pair (left, right) of ints; −1: no limit on that side")

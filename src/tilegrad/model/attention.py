@@ -170,18 +170,26 @@ class Cache:
         if self.slots is not None:
             k, v = qkv[1:] if len(qkv) == 3 else (qkv[0], None)
             cache_write_fwd(
-                k, v, self.slots, self.n_head, self.n_kv_head,
-                k_cache=self.k, v_cache=self.v, scratch=self.scratch,
-            )  # fmt: skip
+                k, v, self.slots, self.n_head, self.n_kv_head, k_cache=self.k, v_cache=self.v, scratch=self.scratch
+            )
 
     def attend(self, qkv: tuple[Buffer, ...], mask: Mask, *, o: Buffer) -> None:
         """Adds the new token's k and v to the cache, and attends to the cache."""
         q, k, v = qkv if len(qkv) == 3 else (qkv[0], None, None)
         assert self.positions is not None
         cache_attention_fwd(
-            q, k, v, self.positions, mask, self.n_head, self.n_kv_head,
-            o=o, k_cache=self.k, v_cache=self.v, scratch=self.scratch,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            self.positions,
+            mask,
+            self.n_head,
+            self.n_kv_head,
+            o=o,
+            k_cache=self.k,
+            v_cache=self.v,
+            scratch=self.scratch,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,9 +246,15 @@ class AttentionLayer:
             shapes: Shapes = {}
             for band in bands:
                 needed = qkv_attention_workspace(
-                    b, t, *form, replace(mask, window=band), backward=backward, deterministic=at.deterministic,
-                    invariant=at.invariant, group=at.context,
-                )  # fmt: skip
+                    b,
+                    t,
+                    *form,
+                    replace(mask, window=band),
+                    backward=backward,
+                    deterministic=at.deterministic,
+                    invariant=at.invariant,
+                    group=at.context,
+                )
                 shapes = larger(shapes, needed)
             return at.scratch(f"attention{windowed}{'_bwd' if backward else ''}", shapes, _TYPES)
 
@@ -248,9 +262,16 @@ class AttentionLayer:
         projections: tuple[LinearLayer, ...] = ()
         for part, width in widths.items():
             projection = LinearLayer.declare(
-                at, f"{name}.{part}", c.n_embd, width, bias=c.qkv_bias, per_head=per_head, parts=fused_widths,
-                shared=first, keeps_x=keeps_x,
-            )  # fmt: skip
+                at,
+                f"{name}.{part}",
+                c.n_embd,
+                width,
+                bias=c.qkv_bias,
+                per_head=per_head,
+                parts=fused_widths,
+                shared=first,
+                keeps_x=keeps_x,
+            )
             first, projections = first or projection, (*projections, projection)
         proj = LinearLayer.declare(at, f"{name}.proj", c.n_head * d, c.n_embd, at.onto_stream, bias=c.proj_bias)
         return cls(

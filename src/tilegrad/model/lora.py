@@ -194,9 +194,14 @@ class Adapter:
 
     @classmethod
     def declare(
-        cls, at: Declare, block: int, name: str, layers: Sequence[BaseLayer], outputs: Mapping[str, tuple[int, int]],
+        cls,
+        at: Declare,
+        block: int,
+        name: str,
+        layers: Sequence[BaseLayer],
+        outputs: Mapping[str, tuple[int, int]],
         seed: Buffer | None,
-    ) -> Adapter | None:  # fmt: skip
+    ) -> Adapter | None:
         """The adapter of input `name`; None if it has none. layers: the layers that read the input, one for each output.
         outputs: part → (index of its output, its first column in that output)."""
         lora = at.lora
@@ -272,9 +277,16 @@ class Adapter:
     def backward(self, *dys: Buffer) -> None:
         """du_i = s dy_i B_i   dB_i += dy_i' u_i; dys: the gradients of the outputs"""
         low_rank_bwd(
-            list(dys), self.u, [b.value for b in self.bs], self.parts, self.scale,
-            du=self.du, dbs=[b.grad for b in self.bs], accumulate=self.a.accumulate, scratch=self.backward_scratch,
-        )  # fmt: skip
+            list(dys),
+            self.u,
+            [b.value for b in self.bs],
+            self.parts,
+            self.scale,
+            du=self.du,
+            dbs=[b.grad for b in self.bs],
+            accumulate=self.a.accumulate,
+            scratch=self.backward_scratch,
+        )
 
     def add_backward(self, *, dx: Buffer) -> None:
         """dx += drop'(du A)"""
@@ -296,9 +308,13 @@ class Adapter:
         """dA += du' drop(x)"""
         if self.a.grad is not None:
             low_rank_bwd_a(
-                self.du, self._dropped(x), self.a.value,
-                da=self.a.grad, accumulate=self.a.accumulate, scratch=self.backward_scratch,
-            )  # fmt: skip
+                self.du,
+                self._dropped(x),
+                self.a.value,
+                da=self.a.grad,
+                accumulate=self.a.accumulate,
+                scratch=self.backward_scratch,
+            )
 
     def _dropped(self, x: Buffer) -> Buffer:
         """drop(x); x itself without dropout."""

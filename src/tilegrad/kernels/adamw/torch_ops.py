@@ -61,11 +61,22 @@ def step(update: Update, *, ranges: Sequence[Range], step: Tensor, scratch: Scra
         here = [(each, i) for each, i in parts if i.start < i.stop]
         if here:
             torch._fused_adamw_(
-                [x.params[i] for x, i in here], [x.grads[i] for x, i in here], [x.m[i] for x, i in here],
-                [x.v[i] for x, i in here], [], [step] * len(here),
-                lr=learning_rate, beta1=betas[0], beta2=betas[1], weight_decay=decay, eps=eps,
-                amsgrad=False, maximize=False, grad_scale=grad_scale if clips and not before else None, found_inf=found_inf,
-            )  # fmt: skip
+                [x.params[i] for x, i in here],
+                [x.grads[i] for x, i in here],
+                [x.m[i] for x, i in here],
+                [x.v[i] for x, i in here],
+                [],
+                [step] * len(here),
+                lr=learning_rate,
+                beta1=betas[0],
+                beta2=betas[1],
+                weight_decay=decay,
+                eps=eps,
+                amsgrad=False,
+                maximize=False,
+                grad_scale=grad_scale if clips and not before else None,
+                found_inf=found_inf,
+            )
     for each in ranges:
         if each.rounded is not None:
             each.rounded.copy_(each.params)

@@ -149,9 +149,17 @@ def forget() -> None:
 
 
 def select(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, given: Mapping[str, Tensor | None], kernel: str | None, *,
-    backward: bool, deterministic: bool = False, invariant: bool = False,
-) -> Selection:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    given: Mapping[str, Tensor | None],
+    kernel: str | None,
+    *,
+    backward: bool,
+    deterministic: bool = False,
+    invariant: bool = False,
+) -> Selection:
     """Checks the tensors of a call and selects its kernel. `given`: the call's other tensors by name, or None."""
     check_options(q, k, v, mask)
     check_tensors(q, k, v, mask)

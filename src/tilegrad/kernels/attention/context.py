@@ -184,11 +184,21 @@ def gather_attention_bwd(
     for (i, end), run in zip(_runs(q, group), ("run_", ""), strict=True):
         q_run, o_run, lse_run, do_run, dq_run = (x[:, :, i] for x in (q, o, lse, do, dq))
         attention_bwd(
-            q_run, buffers["k"][:, :, :end], buffers["v"][:, :, :end], o_run, lse_run, do_run,
-            None if dlse is None else dlse[:, :, i], mask,
-            dq=dq_run, dk=buffers[f"{run}dk"][:, :, :end], dv=buffers[f"{run}dv"][:, :, :end], dsinks=dsinks,
-            scratch=of("attention", scratch), deterministic=deterministic,
-        )  # fmt: skip
+            q_run,
+            buffers["k"][:, :, :end],
+            buffers["v"][:, :, :end],
+            o_run,
+            lse_run,
+            do_run,
+            None if dlse is None else dlse[:, :, i],
+            mask,
+            dq=dq_run,
+            dk=buffers[f"{run}dk"][:, :, :end],
+            dv=buffers[f"{run}dv"][:, :, :end],
+            dsinks=dsinks,
+            scratch=of("attention", scratch),
+            deterministic=deterministic,
+        )
     _scatter(dk, dv, group, buffers)
 
 

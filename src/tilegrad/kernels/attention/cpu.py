@@ -48,15 +48,25 @@ def size_fields(q: Any, v: Any, mask: Mask) -> dict[str, Any]:
         tq, tk = mask.max_seqlen_q, mask.max_seqlen_k
     left, right = mask.band
     return {
-        "dtype": DTYPES[q.dtype], "b": b, "hq": hq, "hkv": hkv, "tq": tq, "tk": tk, "d": d, "dv": dv,
+        "dtype": DTYPES[q.dtype],
+        "b": b,
+        "hq": hq,
+        "hkv": hkv,
+        "tq": tq,
+        "tk": tk,
+        "d": d,
+        "dv": dv,
         "left": -1 if left is None or left >= tq + tk else left,
         "right": -1 if right is None or right >= tq + tk else right,
-        "threads": torch.get_num_threads(), "isa": isa(),
+        "threads": torch.get_num_threads(),
+        "isa": isa(),
         "sinks_dtype": 0 if mask.sinks is None else DTYPES[mask.sinks.dtype],
         "slopes_dtype": 0 if mask.alibi_slopes is None else DTYPES[mask.alibi_slopes.dtype],
         "bias_dtype": NO_DTYPE if mask.bias is None else DTYPES[mask.bias.dtype],
-        "scale": mask.scale_for(d), "softcap": mask.softcap, "dropout_p": mask.dropout_p,
-    }  # fmt: skip
+        "scale": mask.scale_for(d),
+        "softcap": mask.softcap,
+        "dropout_p": mask.dropout_p,
+    }
 
 
 def workspace(q: Any, k: Any, v: Any, mask: Mask, *, backward: bool, deterministic: bool) -> Shapes:

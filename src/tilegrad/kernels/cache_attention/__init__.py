@@ -151,9 +151,17 @@ def check_mask(mask: Mask) -> None:
 
 
 def _check(
-    q: Tensor, k: Tensor | None, v: Tensor | None, positions: Tensor, mask: Mask, n_head: int, n_kv_head: int,
-    o: Tensor, k_cache: Tensor, v_cache: Tensor,
-) -> None:  # fmt: skip
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    positions: Tensor,
+    mask: Mask,
+    n_head: int,
+    n_kv_head: int,
+    o: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+) -> None:
     check_mask(mask)
     _check_caches(k_cache, v_cache)
     b, hkv, _, d = k_cache.shape

@@ -73,8 +73,18 @@ def write(k: Tensor, v: Tensor, slots: Tensor, *, k_cache: Tensor, v_cache: Tens
     b, hkv, capacity, d = k_cache.shape
     size = k.element_size()
     call = pack_cache_write(
-        n=len(k), b=b, hkv=hkv, capacity=capacity, head_bytes=d * size, k_bytes=k.stride(0) * size,
-        v_bytes=v.stride(0) * size, threads=torch.get_num_threads(), k=k.data_ptr(), v=v.data_ptr(),
-        slots=slots.data_ptr(), k_cache=k_cache.data_ptr(), v_cache=v_cache.data_ptr(),
-    )  # fmt: skip
+        n=len(k),
+        b=b,
+        hkv=hkv,
+        capacity=capacity,
+        head_bytes=d * size,
+        k_bytes=k.stride(0) * size,
+        v_bytes=v.stride(0) * size,
+        threads=torch.get_num_threads(),
+        k=k.data_ptr(),
+        v=v.data_ptr(),
+        slots=slots.data_ptr(),
+        k_cache=k_cache.data_ptr(),
+        v_cache=v_cache.data_ptr(),
+    )
     native().tilegrad_native_cache_write(call)

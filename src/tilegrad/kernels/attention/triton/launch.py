@@ -193,9 +193,18 @@ class Output(NamedTuple):
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, sizes: Sizes, scores: Arguments, out: Output, splits: int,
-    scratch: Scratch, *, invariant: bool = False,
-) -> list[KernelCall]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    sizes: Sizes,
+    scores: Arguments,
+    out: Output,
+    splits: int,
+    scratch: Scratch,
+    *,
+    invariant: bool = False,
+) -> list[KernelCall]:
     runs = None if invariant else scratch.get("runs")  # rows of an invariant problem visit every tile of the band
     arguments = (
         {"q": q, "k": k, "v": v, "o": out.o, "lse": out.lse, "heads": sizes.hq, "splits": splits}
@@ -223,12 +232,24 @@ def _combine(
 ) -> KernelCall:
     row_tiles = _ceil_div(sizes.tq, FEW_ROWS)
     arguments = dict(
-        parts=parts.o, lse_parts=parts.lse, cu_seqlens_q=mask.cu_seqlens_q, o=o, lse=lse,
-        **stride_arguments(varlen=mask.varlen, parts=parts.one_o, o=o), parts_s=parts.o_s,
-        **lse_stride_arguments(varlen=mask.varlen, lse_parts=parts.one_lse, lse=lse), lse_parts_s=parts.lse_s,
-        heads=sizes.hq, row_tiles=row_tiles, tq=sizes.tq, splits=splits,
-        DV=sizes.dv, BLOCK_DV=sizes.block_dv, BLOCK_M=FEW_ROWS, IEEE_FP32=ieee,
-    )  # fmt: skip
+        parts=parts.o,
+        lse_parts=parts.lse,
+        cu_seqlens_q=mask.cu_seqlens_q,
+        o=o,
+        lse=lse,
+        **stride_arguments(varlen=mask.varlen, parts=parts.one_o, o=o),
+        parts_s=parts.o_s,
+        **lse_stride_arguments(varlen=mask.varlen, lse_parts=parts.one_lse, lse=lse),
+        lse_parts_s=parts.lse_s,
+        heads=sizes.hq,
+        row_tiles=row_tiles,
+        tq=sizes.tq,
+        splits=splits,
+        DV=sizes.dv,
+        BLOCK_DV=sizes.block_dv,
+        BLOCK_M=FEW_ROWS,
+        IEEE_FP32=ieee,
+    )
     return KernelCall(_combine_kernel, (row_tiles * sizes.hq * sizes.batch,), arguments, {})
 
 
@@ -282,11 +303,23 @@ def _delta(
     if not row_tiles * sizes.hq * sizes.batch:
         return []
     arguments = dict(
-        o=o, do=do, lse=lse, dlse=dlse, cu_seqlens_q=mask.cu_seqlens_q, **rows,
-        **stride_arguments(varlen=mask.varlen, o=o, do=do), **lse_stride_arguments(varlen=mask.varlen, lse=lse, dlse=dlse),
-        heads=sizes.hq, row_tiles=row_tiles, tq=sizes.tq, DV=sizes.dv, BLOCK_DV=sizes.block_dv, BLOCK_M=rows_of_program,
-        **addressing(o, do, varlen=mask.varlen), IEEE_FP32=ieee_fp32(o.dtype),
-    )  # fmt: skip
+        o=o,
+        do=do,
+        lse=lse,
+        dlse=dlse,
+        cu_seqlens_q=mask.cu_seqlens_q,
+        **rows,
+        **stride_arguments(varlen=mask.varlen, o=o, do=do),
+        **lse_stride_arguments(varlen=mask.varlen, lse=lse, dlse=dlse),
+        heads=sizes.hq,
+        row_tiles=row_tiles,
+        tq=sizes.tq,
+        DV=sizes.dv,
+        BLOCK_DV=sizes.block_dv,
+        BLOCK_M=rows_of_program,
+        **addressing(o, do, varlen=mask.varlen),
+        IEEE_FP32=ieee_fp32(o.dtype),
+    )
     return [KernelCall(_delta_kernel, (row_tiles * sizes.hq * sizes.batch,), arguments, {})]
 
 
@@ -385,9 +418,22 @@ def _dbias_rows(
     row_tiles = _ceil_div(sizes.tq, ROWS) if own.has_rows else 1
     dbias_b, dbias_h, dbias_i, _ = own.dbias.stride()
     arguments = dict(
-        **rows, **sink_arguments(mask), dlse=dlse, **lse_stride_arguments(varlen=False, dlse=dlse),
-        dbias=own.dbias, dbias_b=dbias_b, dbias_h=dbias_h, dbias_i=dbias_i,
-        batch=sizes.batch, heads=sizes.hq, row_tiles=row_tiles, b_step=own.b_step, h_step=own.h_step, tq=sizes.tq,
-        BLOCK=ROWS, SUM_ROWS=not own.has_rows, IEEE_FP32=ieee,
-    )  # fmt: skip
+        **rows,
+        **sink_arguments(mask),
+        dlse=dlse,
+        **lse_stride_arguments(varlen=False, dlse=dlse),
+        dbias=own.dbias,
+        dbias_b=dbias_b,
+        dbias_h=dbias_h,
+        dbias_i=dbias_i,
+        batch=sizes.batch,
+        heads=sizes.hq,
+        row_tiles=row_tiles,
+        b_step=own.b_step,
+        h_step=own.h_step,
+        tq=sizes.tq,
+        BLOCK=ROWS,
+        SUM_ROWS=not own.has_rows,
+        IEEE_FP32=ieee,
+    )
     return KernelCall(_dbias_rows_kernel, (row_tiles * own.b_step * own.h_step,), arguments, {})
