@@ -15,22 +15,15 @@ from typing import Any
 
 import pytest
 import torch
+from support.models import small_run
 
-from tilegrad import ModelConfig
 from tilegrad.cli import main
 from tilegrad.training import checkpoint
 from tilegrad.training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from tilegrad.training.config import DataConfig, RunConfig, TrainConfig
+from tilegrad.training.config import DataConfig
 from tilegrad.training.run import train
 
-RUN = RunConfig(
-    ModelConfig(vocab_size=256, block_size=16, n_layer=1, n_head=2, n_embd=16),
-    TrainConfig(
-        steps=4, batch_size=2, seq_len=12, warmup_steps=1, eval_interval=2, eval_batches=1, checkpoint_interval=2,
-        log_interval=1, sample_tokens=0,
-    ),
-    DataConfig(files=("text.txt",)),
-)  # fmt: skip
+RUN = small_run(steps=4, warmup_steps=1, eval_interval=2, checkpoint_interval=2, sample_tokens=0)
 TRAIN = ["train", "--data", "text.txt", "--model.n_layer", "1", "--model.n_head", "2", "--model.n_embd", "16"]
 TRAIN += ["--model.block_size", "16", "--batch-size", "2", "--steps", "2"]
 MINE = [
