@@ -37,17 +37,9 @@ from tilegrad.kernels.op import observe
 from tilegrad.memory.planned.arena import poison_dead
 from tilegrad.model.config import PRESETS
 from tilegrad.model.lora import LoraConfig
-from tilegrad.training.checkpoint import (
-    DamagedCheckpoint,
-    file_entry,
-    latest_checkpoint,
-    load_checkpoint,
-    load_into,
-    read_state,
-    save_checkpoint,
-    write_manifest,
-)
+from tilegrad.training.checkpoint import latest_checkpoint, load_checkpoint, load_into, read_state, save_checkpoint
 from tilegrad.training.config import DataConfig, OptimizerConfig, RunConfig, TrainConfig
+from tilegrad.training.manifest import DamagedCheckpoint, file_entry, write_manifest
 from tilegrad.training.pieces import load_pieces, save_pieces
 from tilegrad.training.run import _load, train
 
