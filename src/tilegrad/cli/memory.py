@@ -18,35 +18,12 @@ if TYPE_CHECKING:
     from ..training.config import RunConfig
 
 
-def _plan(args: argparse.Namespace) -> int:
-    import torch
-
-    from ..engine.batch import check_spec
-    from ..engine.machine import check_device
-    from ..engine.planning import plan_model, step_report
-    from ..engine.recompute import OverBudget, choose_recompute
+def _spec(args: argparse.Namespace, run: RunConfig, device: torch.device) -> StepSpec:
     from ..engine.spec import StepSpec
-    from ..text.atomic import check_replaceable
     from ..training.config import DTYPES
-    from ..training.sections import run_from, settled
 
-    page = Path(args.html) if args.html is not None else None
-    if page is not None:
-        check_replaceable(page, '<meta name="generator" content="tilegrad">')
-    content = given_keys(args)
-    run = settled(run_from(content, args.config or "flags"))
-    where = Path(args.config).stem if args.config else None
     t = run.train
-    check_device(t.device)
-    if args.generate:
-        return _plan_decoder(args, run, where or content.get("model", {}).get("preset", "tiny"), page)
-    for name in ("max_tokens", "prompt_tokens"):
-        if getattr(args, name) is not None:
-            raise ValueError(f"{name.replace('_', '-')}: got {getattr(args, name)} without --generate; give both")
-    if args.world_size < 1:
-        raise ValueError(f"world-size: got {args.world_size}; accepted: at least 1")
-    device = torch.device(t.device)
-    spec = StepSpec(
+    return StepSpec(
         run.model,
         t.batch_size,
         t.seq_len,
@@ -66,6 +43,35 @@ def _plan(args: argparse.Namespace) -> int:
         states=run.states,
         **sharding_of(args),
     )
+
+
+def _plan(args: argparse.Namespace) -> int:
+    import torch
+
+    from ..engine.batch import check_spec
+    from ..engine.machine import check_device
+    from ..engine.planning import plan_model, step_report
+    from ..engine.recompute import OverBudget, choose_recompute
+    from ..text.atomic import check_replaceable
+    from ..training.sections import run_from, settled
+
+    page = Path(args.html) if args.html is not None else None
+    if page is not None:
+        check_replaceable(page, '<meta name="generator" content="tilegrad">')
+    content = given_keys(args)
+    run = settled(run_from(content, args.config or "flags"))
+    where = Path(args.config).stem if args.config else None
+    t = run.train
+    check_device(t.device)
+    if args.generate:
+        return _plan_decoder(args, run, where or content.get("model", {}).get("preset", "tiny"), page)
+    for name in ("max_tokens", "prompt_tokens"):
+        if getattr(args, name) is not None:
+            raise ValueError(f"{name.replace('_', '-')}: got {getattr(args, name)} without --generate; give both")
+    if args.world_size < 1:
+        raise ValueError(f"world-size: got {args.world_size}; accepted: at least 1")
+    device = torch.device(t.device)
+    spec = _spec(args, run, device)
     check_spec(spec)
     largest, largest_sentence = _largest_batch(spec, t.memory_budget) if args.fit else ({}, "")
     try:

@@ -61,9 +61,8 @@ def linear_cross_entropy(
     _check_options(softcap, label_smoothing, z_loss, reduction, ignore_index)
     if has_tangent(x, w, bias):
         raise_forward_mode("tilegrad.linear_cross_entropy")
-    dtype = x.dtype
-    if dtype != torch.float64 and torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
+    autocast = x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type)
+    dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
     if dtype == torch.float16 and x.device.type == "cpu":
         raise ValueError("x: got float16 on a CPU; accepted: bfloat16, float32 or float64 there, or float16 on a GPU")
     transformed = torch._C._are_functorch_transforms_active()

@@ -116,6 +116,24 @@ register_pytree_node(
 )
 
 
+def _columns(attention_mask: Tensor, offset: int, length: int, used: int) -> Tensor:
+    """The columns in use of a mask of padding, which may be shorter than the cache."""
+    missing = max(0, length + offset - attention_mask.shape[1])
+    return pad(attention_mask, (0, missing))[:, offset : offset + used].bool()
+
+
+def _split(padding: Tensor, *, tracing: bool) -> bool:
+    """Whether some row has padding between its tokens; when tracing, the compiled code raises instead."""
+    split = ((padding[:, 1:] & ~padding[:, :-1]).sum(1) + padding[:, 0] > 1).any()
+    if not tracing:
+        return bool(split)
+    accepted = (
+        "attention_mask: got padding between tokens; accepted in torch.compile: padding before or after all tokens"
+    )
+    torch._assert_async(~split, accepted)
+    return False
+
+
 def mask(
     batch_size: int,
     q_length: int,
@@ -162,12 +180,9 @@ def mask(
         used = before + q_length
         if used > kv_length:
             return whole()
-    padding = attention_mask
-    if padding is not None:
-        missing = max(0, kv_length + kv_offset - padding.shape[1])
-        padding = pad(padding, (0, missing))[:, kv_offset : kv_offset + used].bool()
-        if not tracing and bool(padding.all()):
-            padding = None
+    padding = None if attention_mask is None else _columns(attention_mask, kv_offset, kv_length, used)
+    if padding is not None and not tracing and bool(padding.all()):
+        padding = None
     form: dict[str, Any] = {"band": band, "before": before if used < kv_length else None, "columns": kv_length}
     if ids is not None:
         return whole() if padding is not None else Attends(**form, runs=_packed(ids))
@@ -176,15 +191,24 @@ def mask(
     free, square = band == (None, None), q_length == used and q_offset == kv_offset == 0
     if not (free or square):
         return Attends(**form, bias=padding[:, None, None])
-    split = ((padding[:, 1:] & ~padding[:, :-1]).sum(1) + padding[:, 0] > 1).any()
-    if tracing:
-        accepted = (
-            "attention_mask: got padding between tokens; accepted in torch.compile: padding before or after all tokens"
-        )
-        torch._assert_async(~split, accepted)
-    elif bool(split):
+    if _split(padding, tracing=tracing):
         return Attends(**form, bias=padding[:, None, None])
     return Attends(**form, runs=_padded(padding, q_length if free else None), bias=padding[:, None, None])
+
+
+def _warn_of_probabilities() -> None:
+    """Once, and the layer returns None for them, as sdpa does."""
+    from transformers.utils import logging
+
+    logging.get_logger(__name__).warning_once(
+        "output_attentions: got True; accepted: False, because probabilities are never stored; use 'eager'"
+    )
+
+
+def _with_position_bias(bias: Tensor | None, own: Tensor) -> Tensor:
+    if bias is None:
+        return own
+    return own.masked_fill(~bias, -torch.inf) if bias.dtype == torch.bool else own + bias
 
 
 def attention_forward(
@@ -212,11 +236,7 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """transformers' attention function: q (B, Hq, Tq, D), k and v (B, Hkv, Tk, D) → o (B, Tq, Hq, Dv), None."""
     if output_attentions:
-        from transformers.utils import logging
-
-        logging.get_logger(__name__).warning_once(  # and returns None, as sdpa does
-            "output_attentions: got True; accepted: False, because probabilities are never stored; use 'eager'"
-        )
+        _warn_of_probabilities()
     if cache is not None:
         raise ValueError("cache: got a paged cache; accepted: None (no continuous batching); use 'sdpa'")
     attends = _attends(module, attention_mask, is_causal, sliding_window)
@@ -251,8 +271,7 @@ def attention_forward(
     elif bias is not None:
         bias = bias.to(query.device)[..., : key.shape[2]]
     if position_bias is not None:
-        own = position_bias[..., : key.shape[2]]
-        bias = own if bias is None else own.masked_fill(~bias, -torch.inf) if bias.dtype == torch.bool else own + bias
+        bias = _with_position_bias(bias, position_bias[..., : key.shape[2]])
     if bias is not None and bias.dtype not in (torch.bool, torch.float32):
         bias = bias.to(query.dtype)
     if found is None:

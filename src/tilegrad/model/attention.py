@@ -10,6 +10,7 @@ Saved: x (the norm's output), q k v after rope, o, lse; with qk_norm also q and 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -192,6 +193,31 @@ class Cache:
         )
 
 
+def _scratch(
+    at: Declare, mask: Mask, bands: Iterable[tuple[int, None] | None], name: str, *, backward: bool
+) -> Scratch:
+    """Scratch for any of the bands that a step may have."""
+    c = at.config
+    shapes: Shapes = {}
+    for band in bands:
+        needed = qkv_attention_workspace(
+            at.b,
+            at.t,
+            c.n_head,
+            c.kv_heads,
+            c.head_dim,
+            at.dtype,
+            at.device,
+            replace(mask, window=band),
+            backward=backward,
+            deterministic=at.deterministic,
+            invariant=at.invariant,
+            group=at.context,
+        )
+        shapes = larger(shapes, needed)
+    return at.scratch(name, shapes, _TYPES)
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
     """x, y (N, C)   o (N, Hq·D)   qkv (N, (Hq + 2·Hkv)·D) for dense, else three of (N, H·D)   lse (B, Hq, T)
@@ -241,23 +267,6 @@ class AttentionLayer:
         bands = dict.fromkeys(map(_band, windows))
         windowed = "_window" if c.window_layers is not None and any(bands) else ""
 
-        def scratch(*, backward: bool) -> Scratch:
-            form = (c.n_head, c.kv_heads, d, at.dtype, at.device)
-            shapes: Shapes = {}
-            for band in bands:
-                needed = qkv_attention_workspace(
-                    b,
-                    t,
-                    *form,
-                    replace(mask, window=band),
-                    backward=backward,
-                    deterministic=at.deterministic,
-                    invariant=at.invariant,
-                    group=at.context,
-                )
-                shapes = larger(shapes, needed)
-            return at.scratch(f"attention{windowed}{'_bwd' if backward else ''}", shapes, _TYPES)
-
         first: LinearLayer | None = None
         projections: tuple[LinearLayer, ...] = ()
         for part, width in widths.items():
@@ -297,8 +306,8 @@ class AttentionLayer:
             deterministic=at.deterministic,
             invariant=at.invariant,
             context=at.context,
-            forward_scratch=scratch(backward=False),
-            backward_scratch=scratch(backward=True),
+            forward_scratch=_scratch(at, mask, bands, f"attention{windowed}", backward=False),
+            backward_scratch=_scratch(at, mask, bands, f"attention{windowed}_bwd", backward=True),
         )
 
     def forward(self, x: Buffer, *, y: Buffer) -> None:

@@ -226,16 +226,14 @@ class Adapter:
 
         def joined_weight(i: int, layer: BaseLayer) -> Buffer | None:
             """The buffer of [W, B_i] of output i; None if the product is not joined."""
-            w = layer.w.value
-            if (
-                layer.fp8 is not None
-                or i not in {part.output for part in parts}
-                or not joins(w, at.dtype, adapter.inputs, w.shape[0])
-            ):
+            w, read = layer.w.value, i in {part.output for part in parts}
+            if layer.fp8 is not None or not read or not joins(w, at.dtype, adapter.inputs, w.shape[0]):
                 return None
             return at.buffer(f"scratch.{name}.wb{i}", (w.shape[0], adapter.inputs + rows))
 
         wb = tuple(joined_weight(i, layer) for i, layer in enumerate(layers))
+        joins_x = any(each is not None for each in wb)
+        joined = at.rows(f"scratch.{name}.joined", adapter.inputs + rows) if joins_x else None
         w, dy_du, wa = layers[0].w.value, None, None
         if drop is None and layers[0].fp8 is None and joins(w, at.dtype, w.shape[0], adapter.inputs):
             dy_du = at.rows(f"scratch.{name}.dy_du", w.shape[0] + rows)
@@ -244,9 +242,7 @@ class Adapter:
             a=a,
             bs=bs,
             parts=parts,
-            joined=at.rows(f"scratch.{name}.joined", adapter.inputs + rows)
-            if any(each is not None for each in wb)
-            else None,
+            joined=joined,
             wb=wb,
             dy_du=dy_du,
             wa=wa,

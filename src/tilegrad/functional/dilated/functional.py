@@ -20,6 +20,19 @@ if TYPE_CHECKING:
     from ...memory.managed.manager import AttentionBufferManager
 
 
+def _check_absent(**options: object) -> None:
+    accepted = "None; dilated attention supports only segments, rates, causal, scale and dropout"
+    for name, given in options.items():
+        require(given is None, name, given, accepted, show=lambda x: "a tensor" if isinstance(x, Tensor) else repr(x))
+
+
+def _check_sizes(q: Tensor, k: Tensor, branches: int, mode: Mode) -> None:
+    require(k.shape[2] == q.shape[2], "k", f"{k.shape[2]} positions, but q has {q.shape[2]}", "as many as q", show=str)
+    require(k.shape[1] == q.shape[1], "k", f"{k.shape[1]} heads, but q has {q.shape[1]}", "as many as q", show=str)
+    fewer, accepted = mode == "head_groups" and q.shape[1] < branches, "at least as many heads as branches"
+    require(not fewer, "q", f"{q.shape[1]} heads for {branches} branches", accepted, show=str)
+
+
 def dilated_attention(
     q: Tensor,
     k: Tensor,
@@ -62,17 +75,11 @@ def dilated_attention(
     >>> tilegrad.dilated_attention(q, k, v, (1024, 4096), (1, 4), causal=True).shape
     torch.Size([1, 6, 4096, 64])
     """
-    for name, given in (("attn_mask", attn_mask), ("bias", bias), ("window", window), ("sinks", sinks)):
-        accepted = "None; dilated attention supports only segments, rates, causal, scale and dropout"
-        require(given is None, name, given, accepted, show=lambda x: "a tensor" if isinstance(x, Tensor) else repr(x))
+    _check_absent(attn_mask=attn_mask, bias=bias, window=window, sinks=sinks)
     check_options(q, k, v, Mask(causal, scale=scale, dropout_p=dropout_p, seed=seed))
     check_tensors(q, k, v, Mask(causal))
     segments, rates = check_pattern(segment_lengths, dilation_rates, mode)
-    require(k.shape[2] == q.shape[2], "k", f"{k.shape[2]} positions, but q has {q.shape[2]}", "as many as q", show=str)
-    require(k.shape[1] == q.shape[1], "k", f"{k.shape[1]} heads, but q has {q.shape[1]}", "as many as q", show=str)
-    fewer = mode == "head_groups" and q.shape[1] < len(segments)
-    accepted = "at least as many heads as branches"
-    require(not fewer, "q", f"{q.shape[1]} heads for {len(segments)} branches", accepted, show=str)
+    _check_sizes(q, k, len(segments), mode)
     accepted = "None or a kernel other than 'reference', which recomputes o and lse"
     require(kernel != "reference", "kernel", kernel, accepted)
     drawn = seed_tensor(Mask(causal, dropout_p=dropout_p, seed=seed), q.device) if dropout_p else None
