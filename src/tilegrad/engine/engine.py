@@ -132,6 +132,7 @@ class Engine:
         states: States = FULL,
         head: HeadProducts = "plain",
     ) -> None:
+        # Longer than 60 lines because it has 27 options.
         check_device(str(device))
         mesh = Mesh(device, alone=True) if mesh is None else mesh
         self.device = torch.empty(0, device=mesh.device if mesh.world > 1 else device).device
@@ -158,18 +159,16 @@ class Engine:
         self.ranks = make_strategy(spec, mesh, adamw, self.arenas.view)
         self.optimizer = self.ranks.optimizer
         self._bound: dict[tuple[int, int, bool, bool, int | None], Transformer] = {}
-        self._window = model_config.window
-        self._threads = torch.get_num_threads()
+        self._window, self._threads = model_config.window, torch.get_num_threads()
         self._pending: Transformer | None = None  # the model of the last forward, until its backward
-        self._total = self._count = 0
         self._device_steps: dict[tuple[tuple[tuple[int, int], ...], int | None], DeviceStep] = {}
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._graph_pool = torch.cuda.graph_pool_handle() if self._stream is not None else None
         self._queue = StepQueue(self._stream) if self._stream is not None and mesh.world == 1 else None
         self._results = Results(self.optimizer, self._queue)
         self._rounded = -1  # the version of the params that the compute copies were rounded from
-        self.draws = 0  # how often dropout's seeds were drawn
-        self.loss, self.steps = 0.0, 0
+        self.draws = self._total = self._count = self.steps = 0  # draws: how often dropout's seeds were drawn
+        self.loss = 0.0
         self._averaged = False  # whether the weights are their average now (engine/state.py)
         model = self._model(batch_size, seq_len // context)
         initialise(model, self.ranks, spec, seed, masters=self._has_masters(model))
@@ -203,8 +202,6 @@ class Engine:
         if window not in accepted or isinstance(window, bool):
             raise ValueError(f"window: got {window!r}; accepted: {', '.join(map(repr, accepted))}, as planned")
         self._window = window
-
-    # ── the step ──
 
     def forward(
         self,
@@ -410,8 +407,6 @@ class Engine:
         """
         found = {name: int(state[JUMPS]) for name, state in self._scales.items()}
         return {name: count for name, count in found.items() if count}
-
-    # ── inside ──
 
     def _settle(self) -> None:
         """Wait for the parameters that other ranks are sending."""

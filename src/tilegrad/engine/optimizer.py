@@ -29,7 +29,7 @@ rounds what it writes in bfloat16 stochastically, by `seed`, `adam_step` and eac
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -283,6 +283,10 @@ def _scratch_of(
     return scratch
 
 
+def _shapes(having: Mapping[str, Sequence[Param]]) -> dict[str, tuple[int, ...]]:
+    return {f"{kind}.{p.name}": tuple(p.master.shape) for kind, params in having.items() for p in params}
+
+
 @dataclass(slots=True)
 class Optimizer:
     """Its buffers are handles or tensors. params, grads, m, v and rounded are flat. `steps` also counts skipped updates."""
@@ -358,11 +362,7 @@ class Optimizer:
             in_a_row=buffer("optimizer.in_a_row", (), torch.float32),
             rounded=None if flats.rounded is None else _buffer(flats.rounded),
             moments={} if sharded else {h.name: _buffer(h) for kept in (m, v, ema) if kept for h in kept.buffers},
-            shapes={
-                f"{kind}.{p.name}": tuple(p.master.shape)
-                for kind, having in (("m", ordered), ("v", by_adamw), ("ema", ordered if decay else []))
-                for p in having
-            },
+            shapes=_shapes({"m": ordered, "v": by_adamw, "ema": ordered if decay else []}),
             owned=owned,
             seed=buffer("optimizer.seed", (), torch.int64) if states.rounds else None,
             agreed=buffer("optimizer.agreed", (3,), torch.float64) if world > 1 else None,

@@ -235,6 +235,7 @@ def attention_forward(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function: q (B, Hq, Tq, D), k and v (B, Hkv, Tk, D) → o (B, Tq, Hq, Dv), None."""
+    # Longer than 60 lines because transformers passes 20 options.
     if output_attentions:
         _warn_of_probabilities()
     if cache is not None:

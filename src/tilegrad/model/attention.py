@@ -253,8 +253,7 @@ class AttentionLayer:
         c, b, t, d = at.config, at.b, at.t, at.config.head_dim
         parts = {"q": BufferType.QUERY, "k": BufferType.KEY, "v": BufferType.VALUE}
         widths = {"q": c.n_head * d, "k": c.kv_heads * d, "v": c.kv_heads * d}
-        per_head = c.projection == "per_head"
-        fused = not per_head and not c.qk_norm
+        fused = not (per_head := c.projection == "per_head") and not c.qk_norm
         starts = {"q": (0, 0), "k": (0, widths["q"]), "v": (0, widths["q"] + widths["k"]), "qkv": (0, 0)}
         outputs = starts if fused else {"q": (0, 0), "k": (1, 0), "v": (2, 0)}
         fused_widths = tuple(widths.values()) if fused else ()

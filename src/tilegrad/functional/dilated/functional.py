@@ -20,17 +20,26 @@ if TYPE_CHECKING:
     from ...memory.managed.manager import AttentionBufferManager
 
 
+_KERNEL = "None or a kernel other than 'reference', which recomputes o and lse"
+
+
 def _check_absent(**options: object) -> None:
     accepted = "None; dilated attention supports only segments, rates, causal, scale and dropout"
     for name, given in options.items():
         require(given is None, name, given, accepted, show=lambda x: "a tensor" if isinstance(x, Tensor) else repr(x))
 
 
-def _check_sizes(q: Tensor, k: Tensor, branches: int, mode: Mode) -> None:
+def _checked_pattern(
+    q: Tensor, k: Tensor, lengths: Sequence[int], rates: Sequence[int], mode: Mode
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The pattern, after a check of it and of the sizes of q and k."""
+    pattern = check_pattern(lengths, rates, mode)
+    branches = len(pattern[0])
     require(k.shape[2] == q.shape[2], "k", f"{k.shape[2]} positions, but q has {q.shape[2]}", "as many as q", show=str)
     require(k.shape[1] == q.shape[1], "k", f"{k.shape[1]} heads, but q has {q.shape[1]}", "as many as q", show=str)
     fewer, accepted = mode == "head_groups" and q.shape[1] < branches, "at least as many heads as branches"
     require(not fewer, "q", f"{q.shape[1]} heads for {branches} branches", accepted, show=str)
+    return pattern
 
 
 def dilated_attention(
@@ -78,13 +87,10 @@ def dilated_attention(
     _check_absent(attn_mask=attn_mask, bias=bias, window=window, sinks=sinks)
     check_options(q, k, v, Mask(causal, scale=scale, dropout_p=dropout_p, seed=seed))
     check_tensors(q, k, v, Mask(causal))
-    segments, rates = check_pattern(segment_lengths, dilation_rates, mode)
-    _check_sizes(q, k, len(segments), mode)
-    accepted = "None or a kernel other than 'reference', which recomputes o and lse"
-    require(kernel != "reference", "kernel", kernel, accepted)
+    segments, rates = _checked_pattern(q, k, segment_lengths, dilation_rates, mode)
+    require(kernel != "reference", "kernel", kernel, _KERNEL)
     drawn = seed_tensor(Mask(causal, dropout_p=dropout_p, seed=seed), q.device) if dropout_p else None
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
+    deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
     training = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     options = Options(
         segments, rates, mode, causal, scale, float(dropout_p), deterministic, kernel, training, number_of(manager)

@@ -51,6 +51,7 @@ def bounds(
     x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor | float, bias: Tensor | None = None, terms: Terms = PLAIN
 ) -> dict[str, Bound]:
     """How far a kernel's loss, losses, dx, dw and dbias may be from `exact`."""
+    # Longer than 60 lines because the formulas share many intermediate results.
     dtype, short, on_cpu = x.dtype, x.dtype == torch.bfloat16, x.device.type == "cpu"
     row = CROSS_ENTROPY.select(Problem(x, w, bias=bias, terms=terms))
     products_rounded = short and on_cpu and linear._has_bf16_products()
