@@ -31,7 +31,7 @@ def _check_absent(**options: object) -> None:
 
 def _checked_pattern(
     q: Tensor, k: Tensor, lengths: Sequence[int], rates: Sequence[int], mode: Mode
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+) -> tuple[list[int], list[int]]:
     """The pattern, after a check of it and of the sizes of q and k."""
     pattern = check_pattern(lengths, rates, mode)
     branches = len(pattern[0])
