@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Literal, TypeAlias, cast, get_args
+from typing import Any, Literal, TypeAlias, TypedDict, cast, get_args
 
 import torch
 
@@ -302,6 +302,21 @@ class AdapterConfig(LoraConfig):
             raise ValueError(f"lora.adapter: got {self.adapter!r}; accepted: None, or the name of a folder of adapters")
 
 
+class StepOptions(TypedDict):
+    """What a run says of its step."""
+
+    linear: Linear
+    head: HeadProducts
+    invariant: bool
+    documents: int
+    lora: LoraConfig | None
+    freeze: tuple[str, ...]
+    windows: tuple[int | None, ...]
+    muon: MuonConfig | None
+    ema: float
+    states: States
+
+
 @dataclass(frozen=True, slots=True)
 class RunConfig:
     """All of a run: the model's shape, how it is trained, on which data, and with which adapters, if any. docs/training.md
@@ -388,6 +403,23 @@ class RunConfig:
     def muon(self) -> MuonConfig | None:
         """Muon's settings; None: AdamW updates every parameter."""
         return None if self.optimizer.name == "adamw" else self.optimizer.muon(self.train.learning_rate)
+
+    @property
+    def step_options(self) -> StepOptions:
+        """What `Engine` and `StepSpec` take by these names."""
+        t = self.train
+        return StepOptions(
+            linear=t.linear,
+            head=t.head,
+            invariant=t.invariant,
+            documents=self.documents,
+            lora=self.lora,
+            freeze=t.freeze,
+            windows=self.windows,
+            muon=self.muon,
+            ema=self.optimizer.ema,
+            states=self.states,
+        )
 
     @property
     def documents(self) -> int:
