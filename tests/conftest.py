@@ -102,6 +102,12 @@ def fresh_seed(request: pytest.FixtureRequest) -> int:
     return int(request.config.option.seed)
 
 
+@pytest.fixture(params=range(10))
+def four_hundred_seeds(request: pytest.FixtureRequest, fresh_seed: int) -> range:
+    first = fresh_seed + 400 * int(request.param)
+    return range(first, first + 400)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     if config.getoption("--slow"):
         terminalreporter.write_line(

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 import tilegrad
 from tilegrad.cli import build_parser, main
-from tilegrad.training.checkpoint import _digest
+from tilegrad.training.manifest import _digest
 
 TENSORS, MANIFEST = "tensors.safetensors", "manifest.json"
 JUNK: tuple[Any, ...] = (

@@ -18,14 +18,8 @@ import torch
 
 from tilegrad.kernels.cpu import library as native_library
 from tilegrad.native import build as native_build
-from tilegrad.training.checkpoint import (
-    DamagedCheckpoint,
-    _digest,
-    latest_checkpoint,
-    load_checkpoint,
-    load_into,
-    save_checkpoint,
-)
+from tilegrad.training.checkpoint import latest_checkpoint, load_checkpoint, load_into, save_checkpoint
+from tilegrad.training.manifest import DamagedCheckpoint, _digest
 
 TENSORS, MANIFEST = "tensors.safetensors", "manifest.json"
 JUNK: tuple[Any, ...] = (

@@ -27,18 +27,12 @@ from tilegrad.data.prepare import load_prepared, prepare
 from tilegrad.engine.engine import Engine
 from tilegrad.pretrained.weights import open_weights, write_weights
 from tilegrad.training import loop
-from tilegrad.training.checkpoint import (
-    DamagedCheckpoint,
-    latest_checkpoint,
-    load_checkpoint,
-    load_into,
-    newest_name,
-    save_checkpoint,
-)
+from tilegrad.training.checkpoint import latest_checkpoint, load_checkpoint, load_into, newest_name, save_checkpoint
 from tilegrad.training.config import AdapterConfig, DataConfig, RunConfig, TrainConfig
 from tilegrad.training.export import export_run
 from tilegrad.training.folder import holds_a_run
 from tilegrad.training.log import read_log
+from tilegrad.training.manifest import DamagedCheckpoint
 from tilegrad.training.run import train
 
 pytestmark = [  # a file that was being read when the interrupt came is closed by whoever collects it

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cases import Case, build, cases, check_call, run
 from support.guard import Apart, Guard
-from support.models import CONFIG, LLAMA, batch
+from support.models import batch, kinds
 from support.ops import acc, calls_outside_models, poisoned, randn
 from torch import Tensor
 
@@ -32,13 +32,7 @@ from tilegrad.kernels.norm import layernorm_bwd, layernorm_fwd, norm_workspace
 from tilegrad.kernels.op import Call, observe, op
 
 KERNELS = ("tiled",) if isinstance(native_library.library(), str) else ("native", "tiled")
-GPT = replace(CONFIG, n_layer=1, n_embd=48)
-CONFIGS = (
-    GPT,
-    replace(LLAMA, n_layer=1, n_embd=48),
-    replace(GPT, dropout=0.2, projection="per_head", activation="relu"),
-    replace(GPT, loss="embedding_mse", activation="tanh"),
-)
+CONFIGS = kinds(48)
 
 
 def guarded_step(config: object, dtype: torch.dtype, guard: Guard | Apart | None, steps: int = 2) -> dict[str, Tensor]:
@@ -76,7 +70,7 @@ def test_rows_that_lie_apart_change_nothing_or_are_refused(dtype: torch.dtype, m
         calls_outside_models(dtype)
     native_ops = set(apart.taken)
     monkeypatch.setattr(rows, "refusal", lambda _x: "is switched off")
-    guarded_step(GPT, dtype, apart, steps=1)
+    guarded_step(CONFIGS[0], dtype, apart, steps=1)
     assert {"activation_fwd", "layernorm_bwd", "linear_fwd", "attention_bwd"} <= native_ops
     assert sum(apart.taken.values()) > 3 * sum(apart.refused.values()), (apart.taken, apart.refused)
 

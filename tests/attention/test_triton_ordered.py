@@ -202,7 +202,7 @@ def kept(architecture: int, folder: Path) -> Iterator[tuple[dict[str, Any], dict
 def test_both_kernels_add_in_one_order(architecture: int, name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """The same MMA instructions, and layouts in which rows are reduced; for sm_90 nothing spills."""
     from tilegrad.kernels.attention.triton import launch
-    from tilegrad.kernels.cache_attention import triton_ops
+    from tilegrad.kernels.cache_attention import Caches, triton_ops
 
     if torch.backends.cuda.matmul.fp32_precision == "tf32":
         pytest.skip("float32 is rounded to tf32")
@@ -216,7 +216,7 @@ def test_both_kernels_add_in_one_order(architecture: int, name: str, dtype: torc
             call.run()
         scratch = poisoned(triton_ops.workspace(cache, hq))
         one = q[:, :, 0], k[:, :, 0], v[:, :, 0], torch.zeros(2, dtype=torch.int64), mask
-        triton_ops.fwd(*one, o=o[:, :, 0], k_cache=cache, v_cache=cache, scratch=scratch)
+        triton_ops.fwd(*one, o=o[:, :, 0], caches=Caches(cache, cache), scratch=scratch)
     both = "_attention_fwd_kernel", "_attend_kernel"
     assert found.keys() == {*both, "_merge_kernel"}
     mma, reduced = (

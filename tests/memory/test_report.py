@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import re
 import time
-from html.parser import HTMLParser
 from typing import Any
 
 import pytest
 import torch
+from support.page import Page, check_alone
 from support.tanh_stack import declare
 
 from tilegrad.kernels.op import observe
@@ -117,24 +117,7 @@ def test_human() -> None:
     ]  # fmt: skip
 
 
-class Page(HTMLParser):
-    """Text by element, and every attribute that could reach for the network."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.text: dict[str, list[str]] = {}
-        self.links: list[str] = []
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.links += [f"{tag} {name}" for name, _ in attrs if name in {"src", "href", "action", "data", "srcset"}]
-
-    def handle_data(self, data: str) -> None:
-        if self.tags and data.strip():
-            self.text.setdefault(self.tags[-1], []).append(data.strip())
-
+class MemoryPage(Page):
     @property
     def data(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(self.text["script"][0])
@@ -151,7 +134,7 @@ SPANS = (
 
 
 def test_page_data_and_tables() -> None:
-    page = Page(timeline_page("a run", SPANS, unit="ms", facts={"device": "cpu"}))
+    page = MemoryPage(timeline_page("a run", SPANS, unit="ms", facts={"device": "cpu"}))
     assert page.text["h1"] == ["a run"]
     assert "cpu" in page.text["dd"]
     assert page.data["name"] == ["w", "long", "first", "second"]  # in the order they are stacked; no time, no area
@@ -165,20 +148,18 @@ def test_page_data_and_tables() -> None:
 
 def test_page_reaches_for_nothing(report: MemoryReport) -> None:
     text = report.html()
-    page = Page(text)
-    assert not page.links
-    for word in ("http:", "https:", "//cdn", "@import", "url(", "fetch(", "import("):
-        assert word not in text
-    assert "prefers-color-scheme: dark" in text
-    assert "<!--" not in text
+    page = MemoryPage(text)
+    check_alone(text)
     assert len(page.data["name"]) == sum(span.nbytes > 0 for span in report.spans)
 
 
 def test_page_escapes_all_text() -> None:
     evil = '</script><img src=x onerror="alert(1)"><!--legend-->&'
     spans = (Span(evil, BufferType.TEMP, 0, 1, 64, role=evil, layer=evil),)
-    clean = Page(timeline_page("a", (Span("a", BufferType.TEMP, 0, 1, 64, "a", "a"),), unit="a", facts={"a": "a"}))
-    page = Page(timeline_page(evil, spans, unit=evil, facts={evil: evil}))
+    clean = MemoryPage(
+        timeline_page("a", (Span("a", BufferType.TEMP, 0, 1, 64, "a", "a"),), unit="a", facts={"a": "a"})
+    )
+    page = MemoryPage(timeline_page(evil, spans, unit=evil, facts={evil: evil}))
     assert page.tags == clean.tags
     assert page.data["name"] == [evil]
     assert page.text["h1"] == [evil]

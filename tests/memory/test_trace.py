@@ -137,12 +137,16 @@ def test_persistent_handles_of_the_tree_come_first_and_in_its_order() -> None:
     assert result.requests("activations")[0].nbytes == 16
 
 
+def copy_aside() -> None:
+    write(out=a)
+    with start("copy"):
+        copy(a, out=b)
+    write(out=c)
+
+
 def test_what_a_side_stream_touches_lives_until_the_wait() -> None:
     def program() -> None:
-        write(out=a)
-        with start("copy"):
-            copy(a, out=b)
-        write(out=c)
+        copy_aside()
         wait("copy")
         use(c)
 
@@ -153,10 +157,7 @@ def test_what_a_side_stream_touches_lives_until_the_wait() -> None:
 
 def test_a_side_stream_that_overwrites_its_own_buffer_leaves_no_gap() -> None:
     def program() -> None:
-        write(out=a)
-        with start("copy"):
-            copy(a, out=b)
-        write(out=c)
+        copy_aside()
         with start("copy"):
             write(out=b)
         wait("copy")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import CONFIG, LLAMA, QWEN3, assert_equal_gradients, batch, clones, equal
+from support.models import CONFIG, LLAMA, QWEN3, assert_equal_gradients, batch, clones, equal, set_batch
 from support.pairwise import covering
 from torch import Tensor
 
@@ -262,11 +262,7 @@ def test_sharing_and_poison_change_no_bit(dropout: float, recompute: tuple[Any, 
         model.initialise(config, torch.Generator().manual_seed(0))
         for p in model.trained:
             p.master.add_(0.01)
-        model.tokens.copy_(tokens)
-        model.head.targets.copy_(targets.view(-1))
-        model.head.inv_total.fill_(0.1)
-        for seed in model.seeds:
-            seed.fill_(7)
+        set_batch(model, tokens, targets)
         if poisoned:
             arenas.poison()
         with poison_dead(arenas, observe) if poisoned else nullcontext():

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.models import CONFIG, LLAMA, batch
+from support.models import batch, kinds
 from support.native import needs_library
 from support.ops import allocated_bytes, allowed_bytes, calls_outside_models
 
@@ -23,13 +22,7 @@ from tilegrad.model.config import ModelConfig
 from tilegrad.model.layer import States
 from tilegrad.model.lora import LoraConfig
 
-GPT = replace(CONFIG, n_layer=1, n_embd=64)
-CONFIGS = (
-    GPT,
-    replace(LLAMA, n_layer=1, n_embd=64),
-    replace(GPT, dropout=0.2, projection="per_head", activation="relu"),
-    replace(GPT, loss="embedding_mse", activation="tanh"),
-)
+CONFIGS = kinds(64)
 # float8 ops: a CPU has only the kernel that checks the GPU's, which allocates
 ON_A_GPU = {"fp8_activation_fwd", "fp8_cross_entropy_step", "fp8_product_fwd", "fp8_quantize_fwd", "fp8_scale_step"}
 

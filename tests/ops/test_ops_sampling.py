@@ -22,6 +22,7 @@ from tilegrad.kernels.closeness import Bound, assert_close, roundoff
 from tilegrad.kernels.cpu import library as native_library
 from tilegrad.kernels.sampling import (
     SAMPLING,
+    Draws,
     logprobs_fwd,
     logprobs_workspace,
     sample_fwd,
@@ -301,7 +302,7 @@ def draw_by(module: Any, x: Inputs, monkeypatch: pytest.MonkeyPatch) -> tuple[Dr
     with running("triton"):
         b, scratch = len(x.logits), poisoned(module.workspace(x.logits, draw=True))
         got = Drawn(torch.full((b,), -7), torch.full((b,), torch.nan), x.seen.clone())
-        module.fwd(*x[:5], **got._asdict(), scratch=scratch)
+        module.fwd(x.logits, Draws(*x[1:5]), **got._asdict(), scratch=scratch)
     return got, ~scratch["row"].isnan().all(1)
 
 
@@ -322,7 +323,7 @@ def test_tokens_of_a_list_of_candidates_have_the_same_bits(monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("old", "new", "row"),
     [
-        ("_kth_largest(keys, segments_n, rank,", "_kth_largest(keys, segments_n, 1,", 0),
+        ("kth_largest(keys, segments_n, rank,", "kth_largest(keys, segments_n, 1,", 0),
         pytest.param("(top_k > 0) | (least > limit)", "(top_k > 0) | (least >= 0.0)", 8, marks=pytest.mark.slow),
         pytest.param(
             'tl.atomic_add(counts + b, n, sem="relaxed") +',

@@ -34,7 +34,7 @@ def check(found: dict[str, Compiled], architecture: int, names: set[str]) -> Non
 
 
 def norm(x: Tensor, *, rms: bool, architecture: int, folder: Path) -> dict[str, Compiled]:
-    from tilegrad.kernels.norm import Gradients, triton_ops
+    from tilegrad.kernels.norm import Gradients, Outputs, Statistics, triton_ops
 
     (n, c), w = x.shape, torch.empty(x.shape[1], dtype=x.dtype)
     rstd, mean, scratch = (
@@ -45,10 +45,10 @@ def norm(x: Tensor, *, rms: bool, architecture: int, folder: Path) -> dict[str, 
     dw, db, b = torch.empty(c), None if rms else torch.empty(c), None if rms else w
     with compiling(architecture, folder) as found:
         for f in (x, None):
-            triton_ops.fwd(x, f, w, b, 1e-5, x1=f, y=x, mean=mean, rstd=rstd, scratch={})
+            triton_ops.fwd(x, f, w, b, 1e-5, out=Outputs(f, x, mean, rstd), scratch={})
         for again, dx_sum in ((x, dw), (None, None)):
             out = Gradients(x, dw, db, dx_sum, again, accumulate=True)
-            triton_ops.bwd(x, x, w, mean, rstd, b, out=out, scratch=scratch)
+            triton_ops.bwd(x, x, w, b, Statistics(mean, rstd), out=out, scratch=scratch)
     return found
 
 
@@ -198,7 +198,7 @@ def test_cross_entropy_with_every_term(architecture: int, dtype: torch.dtype, tm
     ("on_device", "lean"), [(False, ()), (True, ()), slowly((True, ("m", "v"))), (True, ("params", "grads", "m", "v"))]
 )
 def test_adamw(architecture: int, on_device: bool, lean: tuple[str, ...], tmp_path: Path) -> None:
-    from tilegrad.kernels.adamw import Range, triton_ops
+    from tilegrad.kernels.adamw import Range, Update, triton_ops
     from tilegrad.kernels.global_norm import triton_ops as norm_ops
 
     p, one = torch.empty(1 << 20), torch.ones(())
@@ -206,10 +206,9 @@ def test_adamw(architecture: int, on_device: bool, lean: tuple[str, ...], tmp_pa
     params, grads, m, v = (p.bfloat16() if name in lean else p for name in ("params", "grads", "m", "v"))
     with compiling(architecture, tmp_path) as found:
         norm_ops.fwd([grads], norm=one, scratch=poisoned(norm_ops.workspace(p)))
-        triton_ops.step(
-            one, rate, 0.1, 1.0, (0.9, 0.95), 1e-8, one.long(), ranges=[Range(params, grads, m, v, copy, 1 << 19)], step=one,
-            scratch=poisoned(triton_ops.workspace(p)),
-        )  # fmt: skip
+        update = Update(one, rate, 0.1, 1.0, (0.9, 0.95), 1e-8, one.long())
+        ranges, scratch = [Range(params, grads, m, v, copy, 1 << 19)], poisoned(triton_ops.workspace(p))
+        triton_ops.step(update, ranges=ranges, step=one, scratch=scratch)
     check(found, architecture, {"_squares_kernel", "_root_kernel", "_decide_kernel", "_adamw_kernel"})
     assert all(".128" in found[name].sass for name in ("_squares_kernel", "_adamw_kernel")), "loads are not of 16 bytes"
 
@@ -217,13 +216,13 @@ def test_adamw(architecture: int, on_device: bool, lean: tuple[str, ...], tmp_pa
 @pytest.mark.parametrize("architecture", [slowly(80), 90])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, slowly(torch.float32)])
 def test_embeddings(architecture: int, dtype: torch.dtype, tmp_path: Path) -> None:
-    from tilegrad.kernels.embedding import triton_ops
+    from tilegrad.kernels.embedding import Gradients, triton_ops
 
     x, w, dw = torch.empty(2048, 768, dtype=dtype), torch.empty(100, 768, dtype=dtype), torch.empty(1024, 768)
     tokens, scratch = torch.zeros(2, 1024, dtype=torch.int64), poisoned(triton_ops.workspace(x))
     with compiling(architecture, tmp_path) as found:
         triton_ops.fwd(tokens, w, w, None, x=x, scratch={})
-        triton_ops.bwd(x, tokens, None, dwte=dw, dwpe=dw, accumulate=True, scratch=scratch)
+        triton_ops.bwd(x, tokens, None, out=Gradients(dw, dw, accumulate=True), scratch=scratch)
     backward = {"_dwpe_kernel", "_runs_kernel", "_join_kernel"}
     check(found, architecture, {"_embedding_kernel"} | backward)
 
@@ -261,16 +260,14 @@ def test_rope_and_dropout(architecture: int, dtype: torch.dtype, tmp_path: Path)
 )
 def test_sampling(architecture: int, v: int, without: bool, tmp_path: Path) -> None:
     """The kernel without penalties is that with them less some instructions."""
-    from tilegrad.kernels.sampling import triton_ops
+    from tilegrad.kernels.sampling import Draws, triton_ops
 
     logits, settings, numbers = torch.empty(4, v), torch.empty(4, 5), torch.zeros(4, dtype=torch.int64)
     seen, scratch = torch.zeros(4, v, dtype=torch.uint8), poisoned(triton_ops.workspace(logits, draw=True))
     with compiling(architecture, tmp_path) as found:
         for given in (None, seen) if without else (seen,):
-            triton_ops.fwd(
-                logits, settings, numbers, numbers, numbers,
-                tokens=numbers, logprobs=torch.empty(4), seen=given, scratch=scratch,
-            )  # fmt: skip
+            draws = Draws(settings, numbers, numbers, numbers)
+            triton_ops.fwd(logits, draws, tokens=numbers, logprobs=torch.empty(4), seen=given, scratch=scratch)
         triton_ops.logprobs(logits, numbers, logprobs=torch.empty(4), scratch={})
     names = {"_maxima_kernel", "_gather_kernel", "_choose_kernel"}
     again = {f"{name} again" for name in names} if without else set()
@@ -291,20 +288,21 @@ def test_attention_over_a_cache(
     architecture: int, dtype: torch.dtype, group: int, d: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
     from tilegrad.kernels.attention import Mask
-    from tilegrad.kernels.cache_attention import triton_ops
+    from tilegrad.kernels.cache_attention import Caches, triton_ops
 
     cache, qkv, o = (torch.empty(2, h, *n, d, dtype=dtype) for h, n in ((1, (1024,)), (group + 2, ()), (group, ())))
     numbers, scratch = torch.zeros(2, dtype=torch.int64), poisoned(triton_ops.workspace(cache, group))
     rows = qkv[:, :group], qkv[:, group : group + 1], qkv[:, group + 1 :]
     with compiling(architecture, tmp_path) as found:
         mask = Mask(causal=True, **options)
-        triton_ops.fwd(*rows, numbers, mask, o=o, k_cache=cache, v_cache=cache, scratch=scratch)
+        triton_ops.fwd(*rows, numbers, mask, o=o, caches=Caches(cache, cache), scratch=scratch)
         triton_ops.write(*rows[1:], numbers, k_cache=cache, v_cache=cache, scratch={})
     check(found, architecture, {"_attend_kernel", "_merge_kernel", "_write_kernel"})
     assert ".128" in found["_attend_kernel"].sass, "loads are not of 16 bytes"
 
 
 def test_positions_of_packed_rows(tmp_path: Path) -> None:
+    from tilegrad.kernels.embedding import Gradients
     from tilegrad.kernels.embedding import triton_ops as embedding
     from tilegrad.kernels.rope import triton_ops as rope
 
@@ -315,7 +313,7 @@ def test_positions_of_packed_rows(tmp_path: Path) -> None:
     heads, scratch = x.view(2, 32, 12, 64), poisoned(embedding.workspace(x))
     with compiling(90, tmp_path) as found:
         embedding.fwd(tokens, w, w, tokens, x=x, scratch={})
-        embedding.bwd(x, tokens, tokens, dwte=None, dwpe=dw, accumulate=False, scratch=scratch)
+        embedding.bwd(x, tokens, tokens, out=Gradients(None, dw, accumulate=False), scratch=scratch)
         rope.rotate(heads, table, table, tokens, 1.0, y=heads, scratch={})
     check(found, 90, {"_embedding_kernel", "_runs_kernel", "_join_kernel", "_rotate_kernel"})
 
@@ -324,6 +322,7 @@ def test_sizes_of_1_of_the_step(tmp_path: Path) -> None:
     from tilegrad.kernels.cross_entropy import Outputs
     from tilegrad.kernels.cross_entropy import triton_ops as cross_entropy
     from tilegrad.kernels.dropout import triton_ops as dropout
+    from tilegrad.kernels.embedding import Gradients
     from tilegrad.kernels.embedding import triton_ops as embedding
     from tilegrad.kernels.global_norm import triton_ops as global_norm
     from tilegrad.kernels.rope import triton_ops as rope
@@ -335,7 +334,7 @@ def test_sizes_of_1_of_the_step(tmp_path: Path) -> None:
         cross_entropy.run(x, table, token[0], one, out=Outputs(one, x, table), scratch=scratch)
         embedding.fwd(token, table, table, None, x=x, scratch={})
         scratch = poisoned(embedding.workspace(x))
-        embedding.bwd(x, token, None, dwte=table, dwpe=table, accumulate=True, scratch=scratch)
+        embedding.bwd(x, token, None, out=Gradients(table, table, accumulate=True), scratch=scratch)
         global_norm.fwd([x[0]], norm=one, scratch=poisoned(global_norm.workspace(x[0])))
         rope.rotate(heads, table, table, None, -1.0, y=heads, scratch={})
         dropout.fwd(x, token[0, 0], 2.0**-32, 1, y=x, scratch={})
@@ -376,6 +375,7 @@ def test_products_of_few_rows(n: int, m: int, k: int, tmp_path: Path, monkeypatc
 def test_kernels_of_a_step_wait_for_the_previous_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a kernel reads or writes what another one may write or read, it waits."""
     from tilegrad.kernels.activation import triton_ops as activation
+    from tilegrad.kernels.norm import Outputs
     from tilegrad.kernels.norm import triton_ops as norm_ops
     from tilegrad.kernels.rope import triton_ops as rope
 
@@ -383,7 +383,7 @@ def test_kernels_of_a_step_wait_for_the_previous_one(tmp_path: Path, monkeypatch
         monkeypatch.setattr(module, "dependent", lambda _x, _rows: {"DEPENDENT": True, "launch_pdl": True})
     x, table, heads = torch.empty(1, 64), torch.empty(1, 32), torch.empty(1, 1, 1, 64)
     with compiling(90, tmp_path) as found:
-        norm_ops.fwd(x, x, x[0], x[0], 1e-5, x1=x, y=x, mean=x[0], rstd=x[0], scratch={})
+        norm_ops.fwd(x, x, x[0], x[0], 1e-5, out=Outputs(x, x, x[0], x[0]), scratch={})
         activation.fwd(x, "gelu", a=x, scratch={})
         activation.swiglu_fwd(x, x, a=x, scratch={})
         rope.rotate(heads, table, table, None, -1.0, y=heads, scratch={})
@@ -395,6 +395,7 @@ def test_kernels_of_a_step_wait_for_the_previous_one(tmp_path: Path, monkeypatch
 
 def test_norms_and_rope_have_the_same_arithmetic_for_any_number_of_rows(tmp_path: Path) -> None:
     """Triton compiles another program where a size is 1 or a multiple of 16."""
+    from tilegrad.kernels.norm import Outputs
     from tilegrad.kernels.norm import triton_ops as norm
     from tilegrad.kernels.rope import triton_ops as rope
 
@@ -406,7 +407,7 @@ def test_norms_and_rope_have_the_same_arithmetic_for_any_number_of_rows(tmp_path
         positions = torch.zeros(b, t, dtype=torch.int64) if packed else None
         with compiling(90, tmp_path) as compiled:
             y = x.view(b * t, 256)
-            norm.fwd(y, y, w, w, 1e-5, x1=y, y=y, mean=rows, rstd=rows, scratch={})
+            norm.fwd(y, y, w, w, 1e-5, out=Outputs(y, y, rows, rows), scratch={})
             rope.rotate(x, table, table, positions, 1.0, y=x, scratch={})
         for name, kernel in compiled.items():
             found[name].add(tuple(sorted(arithmetic.findall(kernel.sass))))

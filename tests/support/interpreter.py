@@ -52,7 +52,9 @@ def interpreting() -> Iterator[None]:
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
-    for file in (file for name in ("triton_ops", "few_rows", "scaled_mm") for file in KERNELS.glob(f"*/{name}.py")):
+    for file in (
+        file for name in ("triton_ops", "few_rows", "round_both_orders") for file in KERNELS.glob(f"*/{name}.py")
+    ):
         # @triton.jit of a module that is imported inside would interpret for ever
         importlib.import_module(f"tilegrad.kernels.{file.parent.name}.{file.stem}")
     made: dict[Any, Any] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from tilegrad.engine.batch import Batch
 from tilegrad.kernels.rope.frequencies import RopeScaling
 from tilegrad.model import reference
 from tilegrad.model.lora import LoraConfig
+from tilegrad.model.transformer import Transformer
+from tilegrad.training.config import DataConfig, RunConfig, TrainConfig
 
 CONFIG = ModelConfig(vocab_size=31, block_size=16, n_layer=3, n_head=4, n_embd=16)
 LLAMA = replace(
@@ -24,12 +27,39 @@ QWEN3 = replace(
 )  # fmt: skip
 
 
+def kinds(n_embd: int) -> tuple[ModelConfig, ...]:
+    """Models of one layer that together have every kind of layer."""
+    gpt = replace(CONFIG, n_layer=1, n_embd=n_embd)
+    return (
+        gpt,
+        replace(LLAMA, n_layer=1, n_embd=n_embd),
+        replace(gpt, dropout=0.2, projection="per_head", activation="relu"),
+        replace(gpt, loss="embedding_mse", activation="tanh"),
+    )
+
+
+def small_run(**train: Any) -> RunConfig:
+    """A run on text.txt that takes a second."""
+    model = ModelConfig(vocab_size=256, block_size=16, n_layer=1, n_head=2, n_embd=16)
+    config = TrainConfig(batch_size=2, seq_len=12, eval_batches=1, log_interval=1, **train)
+    return RunConfig(model, config, DataConfig(files=("text.txt",)))
+
+
 def batch(config: ModelConfig, b: int, t: int, seed: int = 0, ignored: float = 0.2) -> tuple[Tensor, Tensor]:
     g = torch.Generator().manual_seed(seed)
     tokens, targets = (torch.randint(0, config.vocab_size, (b, t), generator=g) for _ in range(2))
     targets[torch.rand(b, t, generator=g) < ignored] = -1
     targets[0, 0] = 1
     return tokens, targets
+
+
+def set_batch(model: Transformer, tokens: Tensor, targets: Tensor) -> None:
+    """The buffers of a step that an engine would fill."""
+    model.tokens.copy_(tokens)
+    model.head.targets.copy_(targets.view(-1))
+    model.head.inv_total.fill_(0.1)
+    for seed in model.seeds:
+        seed.fill_(7)
 
 
 def random_ends(b: int, t: int, documents: int, seed: int = 0) -> Tensor:

@@ -1,4 +1,4 @@
-"""`_smallest`, `_kth_largest` and `_smallest_mass` of Triton's sampling, each in a kernel of its own."""
+"""`smallest_kept`, `kth_largest` and `smallest_kept_mass` of Triton's sampling, each in a kernel of its own."""
 
 from __future__ import annotations
 
@@ -8,12 +8,19 @@ import triton.language as tl
 from torch import Tensor
 
 from tilegrad.kernels.gpu import launch
-from tilegrad.kernels.sampling.triton_ops import LEAST_KEY, _kth_largest, _mass, _ordered, _smallest, _smallest_mass
+from tilegrad.kernels.sampling.triton_numerics import (
+    LEAST_KEY,
+    kth_largest,
+    mass_of,
+    order_key,
+    smallest_kept,
+    smallest_kept_mass,
+)
 
 
 @triton.jit
 def _smallest_kernel(x, key, V, bound, scale, MASSES: tl.constexpr, TILE: tl.constexpr):
-    tl.store(key, _smallest(x, V, tl.load(bound), scale, MASSES=MASSES, TILE=TILE))
+    tl.store(key, smallest_kept(x, V, tl.load(bound), scale, MASSES=MASSES, TILE=TILE))
 
 
 def smallest_key(x: Tensor, bound: float, scale: float, *, masses: bool) -> int:
@@ -27,10 +34,10 @@ def _smallest_listed_kernel(x, key, n, bound, most, scale, MASSES: tl.constexpr,
     i = tl.arange(0, TILE)
     listed = tl.load(x + i, mask=i < n, other=0.0)
     if MASSES:
-        found = _smallest_mass(listed, _mass(listed, scale), tl.load(bound)).to(tl.int32, bitcast=True)
+        found = smallest_kept_mass(listed, mass_of(listed, scale), tl.load(bound)).to(tl.int32, bitcast=True)
     else:
-        keys = tl.where(i < n, _ordered(listed), LEAST_KEY)
-        found = _kth_largest(keys, n, tl.load(bound).to(tl.int32), most)
+        keys = tl.where(i < n, order_key(listed), LEAST_KEY)
+        found = kth_largest(keys, n, tl.load(bound).to(tl.int32), most)
     tl.store(key, found)
 
 

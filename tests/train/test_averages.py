@@ -23,9 +23,10 @@ from tilegrad.model.lora import LoraConfig
 from tilegrad.pretrained.adapters import merge, open_adapter
 from tilegrad.pretrained.weights import open_weights, write_weights
 from tilegrad.training import loop
-from tilegrad.training.checkpoint import DamagedCheckpoint, load_checkpoint, load_model, save_checkpoint
+from tilegrad.training.checkpoint import load_checkpoint, load_model, save_checkpoint
 from tilegrad.training.export import export_adapter, export_run
 from tilegrad.training.log import read_log
+from tilegrad.training.manifest import DamagedCheckpoint
 
 DECAY = 0.8
 SMALL = replace(CONFIG, n_layer=1)

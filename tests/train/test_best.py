@@ -10,22 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from support.models import small_run
 
-from tilegrad import Engine, ModelConfig
+from tilegrad import Engine
 from tilegrad.cli import main
 from tilegrad.pretrained.weights import open_weights
 from tilegrad.training.checkpoint import load_checkpoint, read_state
-from tilegrad.training.config import DataConfig, RunConfig, TrainConfig
 from tilegrad.training.run import train
 
-RUN = RunConfig(
-    ModelConfig(vocab_size=256, block_size=16, n_layer=1, n_head=2, n_embd=16),
-    TrainConfig(
-        steps=10, batch_size=2, seq_len=12, warmup_steps=2, eval_interval=2, eval_batches=1, checkpoint_interval=3,
-        log_interval=1, sample_tokens=4,
-    ),
-    DataConfig(files=("text.txt",)),
-)  # fmt: skip
+RUN = small_run(steps=10, warmup_steps=2, eval_interval=2, checkpoint_interval=3, sample_tokens=4)
 
 
 @pytest.fixture(autouse=True)

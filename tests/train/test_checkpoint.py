@@ -17,13 +17,8 @@ from support.models import LLAMA, batch
 
 from tilegrad import Engine
 from tilegrad.text import atomic
-from tilegrad.training.checkpoint import (
-    DamagedCheckpoint,
-    latest_checkpoint,
-    load_checkpoint,
-    load_into,
-    save_checkpoint,
-)
+from tilegrad.training.checkpoint import latest_checkpoint, load_checkpoint, load_into, save_checkpoint
+from tilegrad.training.manifest import DamagedCheckpoint
 
 STATE: dict[str, Any] = {
     "config": {"n_layer": 2, "lr": 0.1 + 0.2, "tied": True, "window": None},
@@ -204,7 +199,7 @@ def test_every_bit_of_a_manifest_counts(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tilegrad.training.checkpoint._VERSION", 2)
+    monkeypatch.setattr("tilegrad.training.manifest._VERSION", 2)
     path = save_checkpoint(tmp_path, 2, {}, {})
     monkeypatch.undo()
     with pytest.raises(DamagedCheckpoint, match="'tilegrad checkpoint' version 1"):

@@ -8,13 +8,14 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from support.models import CONFIG, LLAMA, QWEN3, assert_equal_gradients, batch, clones, equal
+from support.models import CONFIG, LLAMA, QWEN3, assert_equal_gradients, batch, clones, equal, set_batch
 from support.ops import allowed_bytes
 from torch import Tensor
 
@@ -382,16 +383,10 @@ def test_sharing_and_poison_change_no_bit(config: ModelConfig) -> None:
         model, optimizer = bind((handles, Optimizer.declare(handles.params.values())), arenas.view)
         for name, p in model.params.items():
             p.master.copy_(engine.params[name])
-        model.tokens.copy_(tokens)
-        model.head.targets.copy_(targets.view(-1))
-        model.head.inv_total.fill_(0.1)
-        for seed in model.seeds:
-            seed.fill_(7)
+        set_batch(model, tokens, targets)
         if poisoned:
             arenas.poison()
-            with poison_dead(arenas, observe):
-                run(model, optimizer)
-        else:
+        with poison_dead(arenas, observe) if poisoned else nullcontext():
             run(model, optimizer)
         results.append(
             clones({f"d {name}": p.grad for name, p in model.params.items() if p.grad is not None})

@@ -15,22 +15,15 @@ from typing import Any
 
 import pytest
 import torch
+from support.models import small_run
 
-from tilegrad import ModelConfig
 from tilegrad.cli import main
-from tilegrad.training import checkpoint
-from tilegrad.training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from tilegrad.training.config import DataConfig, RunConfig, TrainConfig
+from tilegrad.training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint, save_same
+from tilegrad.training.config import DataConfig
+from tilegrad.training.manifest import FileEntry, is_complete, write_manifest
 from tilegrad.training.run import train
 
-RUN = RunConfig(
-    ModelConfig(vocab_size=256, block_size=16, n_layer=1, n_head=2, n_embd=16),
-    TrainConfig(
-        steps=4, batch_size=2, seq_len=12, warmup_steps=1, eval_interval=2, eval_batches=1, checkpoint_interval=2,
-        log_interval=1, sample_tokens=0,
-    ),
-    DataConfig(files=("text.txt",)),
-)  # fmt: skip
+RUN = small_run(steps=4, warmup_steps=1, eval_interval=2, checkpoint_interval=2, sample_tokens=0)
 TRAIN = ["train", "--data", "text.txt", "--model.n_layer", "1", "--model.n_head", "2", "--model.n_embd", "16"]
 TRAIN += ["--model.block_size", "16", "--batch-size", "2", "--steps", "2"]
 MINE = [
@@ -223,9 +216,9 @@ def test_where_there_are_no_links_or_the_best_is_gone_a_checkpoint_is_whole_all_
     best, newest = tensors_in("best"), tensors_in("checkpoints")
     assert best.read_bytes() == newest.read_bytes() and not os.path.samefile(best, newest)
     saved = save_checkpoint(Path("best"), 3, {"x": torch.ones(3)}, {})
-    assert checkpoint.is_complete(saved)
+    assert is_complete(saved)
     (saved / "tensors.safetensors").unlink()
-    assert not checkpoint.is_complete(saved)
+    assert not is_complete(saved)
 
 
 def test_a_save_of_the_same_tensors_that_fails_leaves_nothing_and_names_the_checkpoint(
@@ -240,18 +233,18 @@ def test_a_save_of_the_same_tensors_that_fails_leaves_nothing_and_names_the_chec
         patch.setattr(os, "link", no_links)
         patch.setattr("shutil.copyfile", full)
         with pytest.raises(OSError, match=r"No space left .*checkpoints/000001-step-3"):
-            checkpoint.save_same(Path("checkpoints"), source, {"a": 1})
+            save_same(Path("checkpoints"), source, {"a": 1})
     assert not list(Path("checkpoints").iterdir())
-    assert dict(load_checkpoint(checkpoint.save_same(Path("checkpoints"), source, {"a": 1})).state) == {"a": 1}
+    assert dict(load_checkpoint(save_same(Path("checkpoints"), source, {"a": 1})).state) == {"a": 1}
 
 
 def test_a_manifest_names_no_file_that_is_missing_or_of_another_size() -> None:
     Path("staged").mkdir()
     Path("staged/a").write_bytes(b"12")
     for sizes in ({"a": 3}, {"a": 2, "b": 2}):
-        files: dict[str, checkpoint.FileEntry] = {name: {"bytes": n, "sha256": ""} for name, n in sizes.items()}
+        files: dict[str, FileEntry] = {name: {"bytes": n, "sha256": ""} for name, n in sizes.items()}
         with pytest.raises(OSError, match=r"staged/[ab]"):
-            checkpoint.write_manifest(Path("staged"), 1, files, {})
+            write_manifest(Path("staged"), 1, files, {})
     assert [p.name for p in Path("staged").iterdir()] == ["a"]
 
 

@@ -24,8 +24,9 @@ from tilegrad.data.documents import default_text
 from tilegrad.data.tokenizer import find_eos, load_tokenizer, train_bpe
 from tilegrad.kernels.rope.frequencies import RopeScaling
 from tilegrad.pretrained.gguf.container import open_container
-from tilegrad.pretrained.gguf.files import GGML_TYPES, import_gguf, write_gguf
+from tilegrad.pretrained.gguf.read import import_gguf
 from tilegrad.pretrained.gguf.tokenizer import PRE, byte_characters
+from tilegrad.pretrained.gguf.write import GGML_TYPES, write_gguf
 from tilegrad.pretrained.weights import open_weights, write_weights
 from tilegrad.training.generation import draw
 

@@ -22,17 +22,17 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from support.models import small_run
 from support.native import needs_library
 from support.signals import hangups_heard, hear_interrupts
 
 import tilegrad
-from tilegrad import ModelConfig
 from tilegrad.cli import main, progress
 from tilegrad.engine.engine import Engine
 from tilegrad.text import atomic
 from tilegrad.training import loop, sections
 from tilegrad.training.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint
-from tilegrad.training.config import DataConfig, RunConfig, RunEnded, TrainConfig
+from tilegrad.training.config import DataConfig, RunEnded
 from tilegrad.training.log import read_log
 from tilegrad.training.run import train
 
@@ -53,14 +53,7 @@ sample_tokens = 4
 [data]
 files = ["text.txt"]
 """
-RUN = RunConfig(
-    ModelConfig(vocab_size=256, block_size=16, n_layer=1, n_head=2, n_embd=16),
-    TrainConfig(
-        steps=12, batch_size=2, seq_len=12, warmup_steps=2, eval_interval=0, eval_batches=1, checkpoint_interval=4,
-        log_interval=1, sample_tokens=4,
-    ),
-    DataConfig(files=("text.txt",)),
-)  # fmt: skip
+RUN = small_run(steps=12, warmup_steps=2, eval_interval=0, checkpoint_interval=4, sample_tokens=4)
 Show = Callable[[str, dict[str, Any]], None]
 
 

@@ -28,15 +28,10 @@ from tilegrad.model.reference import hidden_states, logits_of
 from tilegrad.pretrained.adapters import adapter_shapes, merge
 from tilegrad.pretrained.weights import open_weights, write_weights
 from tilegrad.training import loop
-from tilegrad.training.checkpoint import (
-    DamagedCheckpoint,
-    _digest,
-    latest_checkpoint,
-    load_adapters,
-    load_checkpoint,
-)
+from tilegrad.training.checkpoint import latest_checkpoint, load_adapters, load_checkpoint
 from tilegrad.training.config import AdapterConfig
 from tilegrad.training.keys import keys
+from tilegrad.training.manifest import DamagedCheckpoint, _digest
 from tilegrad.training.schedule import learning_rate
 from tilegrad.training.sections import run_from
 

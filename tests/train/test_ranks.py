@@ -37,17 +37,9 @@ from tilegrad.kernels.op import observe
 from tilegrad.memory.planned.arena import poison_dead
 from tilegrad.model.config import PRESETS
 from tilegrad.model.lora import LoraConfig
-from tilegrad.training.checkpoint import (
-    DamagedCheckpoint,
-    file_entry,
-    latest_checkpoint,
-    load_checkpoint,
-    load_into,
-    read_state,
-    save_checkpoint,
-    write_manifest,
-)
+from tilegrad.training.checkpoint import latest_checkpoint, load_checkpoint, load_into, read_state, save_checkpoint
 from tilegrad.training.config import DataConfig, OptimizerConfig, RunConfig, TrainConfig
+from tilegrad.training.manifest import DamagedCheckpoint, file_entry, write_manifest
 from tilegrad.training.pieces import load_pieces, save_pieces
 from tilegrad.training.run import _load, train
 
@@ -115,6 +107,13 @@ def averages_apart(many: Engine, one: Engine) -> float:
     return worst
 
 
+def check_parity(found: list[Any], shard: str) -> None:
+    assert len({entered for *_, entered in found}) == 1, "the lowest count is who the others wait for"
+    for worst, allocated, planned, alone, _ in found:
+        assert worst < 1e-12
+        assert allocated == planned and (planned < alone) == (shard != "none")
+
+
 @pytest.mark.parametrize(
     ("case", "shard", "count"),
     [
@@ -128,11 +127,7 @@ def averages_apart(many: Engine, one: Engine) -> float:
 )
 def test_ranks_are_one_process(two_ranks: Ranks, case: str, shard: str, count: int) -> None:
     """Ranks with unequal micro-batches, and with none."""
-    found = two_ranks.run(parity, case, shard, count)
-    assert len({entered for *_, entered in found}) == 1, "the lowest count is who the others wait for"
-    for worst, allocated, planned, alone, _ in found:
-        assert worst < 1e-12
-        assert allocated == planned and (planned < alone) == (shard != "none")
+    check_parity(two_ranks.run(parity, case, shard, count), shard)
 
 
 def frozen_parity(mesh: Mesh, case: str, shard: str, count: int, context: int, trained: dict[str, Any]) -> None:
@@ -308,11 +303,7 @@ def four_ranks() -> Iterator[Ranks]:
 @pytest.mark.parametrize("count", [2, 7])
 def test_four_ranks_are_one_process(four_ranks: Ranks, case: str, shard: str, count: int) -> None:
     """Two of them without a micro-batch; and three with twice as many as the fourth."""
-    found = four_ranks.run(parity, case, shard, count)
-    assert len({entered for *_, entered in found}) == 1, "the lowest count is who the others wait for"
-    for worst, allocated, planned, alone, _ in found:
-        assert worst < 1e-12
-        assert allocated == planned and (planned < alone) == (shard != "none")
+    check_parity(four_ranks.run(parity, case, shard, count), shard)
 
 
 def printed_and_allocated(mesh: Mesh, shard: str, context: int) -> tuple[int, int]:

@@ -9,13 +9,13 @@ import resource
 import shutil
 import subprocess
 import threading
-from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.page import Page, check_alone
 
 from tilegrad.memory.page import Span, timeline_page
 from tilegrad.memory.types import BufferType
@@ -126,26 +126,7 @@ def test_a_disk_without_room_for_tensorboard_is_one_sentence_that_names_the_file
     )
 
 
-class Page(HTMLParser):
-    """Text by element, attributes by element, and every attribute that could reach for the network."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.text: dict[str, list[str]] = {}
-        self.attributes: dict[str, dict[str, str | None]] = {}
-        self.links: list[str] = []
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes[tag] = dict(attrs)
-        self.links += [f"{tag} {name}" for name, _ in attrs if name in {"src", "href", "action", "data", "srcset"}]
-
-    def handle_data(self, data: str) -> None:
-        if self.tags and data.strip():
-            self.text.setdefault(self.tags[-1], []).append(data.strip())
-
+class RunPage(Page):
     def curves(self, chart: int) -> dict[str, list[tuple[int, float | None]]]:
         data: list[dict[str, Any]] = json.loads(self.text["script"][0])
         return {line["name"]: list(zip(line["x"], line["y"], strict=True)) for line in data[chart]["series"]}
@@ -167,7 +148,7 @@ def page(**change: Any) -> str:
 
 
 def test_the_page_has_every_value_of_the_log() -> None:
-    found = Page(page(unigram_entropy=3.125, planned_bytes=3 << 20, memory_page=MEMORY))
+    found = RunPage(page(unigram_entropy=3.125, planned_bytes=3 << 20, memory_page=MEMORY))
     assert found.curves(0) == {
         "train": [(s, 5.0 - s / 4) for s in range(1, 11)],
         "validation": [(5, 4.5), (10, 2.75)],
@@ -192,7 +173,7 @@ def test_the_tables_have_every_hyper_parameter_the_data_the_machine_and_memory_b
     held = Resident(100 << 20, {"params": 60 << 20, "activations": 40 << 20}, 7 << 20, 9 << 20, "cpu")
     records = [{"step": 0, "kind": "data", "files": 2, "documents": 3, "bytes": 4567, "tokens": 1234}, *RECORDS]
     tables = run_tables(run, records, {"torch": "2.11", "device": "a CPU"}, held)
-    found = Page(page(tables=tables))
+    found = RunPage(page(tables=tables))
     assert {"Model", "Training", "Data", "Text", "Environment", "Memory by role"} <= set(found.text["h2"])
     cells = found.text["td"]
     for part in run.plain().values():
@@ -212,14 +193,14 @@ def test_the_tables_have_every_hyper_parameter_the_data_the_machine_and_memory_b
 
 def test_a_resumed_step_is_drawn_once_and_a_bad_one_is_a_gap() -> None:
     records = [{"step": s, "kind": "train", "loss": y} for s, y in ((1, 4.0), (2, 9.0), (2, 3.0), (3, None))]
-    assert Page(page(records=records)).curves(0) == {"train": [(1, 4.0), (2, 3.0), (3, None)]}
-    assert Page(page(records=records)).curves(1) == {"": []}
+    assert RunPage(page(records=records)).curves(0) == {"train": [(1, 4.0), (2, 3.0), (3, None)]}
+    assert RunPage(page(records=records)).curves(1) == {"": []}
 
 
 def test_the_running_mean_of_a_long_run() -> None:
     losses: list[float | None] = [math.sin(s) + 3 for s in range(300)]
     losses[100] = None
-    found = Page(page(records=[{"step": s, "kind": "train", "loss": y} for s, y in enumerate(losses)])).curves(0)
+    found = RunPage(page(records=[{"step": s, "kind": "train", "loss": y} for s, y in enumerate(losses)])).curves(0)
     assert list(found) == ["train", "mean of 5"]
     assert [y for _, y in found["train"]] == losses
     for step, mean in found["mean of 5"]:
@@ -228,27 +209,22 @@ def test_the_running_mean_of_a_long_run() -> None:
 
 
 def test_a_run_of_nothing_has_a_page() -> None:
-    found = Page(page(records=[], sample="", facts={}))
+    found = RunPage(page(records=[], sample="", facts={}))
     assert found.curves(0) == {"train": []}
     assert "pre" not in found.tags and "iframe" not in found.tags
 
 
 def test_the_page_reaches_for_nothing() -> None:
     text = page(unigram_entropy=3.0, memory_page=MEMORY)
-    found = Page(text)
-    assert not found.links
-    for word in ("http:", "https:", "//cdn", "@import", "url(", "fetch(", "import("):
-        assert word not in text
-    assert "prefers-color-scheme: dark" in text
-    assert "<!--" not in text
+    check_alone(text)
 
 
 def test_the_page_escapes_all_text() -> None:
     evil = '</script></pre></iframe><img src=x onerror="alert(1)"><!--data-->&'
-    clean = Page(page(memory_page="a", tables={"Data": [("files", "a")]}))
+    clean = RunPage(page(memory_page="a", tables={"Data": [("files", "a")]}))
     records = [*RECORDS, {"step": 11, "kind": "train", "loss": evil}]  # a log that someone edited
     facts = {evil: evil, "parameters": evil}
-    found = Page(
+    found = RunPage(
         page(title=evil, records=records, facts=facts, sample=evil, memory_page=evil, tables={evil: [(evil, evil)]})
     )
     assert found.tags == clean.tags

@@ -20,9 +20,10 @@ from tilegrad import Engine, ModelConfig
 from tilegrad.engine.state import counters
 from tilegrad.text.spelling import byte_count
 from tilegrad.training import loop
-from tilegrad.training.checkpoint import DamagedCheckpoint, load_checkpoint
+from tilegrad.training.checkpoint import load_checkpoint
 from tilegrad.training.config import DataConfig, RunConfig, TrainConfig
 from tilegrad.training.log import read_log
+from tilegrad.training.manifest import DamagedCheckpoint
 from tilegrad.training.run import train
 from tilegrad.training.sections import read_toml, run_from
 

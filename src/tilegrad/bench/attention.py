@@ -31,9 +31,15 @@ from .timing import Thunk, freed_memory_kept, interleaved
 
 
 def measure(
-    shape: Shape, dtype: torch.dtype, device: torch.device, kernels: Sequence[str], peers: Sequence[str], repeats: int,
-    *, deterministic: bool = False,
-) -> list[Row]:  # fmt: skip
+    shape: Shape,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: Sequence[str],
+    peers: Sequence[str],
+    repeats: int,
+    *,
+    deterministic: bool = False,
+) -> list[Row]:
     inputs = Inputs(shape, dtype, device)
     forward: dict[str, Thunk] = {}
     backward: dict[str, Thunk] = {}
@@ -72,10 +78,20 @@ def measure(
 
 
 def bench_attention(
-    *, device: str | None = None, dtype: str = "bfloat16", kernels: Sequence[str] | None = None, preset: str | None = None,
-    peers: Sequence[str] | None = None, repeats: int = 30, json: bool = False, out: str | None = None, plot: str | None = None,
-    profile: bool = False, deterministic: bool = False, shapes: Sequence[str] | None = None,
-) -> int:  # fmt: skip
+    *,
+    device: str | None = None,
+    dtype: str = "bfloat16",
+    kernels: Sequence[str] | None = None,
+    preset: str | None = None,
+    peers: Sequence[str] | None = None,
+    repeats: int = 30,
+    json: bool = False,
+    out: str | None = None,
+    plot: str | None = None,
+    profile: bool = False,
+    deterministic: bool = False,
+    shapes: Sequence[str] | None = None,
+) -> int:
     """Prints times and ratios (or JSON lines); `out` appends the JSON lines to a file. `peers`: None = all that are
     installed; `shapes`, in the format of Shape.parse, replace the preset. Exit code 1 if a kernel is wrong."""
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))

@@ -119,9 +119,7 @@ class Inputs:
         return by(name, deterministic=deterministic)
 
 
-def _peer_function(
-    name: str, shape: Shape, device: torch.device, *, deterministic: bool
-) -> Callable[..., Tensor]:  # fmt: skip
+def _peer_function(name: str, shape: Shape, device: torch.device, *, deterministic: bool) -> Callable[..., Tensor]:
     """Raises one of ERRORS_OF_A_PEER if the peer cannot run the shape. Only FlashAttention-4 has `deterministic`."""
     gqa = bool(shape.hkv)
     if name == "fa4":
@@ -243,9 +241,14 @@ def refusal(kernel: str, inputs: Inputs) -> str | None:
 
 
 def check(
-    name: str, shape: Shape, dtype: torch.dtype, device: torch.device, contender: Contender = "buffers", *,
+    name: str,
+    shape: Shape,
+    dtype: torch.dtype,
+    device: torch.device,
+    contender: Contender = "buffers",
+    *,
     deterministic: bool = False,
-) -> str:  # fmt: skip
+) -> str:
     """'' if the closeness rule holds at this shape for a kernel of ours or a peer, else its complaints.
 
     One kv head of the last sequence (or of the longest packed one) is checked, with the query heads that share it. If their

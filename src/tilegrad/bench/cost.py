@@ -23,9 +23,17 @@ def _pairs_up_to(tq: int, tk: int, edge: int) -> int:
 
 
 def attention_flops(
-    batch: int, heads: int, tq: int, tk: int, d: int, dv: int, *, left: int | None = None, right: int | None = None,
+    batch: int,
+    heads: int,
+    tq: int,
+    tk: int,
+    d: int,
+    dv: int,
+    *,
+    left: int | None = None,
+    right: int | None = None,
     backward: bool = False,
-) -> int:  # fmt: skip
+) -> int:
     """Forward: q kᵀ and p v. Backward: q kᵀ, do vᵀ, pᵀ do, ds k, dsᵀ q."""
     widths = 3 * d + 2 * dv if backward else d + dv
     return 2 * batch * heads * visible_pairs(tq, tk, left, right) * widths

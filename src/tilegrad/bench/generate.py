@@ -34,9 +34,21 @@ PROMPT = 32
 PREFILL_PROMPTS = 8
 READ_BYTES = {"cpu": 1 << 28, "cuda": 8 << 30}
 QWEN = ModelConfig(
-    vocab_size=151936, block_size=4096, n_layer=24, n_head=14, n_kv_head=2, n_embd=896, ffn_dim=4864, activation="swiglu",
-    norm="rmsnorm", position="rope", bias=False, qkv_bias=True, rope_theta=1e6, norm_eps=1e-6,
-)  # fmt: skip
+    vocab_size=151936,
+    block_size=4096,
+    n_layer=24,
+    n_head=14,
+    n_kv_head=2,
+    n_embd=896,
+    ffn_dim=4864,
+    activation="swiglu",
+    norm="rmsnorm",
+    position="rope",
+    bias=False,
+    qkv_bias=True,
+    rope_theta=1e6,
+    norm_eps=1e-6,
+)
 SHAPES = {
     **PRESETS,
     "qwen2.5-0.5b": QWEN,
@@ -79,9 +91,14 @@ def transformers_contender(
     @torch.inference_mode()
     def write(prompts: Tensor, max_tokens: int) -> object:
         return model.generate(
-            prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=max_tokens, min_new_tokens=max_tokens,
-            do_sample=True, top_k=50, cache_implementation="static",
-        )  # fmt: skip
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            max_new_tokens=max_tokens,
+            min_new_tokens=max_tokens,
+            do_sample=True,
+            top_k=50,
+            cache_implementation="static",
+        )
 
     return write
 
@@ -95,9 +112,16 @@ def bandwidth(device: torch.device, repeats: int) -> float:
 
 
 def measure(
-    config: ModelConfig, params: Mapping[str, Tensor], batch_size: int, max_tokens: int, repeats: int, *,
-    device: torch.device, dtype: torch.dtype, peers: bool,
-) -> dict[str, list[float]]:  # fmt: skip
+    config: ModelConfig,
+    params: Mapping[str, Tensor],
+    batch_size: int,
+    max_tokens: int,
+    repeats: int,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    peers: bool,
+) -> dict[str, list[float]]:
     """Milliseconds of each contender in each round."""
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(0, config.vocab_size, (batch_size, PROMPT), generator=generator)
@@ -110,9 +134,14 @@ def measure(
 
 
 def measure_prefill(
-    config: ModelConfig, params: Mapping[str, Tensor], shape: tuple[int, int], repeats: int, *,
-    device: torch.device, dtype: torch.dtype,
-) -> dict[str, list[float]]:  # fmt: skip
+    config: ModelConfig,
+    params: Mapping[str, Tensor],
+    shape: tuple[int, int],
+    repeats: int,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> dict[str, list[float]]:
     """Milliseconds of a prefill and of training's forward, whose loss is over every token, in each round."""
     prompts, length = shape
     tokens = torch.randint(0, config.vocab_size, shape, generator=torch.Generator().manual_seed(1))

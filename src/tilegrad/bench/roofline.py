@@ -86,9 +86,7 @@ def _by_part(launches: Sequence[tuple[str, float]]) -> dict[str, float]:
     return {name: ms for name, ms in times.items() if ms}
 
 
-def print_roofline(
-    shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device, kernels: Sequence[str]
-) -> None:  # fmt: skip
+def print_roofline(shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device, kernels: Sequence[str]) -> None:
     flops_limit, bytes_limit = limits(dtype, device)
     print(f"\nlimits here: {flops_limit / 1e12:.3g} TFLOP/s of a GEMM, {bytes_limit / 1e9:.0f} GB/s of a copy")
     lines = []

@@ -54,11 +54,12 @@ def _text(found: Preview, *, colour: bool) -> str:
     lines = [
         described(found.counts),
         f"{found.trained_share:.1%} of the tokens are targets",
-        *([f"Padding: {found.padding['packed']:.1%} packed, {found.padding['padded']:.1%} with one {kind} in each row"]
-          if found.padding else []),
-        "",
-        f"Tokens in a {kind}: {n['least']:,} to {n['most']:,}, median {n['median']:,.0f}, mean {n['mean']:,.1f}",
-    ]  # fmt: skip
+    ]
+    if found.padding:
+        packed, padded = found.padding["packed"], found.padding["padded"]
+        lines.append(f"Padding: {packed:.1%} packed, {padded:.1%} with one {kind} in each row")
+    spread = f"{n['least']:,} to {n['most']:,}, median {n['median']:,.0f}, mean {n['mean']:,.1f}"
+    lines += ["", f"Tokens in a {kind}: {spread}"]
     width = max(map(len, found.histogram))
     for name, count in found.histogram.items():
         lines.append(f"  {name:>{width}}  {'█' * -(-count * _BAR // longest):<{_BAR}} {count:,}".rstrip())

@@ -18,6 +18,24 @@ if TYPE_CHECKING:
     from ..training.config import RunConfig
 
 
+def _spec(args: argparse.Namespace, run: RunConfig, device: torch.device) -> StepSpec:
+    from ..engine.spec import StepSpec
+    from ..training.config import DTYPES
+
+    t = run.train
+    return StepSpec(
+        run.model,
+        t.batch_size,
+        t.seq_len,
+        DTYPES[t.dtype],
+        device,
+        deterministic=t.deterministic or t.device == "cpu",
+        world=args.world_size,
+        **run.step_options,
+        **sharding_of(args),
+    )
+
+
 def _plan(args: argparse.Namespace) -> int:
     import torch
 
@@ -25,9 +43,7 @@ def _plan(args: argparse.Namespace) -> int:
     from ..engine.machine import check_device
     from ..engine.planning import plan_model, step_report
     from ..engine.recompute import OverBudget, choose_recompute
-    from ..engine.spec import StepSpec
     from ..text.atomic import check_replaceable
-    from ..training.config import DTYPES
     from ..training.sections import run_from, settled
 
     page = Path(args.html) if args.html is not None else None
@@ -46,14 +62,7 @@ def _plan(args: argparse.Namespace) -> int:
     if args.world_size < 1:
         raise ValueError(f"world-size: got {args.world_size}; accepted: at least 1")
     device = torch.device(t.device)
-    spec = StepSpec(
-        run.model, t.batch_size, t.seq_len, DTYPES[t.dtype], device,
-        linear=t.linear, head=t.head, deterministic=t.deterministic or t.device == "cpu", invariant=t.invariant,
-        world=args.world_size,
-        documents=run.documents, lora=run.lora, freeze=t.freeze, muon=run.muon, windows=run.windows, ema=run.optimizer.ema,
-        states=run.states,
-        **sharding_of(args),
-    )  # fmt: skip
+    spec = _spec(args, run, device)
     check_spec(spec)
     largest, largest_sentence = _largest_batch(spec, t.memory_budget) if args.fit else ({}, "")
     try:

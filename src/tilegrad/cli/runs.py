@@ -142,13 +142,19 @@ def add_runs(commands: Commands) -> None:
     train = add_command(commands, "train", "train a model; a run is a folder with log, checkpoints and report", _train)
     train.add_argument("--out", metavar="DIR", help="the run's folder (default: runs/ + name of FILE or preset)")
     train.add_argument(
-        "--resume", nargs="?", const=True, metavar="RUN",
+        "--resume",
+        nargs="?",
+        const=True,
+        metavar="RUN",
         help="continue the run in this folder (default: --out) from its newest checkpoint, or from the checkpoint given "
         "here; flags may change only keys that affect no past step",
-    )  # fmt: skip
+    )
     add_ranks(train)
     train.add_argument(
-        "--timeout", type=float, default=600.0, metavar="SECONDS",
+        "--timeout",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
         help="how long a collective waits for a rank (default: %(default)s)",
-    )  # fmt: skip
+    )
     add_keys(train)

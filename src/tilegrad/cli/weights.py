@@ -25,7 +25,7 @@ class Choice(TypedDict):
 def _import(args: argparse.Namespace) -> int:
     given = Path(args.source)
     if given.suffix == ".gguf":
-        from ..pretrained.gguf.files import import_gguf
+        from ..pretrained.gguf.read import import_gguf
 
         if args.adapter:
             raise ValueError(
@@ -117,9 +117,10 @@ def add_weights(commands: Commands) -> None:
         commands, "import", "import Hugging Face weights or a GGUF file: GPT-2, Llama, Mistral, Qwen2, Qwen3", _import
     )
     bring.add_argument(
-        "source", metavar="DIR_OR_FILE",
+        "source",
+        metavar="DIR_OR_FILE",
         help="a folder with config.json and *.safetensors, a .safetensors, a .gguf, or ORG/NAME in Hugging Face's cache",
-    )  # fmt: skip
+    )
     bring.add_argument("--out", metavar="DIR", help="the new folder (default: models/NAME, with the source's name)")
     bring.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json to use instead of the one in a .gguf")
     bring.add_argument("--adapter", metavar="DIR", help="a folder of PEFT's adapters to merge into the weights")

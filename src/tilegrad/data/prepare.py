@@ -260,9 +260,11 @@ def _write(
         (folder / "documents.bin").unlink(missing_ok=True)
     tokens = documents[0] if len(documents) == 1 else np.concatenate(documents)
     write_tokens(
-        folder / "tokens.bin", tokens.astype(token_dtype(tokenizer.vocab_size), copy=False),
-        vocab_size=tokenizer.vocab_size, **described,
-    )  # fmt: skip
+        folder / "tokens.bin",
+        tokens.astype(token_dtype(tokenizer.vocab_size), copy=False),
+        vocab_size=tokenizer.vocab_size,
+        **described,
+    )
     return _open(folder, documents=separate), tokenizer
 
 

@@ -153,7 +153,7 @@ class Units:
     def around(
         self, steps: Sequence[Touch], mesh: Mesh, *, first: bool, emit: Emit | None, observe: Observe,
         observe_names: ObserveNames,
-    ) -> Iterator[None]:  # fmt: skip
+    ) -> Iterator[None]:
         """Run the program of `steps` inside this context. first=True: sums overwrite the parts; False: they are added. `emit` is
         the outer observer (a trace or the poison check), which gets each call; None: there is none. While a program is traced,
         no collective runs."""

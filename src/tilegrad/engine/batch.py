@@ -66,9 +66,15 @@ def check_spec(spec: StepSpec) -> None:
     if spec.linear not in get_args(Linear):
         raise ValueError(f"linear: got {spec.linear!r}; accepted: {', '.join(map(repr, get_args(Linear)))}")
     check_invariant(
-        spec.config, spec.dtype, spec.device,
-        invariant=spec.invariant, linear=spec.linear, head=spec.head, lora=spec.lora, context=spec.context,
-    )  # fmt: skip
+        spec.config,
+        spec.dtype,
+        spec.device,
+        invariant=spec.invariant,
+        linear=spec.linear,
+        head=spec.head,
+        lora=spec.lora,
+        context=spec.context,
+    )
     patterns: object = spec.freeze
     if not isinstance(patterns, tuple) or not all(isinstance(pattern, str) for pattern in patterns):
         raise ValueError(

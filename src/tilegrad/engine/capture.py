@@ -150,9 +150,12 @@ class CapturedProgram:
     """
 
     def __init__(
-        self, program: Callable[[], None], models: Sequence[Transformer], stream: torch.cuda.Stream,
+        self,
+        program: Callable[[], None],
+        models: Sequence[Transformer],
+        stream: torch.cuda.Stream,
         pool: torch.cuda._POOL_HANDLE | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.program, self.stream, self.pool = program, stream, pool
         self.capturable = all(block.attention.capturable for model in models for block in model.blocks)
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -196,9 +199,12 @@ class DeviceStep:
     """A step on micro-batches of fixed shapes. Each micro-batch has its own model, and all models share one memory."""
 
     def __init__(
-        self, models: Sequence[Transformer], optimizer: Optimizer, stream: torch.cuda.Stream,
+        self,
+        models: Sequence[Transformer],
+        optimizer: Optimizer,
+        stream: torch.cuda.Stream,
         pool: torch.cuda._POOL_HANDLE | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         device, dtype = optimizer.params.device, optimizer.loss.dtype
         self.models, self.optimizer = tuple(models), optimizer
         self.staged = Staged.of(models, device)

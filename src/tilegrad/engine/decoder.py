@@ -81,9 +81,15 @@ class DecoderSpec:
     def declare(self, prefill_tokens: int | None = None) -> Decoding:
         """A program on handles: the prefill of `prefill_tokens` tokens, or the step if it is None."""
         return declare_decoding(
-            self.config, CacheSize(self.batch_size, self.capacity), self.dtype, self.device,
-            prefill_tokens=prefill_tokens, penalties=self.penalties, lora=self.lora, invariant=self.invariant,
-        )  # fmt: skip
+            self.config,
+            CacheSize(self.batch_size, self.capacity),
+            self.dtype,
+            self.device,
+            prefill_tokens=prefill_tokens,
+            penalties=self.penalties,
+            lora=self.lora,
+            invariant=self.invariant,
+        )
 
 
 def decoder_spec(
@@ -220,9 +226,16 @@ class Decoder:
         """
         first = params["wte.weight"]
         self.spec = spec = decoder_spec(
-            config, batch_size, capacity, prefill_tokens=prefill_tokens, device=device or first.device,
-            dtype=dtype or first.dtype, penalties=penalties, lora=lora, invariant=invariant,
-        )  # fmt: skip
+            config,
+            batch_size,
+            capacity,
+            prefill_tokens=prefill_tokens,
+            device=device or first.device,
+            dtype=dtype or first.dtype,
+            penalties=penalties,
+            lora=lora,
+            invariant=invariant,
+        )
         self.batch_size, self.capacity = batch_size, capacity
         step = spec.declare()
         self.plan = without_given(plan_decoder(spec), step.model.params, params)

@@ -31,11 +31,13 @@ from ..model.lora import LoraConfig
 from ..model.transformer import Transformer
 from .batch import Batch, check_batch, check_some, check_spec, count_targets, micro_batches, write_documents
 from .capture import DeviceStep, StepQueue, on_stream
+from .initialise import initialise
 from .machine import check_device, check_fits, check_threads
-from .optimizer import AdamW, NonFiniteError, StepResult
-from .parallel import check_accumulation, check_agreed, check_same, digest, make_strategy
+from .optimizer import AdamW, StepResult
+from .parallel import check_accumulation, check_same, make_strategy
 from .planning import plan_model
 from .recompute import choose_recompute
+from .results import Results
 from .spec import BUCKET_BYTES, Shard, StepSpec
 from .step import accumulate_gradients
 
@@ -100,15 +102,37 @@ class Engine:
     """Steps of the optimizer so far, submitted and skipped ones included."""
 
     def __init__(
-        self, model_config: ModelConfig, batch_size: int, seq_len: int, device: torch.device | str = "cpu",
-        dtype: torch.dtype | None = None, seed: int = 0, memory_budget: int | None = None, *,
-        betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.1, max_norm: float = 1.0,
-        linear: Linear = "plain", deterministic: bool = True, capture: bool = True,
-        mesh: Mesh | None = None, shard: Shard = "optimizer", bucket_bytes: int = BUCKET_BYTES, context: int = 1,
-        documents: int = 0, lora: LoraConfig | None = None, freeze: Sequence[str] = (), invariant: bool = False,
-        muon: MuonConfig | None = None, windows: Sequence[int | None] = (), ema: float = 0.0, states: States = FULL,
+        self,
+        model_config: ModelConfig,
+        batch_size: int,
+        seq_len: int,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+        seed: int = 0,
+        memory_budget: int | None = None,
+        *,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+        max_norm: float = 1.0,
+        linear: Linear = "plain",
+        deterministic: bool = True,
+        capture: bool = True,
+        mesh: Mesh | None = None,
+        shard: Shard = "optimizer",
+        bucket_bytes: int = BUCKET_BYTES,
+        context: int = 1,
+        documents: int = 0,
+        lora: LoraConfig | None = None,
+        freeze: Sequence[str] = (),
+        invariant: bool = False,
+        muon: MuonConfig | None = None,
+        windows: Sequence[int | None] = (),
+        ema: float = 0.0,
+        states: States = FULL,
         head: HeadProducts = "plain",
-    ) -> None:  # fmt: skip
+    ) -> None:
+        # Longer than 60 lines because it has 27 options.
         check_device(str(device))
         mesh = Mesh(device, alone=True) if mesh is None else mesh
         self.device = torch.empty(0, device=mesh.device if mesh.world > 1 else device).device
@@ -135,45 +159,21 @@ class Engine:
         self.ranks = make_strategy(spec, mesh, adamw, self.arenas.view)
         self.optimizer = self.ranks.optimizer
         self._bound: dict[tuple[int, int, bool, bool, int | None], Transformer] = {}
-        self._window = model_config.window
-        self._threads = torch.get_num_threads()
+        self._window, self._threads = model_config.window, torch.get_num_threads()
         self._pending: Transformer | None = None  # the model of the last forward, until its backward
-        self._total = self._count = 0
         self._device_steps: dict[tuple[tuple[tuple[int, int], ...], int | None], DeviceStep] = {}
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._graph_pool = torch.cuda.graph_pool_handle() if self._stream is not None else None
         self._queue = StepQueue(self._stream) if self._stream is not None and mesh.world == 1 else None
-        self._results: list[StepResult] = []
+        self._results = Results(self.optimizer, self._queue)
         self._rounded = -1  # the version of the params that the compute copies were rounded from
-        self.draws = 0  # how often dropout's seeds were drawn
-        self.loss, self.steps = 0.0, 0
+        self.draws = self._total = self._count = self.steps = 0  # draws: how often dropout's seeds were drawn
+        self.loss = 0.0
         self._averaged = False  # whether the weights are their average now (engine/state.py)
-        self._initialise()
-
-    def _initialise(self) -> None:
-        model = self._model(self.batch_size, self.seq_len // self.spec.context)
-        masters = self._has_masters(model)
-        self.ranks.params = {name: p.master if masters else p.value for name, p in model.params.items()}
-        self.ranks.trained = {p.name: self.ranks.params[p.name] for p in model.trained}
+        model = self._model(batch_size, seq_len // context)
+        initialise(model, self.ranks, spec, seed, masters=self._has_masters(model))
         self.grads = {name: p.kept_grad for name, p in model.params.items() if p.kept_grad is not None}
-        self.optimizer.sow(self.seed)
         self._scales, self._jumps = model.scales, model.jumps
-        generator = torch.Generator().manual_seed(self.seed)
-        if masters:
-            model.initialise(self.config, generator)
-        else:
-            model.fill_tables(self.config)
-        if self.spec.world > 1:
-            drawn = self.ranks.params.values() if masters else self._draw(model, generator)
-            check_agreed(self.ranks.mesh, {"initial weights": digest(drawn)})
-
-    def _draw(self, model: Transformer, generator: torch.Generator) -> Iterator[Tensor]:
-        """Yield each initial parameter whole, after this rank's slice of it is written."""
-        for p in model.in_draw_order:
-            whole = torch.empty(p.value.shape)
-            p.init.fill(whole, generator)
-            self.ranks.write_param(p.name, whole)
-            yield whole
 
     @property
     def params(self) -> dict[str, Tensor]:
@@ -202,8 +202,6 @@ class Engine:
         if window not in accepted or isinstance(window, bool):
             raise ValueError(f"window: got {window!r}; accepted: {', '.join(map(repr, accepted))}, as planned")
         self._window = window
-
-    # ── the step ──
 
     def forward(
         self,
@@ -311,7 +309,7 @@ class Engine:
         """
         self._refuse_averaged("optimizer_step")
         result = self._update(learning_rate)
-        self._count_steps([result])
+        self._results.count([result])
         return result.norm
 
     def step(
@@ -327,8 +325,7 @@ class Engine:
         >>> loss = engine.step(x, y, learning_rate=1e-3)
         """
         self.submit(tokens, targets, learning_rate, cu_seqlens=cu_seqlens)
-        self._collect(wait=True)
-        self.loss = self._results.pop().loss
+        self.loss = self._results.take_last().loss
         return self.loss
 
     def submit(
@@ -346,7 +343,7 @@ class Engine:
         self._refuse_averaged("step")
         if self._queue is None:
             self.gradients(tokens, targets, cu_seqlens=cu_seqlens)
-            self._record([self._update(learning_rate)])
+            self._results.record([self._update(learning_rate)])
             return
         batches = micro_batches(tokens, targets, cu_seqlens)
         check_some(len(batches))
@@ -360,7 +357,7 @@ class Engine:
             self._round_weights(step.models[0])
             awaited = self._queue.submit(step, batches, seeds, learning_rate, capture=self.capture)
         self._rounded = self._version()
-        self._record(awaited)
+        self._results.record(awaited)
 
     def finished(self, *, wait: bool = False) -> list[StepResult]:
         """Results of submitted steps, oldest first, each once; `wait` includes all. Ten skipped in a row raise NonFiniteError.
@@ -369,9 +366,8 @@ class Engine:
         >>> engine.finished(wait=True)[-1].loss < 0.1
         True
         """
-        self._collect(wait=wait)
-        results, self._results = self._results, []
-        return results
+        self._results.collect(wait=wait)
+        return self._results.take()
 
     def evaluate(self, tokens: Tensor, targets: Tensor, *, cu_seqlens: Tensor | None = None) -> float:
         """The mean loss of this rank's batch, without dropout; no backward can follow.
@@ -411,8 +407,6 @@ class Engine:
         """
         found = {name: int(state[JUMPS]) for name, state in self._scales.items()}
         return {name: count for name, count in found.items() if count}
-
-    # ── inside ──
 
     def _settle(self) -> None:
         """Wait for the parameters that other ranks are sending."""
@@ -498,27 +492,6 @@ class Engine:
             result = StepResult(self.loss, float(self.optimizer.norm), jumps)
         self._rounded = self._version() if self.optimizer.rounded is not None else -1
         return result
-
-    def _collect(self, *, wait: bool) -> None:
-        if self._queue is not None:
-            self._record(self._queue.finished(wait=wait))
-
-    def _record(self, results: list[StepResult]) -> None:
-        """Keep results for `finished`, which returns them even if counting them raises."""
-        self._results.extend(results)
-        self._count_steps(results)
-
-    def _count_steps(self, results: list[StepResult]) -> None:
-        """Count steps. After ten skipped in a row, the steps still in flight are skipped too. Then the guard is reset, so that
-        training can continue, and NonFiniteError is raised."""
-        try:
-            for result in results:
-                self.optimizer.count(result)
-        except NonFiniteError:
-            if self._queue is not None:
-                self._queue.finished(wait=True)
-            self.optimizer.in_a_row.zero_()
-            raise
 
     def _on_stream(self) -> AbstractContextManager[None]:
         return on_stream(self._stream)

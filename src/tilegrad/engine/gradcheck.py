@@ -98,10 +98,17 @@ def _slope_along(loss: Callable[[], float], x: Tensor, direction: Tensor) -> flo
 
 def gradient_table(results: list[GradientError]) -> str:
     rows = [
-        (r.tensor, "×".join(map(str, r.shape)), r.checked, f"{r.relative_error:.1e}", f"{r.direction_error:.1e}",
-         str(list(r.worst)), "pass" if r.passed else "FAIL")
+        (
+            r.tensor,
+            "×".join(map(str, r.shape)),
+            r.checked,
+            f"{r.relative_error:.1e}",
+            f"{r.direction_error:.1e}",
+            str(list(r.worst)),
+            "pass" if r.passed else "FAIL",
+        )
         for r in results
-    ]  # fmt: skip
+    ]
     return table(("tensor", "shape", "entries", "relative error", "along a direction", "worst at", ""), rows)
 
 
@@ -128,22 +135,29 @@ def check_attention(kernel: str | None = None) -> list[GradientError]:
     o, lse = torch.empty_like(do), torch.empty_like(dlse)
     attention_fwd(q, k, v, mask, o=o, lse=lse, scratch=scratch(backward=False), kernel=kernel)
     tensors = {"q": q, "k": k, "v": v, "bias": bias, "sinks": sinks}
-    dq, dk, dv, dbias, dsinks = (torch.zeros_like(x) for x in tensors.values())
+    grads = {name: torch.zeros_like(x) for name, x in tensors.items()}
+    dq, dk, dv, dbias, dsinks = grads.values()
     attention_bwd(
         q, k, v, o, lse, do, dlse, mask,
         dq=dq, dk=dk, dv=dv, dbias=dbias, dsinks=dsinks, scratch=scratch(backward=True), kernel=kernel,
     )  # fmt: skip
-    return check_gradients(loss, tensors, {"q": dq, "k": dk, "v": dv, "bias": dbias, "sinks": dsinks})
+    return check_gradients(loss, tensors, grads)
 
 
 def small(config: ModelConfig) -> ModelConfig:
     """The same kinds of layers with few channels, so that every tensor can be checked in seconds."""
     return replace(
-        config, vocab_size=29, block_size=12, n_layer=2, n_embd=4 * config.n_head, ffn_dim=24,
-        window=None if config.window is None else min(config.window, 5), dropout=0.0,
+        config,
+        vocab_size=29,
+        block_size=12,
+        n_layer=2,
+        n_embd=4 * config.n_head,
+        ffn_dim=24,
+        window=None if config.window is None else min(config.window, 5),
+        dropout=0.0,
         head_size=None if config.head_size is None else 6,
         window_layers=None if config.window_layers is None else tuple(i for i in config.window_layers if i < 2),
-    )  # fmt: skip
+    )
 
 
 def check_model(config: ModelConfig, *, against: str = "differences", seed: int = 0) -> list[GradientError]:

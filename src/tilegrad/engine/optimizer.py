@@ -29,7 +29,7 @@ rounds what it writes in bfloat16 stochastically, by `seed`, `adam_step` and eac
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -44,7 +44,7 @@ from ..kernels.global_norm import global_norm, global_norm_workspace
 from ..kernels.guard import guard, guard_workspace
 from ..kernels.muon import Matrices, Matrix, MuonConfig, muon_step, muon_workspace
 from ..kernels.rounding import Place, Places
-from ..kernels.scratch import Scratch, accumulation_dtype, below, larger, of
+from ..kernels.scratch import Scratch, Shapes, accumulation_dtype, below, larger, of
 from ..memory.planned.arena import flat
 from ..memory.planned.trace import FlatHandle, Handle, handles
 from ..memory.types import BufferType, Role
@@ -134,18 +134,35 @@ def _grads_and_values(
     return grads, _padded(name, ordered, buckets, lambda p: p.value)
 
 
+@dataclass(frozen=True, slots=True)
+class _Flats:
+    """Parameters, gradients, states and rounded copies, each end to end. A sharded state has only this rank's slices."""
+
+    masters: FlatHandle
+    grads: FlatHandle
+    m: FlatHandle
+    v: FlatHandle | None
+    ema: FlatHandle | None
+    rounded: FlatHandle | None
+
+
 def _slices(
-    masters: FlatHandle, grads: FlatHandle, m: FlatHandle, v: FlatHandle | None, ema: FlatHandle | None,
-    rounded: FlatHandle | None, buckets: Sequence[Bucket], matrices: Matrices, rank: int, world: int, units: Units | None,
+    flats: _Flats,
+    buckets: Sequence[Bucket],
+    owner: tuple[int, int],
+    matrices: Matrices,
     places: Places,
-) -> Iterator[Owned]:  # fmt: skip
-    """A rank's slice of each bucket. m, v, ema and masters with rounded copies have only these slices. With `units` all
-    buffers do. `matrices` are all matrices that Muon updates, `places` the places of all elements."""
+    *,
+    of_units: bool,
+) -> Iterator[Owned]:
+    """The owner's slice of each bucket; owner = (rank, world). m, v, ema and masters with rounded copies have only these
+    slices, and of_units all buffers do. `matrices` are all matrices that Muon updates, `places` the places of all elements."""
+    masters, grads, m, v, ema, rounded = flats.masters, flats.grads, flats.m, flats.v, flats.ema, flats.rounded
     at = at_v = 0
     for bucket in buckets:
-        start, stop = bucket.part(rank, world)
+        start, stop = bucket.part(*owner)
         in_slices = at, at + stop - start
-        in_values = in_slices if units is not None else (start, stop)
+        in_values = in_slices if of_units else (start, stop)
         params = masters.part(*(in_values if rounded is None else in_slices))
         copies = None if rounded is None else _buffer(rounded.part(*in_values))
         decayed = min(max(bucket.start + bucket.decayed - start, 0), stop - start)
@@ -208,6 +225,68 @@ def _buffer(handle: Handle) -> Buffer:
     return cast(Buffer, handle)
 
 
+def _handle(like: Handle, name: str, shape: tuple[int, ...], dtype: torch.dtype, role: Role = "optimizer") -> Handle:
+    multiple = like.multiple if role == "optimizer" and shape else 1
+    return Handle(name, shape, dtype, BufferType.TEMP, role, "optimizer", like.device, None, multiple)
+
+
+def _flats(
+    ordered: Sequence[Param],
+    by_adamw: Sequence[Param],
+    states: States,
+    buckets: Sequence[Bucket],
+    units: Units | None,
+    world: int,
+    *,
+    averaged: bool,
+) -> _Flats:
+    form, copied = next(handles(ordered[0].master)), ordered[0].value is not ordered[0].master
+    acc = accumulation_dtype(form.dtype)
+    of_moments = torch.bfloat16 if states.moments == "bfloat16" else acc
+
+    def state(name: str, of: Sequence[Param], dtype: torch.dtype = acc) -> FlatHandle | None:
+        if not buckets:
+            own = [_handle(form, f"{name}.{p.name}", p.master.shape, dtype) for p in of]
+            return flat(name, own) if own else None
+        size = sum(b.stop - b.start for b in buckets if of is ordered or not b.whole) // world
+        return flat(name, [_handle(form, f"optimizer.{name}", (size,), dtype)]) if size else None
+
+    grads, values = _grads_and_values(ordered, buckets, units)
+    masters, rounded = values, None
+    if copied:
+        masters = cast(FlatHandle, state("master", ordered) if buckets else _padded("params", ordered, (), _master))
+        rounded = values
+    m, v = cast(FlatHandle, state("m", ordered, of_moments)), state("v", by_adamw, of_moments)
+    return _Flats(masters, grads, m, v, state("ema", ordered) if averaged else None, rounded)
+
+
+def _scratch_of(
+    flats: _Flats,
+    owned: Sequence[Owned],
+    states: States,
+    muon: MuonConfig | None,
+    matrices: Matrices,
+    buckets: Sequence[Bucket],
+    world: int,
+) -> Shapes:
+    masters = flats.masters
+    scratch = (
+        below("global_norm", global_norm_workspace(*(own.grads for own in owned)))
+        | below("guard", guard_workspace())
+        | below("adamw", adamw_workspace(masters, lean=states.lean))
+        | (below("ema", ema_workspace(masters)) if flats.ema is not None else {})
+    )
+    if muon is not None and matrices:  # the most of any rank, because all ranks have the same plan
+        for r in range(world):
+            own = [_inside(matrices, *bucket.part(r, world)) for bucket in buckets]
+            scratch = larger(scratch, below("muon", muon_workspace(masters, muon, own)))
+    return scratch
+
+
+def _shapes(having: Mapping[str, Sequence[Param]]) -> dict[str, tuple[int, ...]]:
+    return {f"{kind}.{p.name}": tuple(p.master.shape) for kind, params in having.items() for p in params}
+
+
 @dataclass(slots=True)
 class Optimizer:
     """Its buffers are handles or tensors. params, grads, m, v and rounded are flat. `steps` also counts skipped updates."""
@@ -238,55 +317,41 @@ class Optimizer:
 
     @classmethod
     def declare(
-        cls, params: Iterable[Param], adamw: AdamW | None = None, muon: MuonConfig | None = None, decay: float = 0.0, *,
-        rank: int = 0, world: int = 1, buckets: Sequence[Bucket] = (), units: Units | None = None, states: States = FULL,
-    ) -> Optimizer:  # fmt: skip
+        cls,
+        params: Iterable[Param],
+        adamw: AdamW | None = None,
+        muon: MuonConfig | None = None,
+        decay: float = 0.0,
+        *,
+        rank: int = 0,
+        world: int = 1,
+        buckets: Sequence[Bucket] = (),
+        units: Units | None = None,
+        states: States = FULL,
+    ) -> Optimizer:
         """The optimizer of one rank of `world`, sharded by `buckets`, or by `units` if everything is sharded."""
         ordered = in_arena_order(params, muon)
         by_adamw = [p for p in ordered if not _by_muon(p, muon)]
-        form, copied = next(handles(ordered[0].master)), ordered[0].value is not ordered[0].master
+        form = next(handles(ordered[0].master))
         acc = accumulation_dtype(form.dtype)
-        of_moments = torch.bfloat16 if states.moments == "bfloat16" else acc
         buckets = buckets if units is None else tuple(units.buckets.values())
         sharded = bool(buckets)
 
         def buffer(name: str, shape: tuple[int, ...], dtype: torch.dtype, role: Role = "optimizer") -> Buffer:
-            multiple = form.multiple if role == "optimizer" and shape else 1
-            return _buffer(Handle(name, shape, dtype, BufferType.TEMP, role, "optimizer", form.device, None, multiple))
+            return _buffer(_handle(form, name, shape, dtype, role))
 
-        def state(name: str, of: Sequence[Param], dtype: torch.dtype = acc) -> FlatHandle | None:
-            if not sharded:
-                own = [buffer(f"{name}.{p.name}", p.master.shape, dtype) for p in of]
-                return flat(name, list(handles(own))) if own else None
-            size = sum(b.stop - b.start for b in buckets if of is ordered or not b.whole) // world
-            return flat(name, list(handles(buffer(f"optimizer.{name}", (size,), dtype)))) if size else None
-
-        grads, values = _grads_and_values(ordered, buckets, units)
+        flats = _flats(ordered, by_adamw, states, buckets, units, world, averaged=bool(decay))
+        grads, m, v, ema = flats.grads, flats.m, flats.v, flats.ema
         starts = dict(zip((h.name.removeprefix("d ") for h in grads.buffers), grads.starts, strict=True))
-        masters, rounded = values, None
-        if copied:
-            masters = cast(FlatHandle, state("master", ordered) if sharded else _padded("params", ordered, (), _master))
-            rounded = values
-        m, v = cast(FlatHandle, state("m", ordered, of_moments)), state("v", by_adamw, of_moments)
-        ema = state("ema", ordered) if decay else None
         if not sharded:
-            buckets = _ranges(masters, ordered, len(ordered) - len(by_adamw))
+            buckets = _ranges(flats.masters, ordered, len(ordered) - len(by_adamw))
         owner = (rank, world) if sharded else (0, 1)
         matrices = tuple(_matrices(ordered, starts)) if muon is not None else ()
         places = _places(ordered, starts if units is None else units.starts)
-        owned = tuple(_slices(masters, grads, m, v, ema, rounded, buckets, matrices, *owner, units, places))
-        scratch = (
-            below("global_norm", global_norm_workspace(*(own.grads for own in owned)))
-            | below("guard", guard_workspace())
-            | below("adamw", adamw_workspace(masters, lean=states.lean))
-            | (below("ema", ema_workspace(masters)) if decay else {})
-        )
-        if muon is not None and matrices:  # the most of any rank, because all ranks have the same plan
-            for r in range(owner[1]):
-                own = [_inside(matrices, *bucket.part(r, owner[1])) for bucket in buckets]
-                scratch = larger(scratch, below("muon", muon_workspace(masters, muon, own)))
+        owned = tuple(_slices(flats, buckets, owner, matrices, places, of_units=units is not None))
+        scratch = _scratch_of(flats, owned, states, muon, matrices, buckets, owner[1])
         return cls(
-            params=_buffer(masters),
+            params=_buffer(flats.masters),
             grads=_buffer(grads),
             m=_buffer(m),
             v=None if v is None else _buffer(v),
@@ -295,13 +360,9 @@ class Optimizer:
             norm=buffer("optimizer.norm", (), acc),
             loss=buffer("optimizer.loss", (), acc),
             in_a_row=buffer("optimizer.in_a_row", (), torch.float32),
-            rounded=None if rounded is None else _buffer(rounded),
+            rounded=None if flats.rounded is None else _buffer(flats.rounded),
             moments={} if sharded else {h.name: _buffer(h) for kept in (m, v, ema) if kept for h in kept.buffers},
-            shapes={
-                f"{kind}.{p.name}": tuple(p.master.shape)
-                for kind, having in (("m", ordered), ("v", by_adamw), ("ema", ordered if decay else []))
-                for p in having
-            },
+            shapes=_shapes({"m": ordered, "v": by_adamw, "ema": ordered if decay else []}),
             owned=owned,
             seed=buffer("optimizer.seed", (), torch.int64) if states.rounds else None,
             agreed=buffer("optimizer.agreed", (3,), torch.float64) if world > 1 else None,
@@ -332,25 +393,49 @@ class Optimizer:
         adamw = self.adamw
         by_adamw = [own for own in self.owned if own.v is not None]
         guard(
-            self.loss, MAX_SKIPPED, norm=self.norm, in_a_row=self.in_a_row,
-            step=None if by_adamw else self.adam_step, scratch=of("guard", self.scratch),
-        )  # fmt: skip
+            self.loss,
+            MAX_SKIPPED,
+            norm=self.norm,
+            in_a_row=self.in_a_row,
+            step=None if by_adamw else self.adam_step,
+            scratch=of("guard", self.scratch),
+        )
         by_muon = [own for own in self.owned if own.matrices]
         if by_muon and self.muon is not None:
             params, grads, m, _, _, rounded, _, matrices, _ = map(list, zip(*by_muon, strict=True))
             muon_step(
-                self.norm, learning_rate, self.muon, matrices, adamw.weight_decay, adamw.max_norm,
-                params=params, grads=grads, m=m, rounded=None if self.rounded is None else rounded,
+                self.norm,
+                learning_rate,
+                self.muon,
+                matrices,
+                adamw.weight_decay,
+                adamw.max_norm,
+                params=params,
+                grads=grads,
+                m=m,
+                rounded=None if self.rounded is None else rounded,
                 scratch=of("muon", self.scratch),
-            )  # fmt: skip
+            )
         if by_adamw:
             params, grads, m, v, _, rounded, decayed, _, places = map(list, zip(*by_adamw, strict=True))
             adamw_step(
-                self.norm, learning_rate, decayed, adamw.weight_decay, adamw.max_norm, adamw.betas, adamw.eps,
-                self.seed, places,
-                params=params, grads=grads, m=m, v=v, step=self.adam_step,
-                rounded=None if self.rounded is None else rounded, scratch=of("adamw", self.scratch),
-            )  # fmt: skip
+                self.norm,
+                learning_rate,
+                decayed,
+                adamw.weight_decay,
+                adamw.max_norm,
+                adamw.betas,
+                adamw.eps,
+                self.seed,
+                places,
+                params=params,
+                grads=grads,
+                m=m,
+                v=v,
+                step=self.adam_step,
+                rounded=None if self.rounded is None else rounded,
+                scratch=of("adamw", self.scratch),
+            )
         averages = [own.ema for own in self.owned if own.ema is not None]
         if averages:
             masters = [own.params for own in self.owned]

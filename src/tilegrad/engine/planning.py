@@ -21,10 +21,7 @@ from .spec import StepSpec
 def plan_model(spec: StepSpec, *, share: bool = True) -> MemoryPlan:
     """Every byte that one rank needs. Traces both ways to compute gradients (`step`, and `forward` followed by `backward`), so
     that one plan serves both. share=False gives every buffer memory of its own."""
-    check_ranks(
-        spec.config, spec.seq_len, spec.linear, world=spec.world, shard=spec.shard, context=spec.context, lora=spec.lora,
-        freeze=spec.freeze, muon=spec.muon, head=spec.head,
-    )  # fmt: skip
+    check_ranks(spec)
     return plan_memory(_trace(spec, one_step=False), share=share)
 
 

@@ -41,9 +41,16 @@ class Scoring:
     def declare(cls, spec: StepSpec, batch_size: int, seq_len: int) -> Scoring:
         config, lora = replace(spec.config, dropout=0.0), spec.lora
         at = Declare(
-            config, batch_size, seq_len, spec.dtype, spec.device, documents=spec.documents, freeze=("*",),
-            invariant=spec.invariant, lora=None if lora is None else replace(lora, dropout=0.0),
-        )  # fmt: skip
+            config,
+            batch_size,
+            seq_len,
+            spec.dtype,
+            spec.device,
+            documents=spec.documents,
+            freeze=("*",),
+            invariant=spec.invariant,
+            lora=None if lora is None else replace(lora, dropout=0.0),
+        )
         model = declare_at(at)
         shapes = token_logprobs_workspace(at.form(config.n_embd), model.head.w.value, invariant=at.invariant)
         return cls(

@@ -63,9 +63,15 @@ class StepSpec:
         return self.world > 1 and self.shard == "all"
 
     def declare(
-        self, ranks: Ranks | None = None, batch_size: int | None = None, local_seq_len: int | None = None, *,
-        training: bool = True, accumulate: bool = True, window: int | Literal["model"] | None = "model",
-    ) -> Transformer:  # fmt: skip
+        self,
+        ranks: Ranks | None = None,
+        batch_size: int | None = None,
+        local_seq_len: int | None = None,
+        *,
+        training: bool = True,
+        accumulate: bool = True,
+        window: int | Literal["model"] | None = "model",
+    ) -> Transformer:
         """The model on handles, by default for the largest batch. `local_seq_len` is the number of tokens of each sequence
         on this rank. `ranks` share the sequences; without them the model can only be traced. Evaluation (training=False)
         has no dropout and no float8. `window` is the model's or one of `windows`."""

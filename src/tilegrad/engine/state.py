@@ -14,15 +14,13 @@ from .parallel.alone import Run
 
 def counters(engine: Engine) -> dict[str, int]:
     """Seed, draws and steps. Waits for submitted steps; `finished` still returns their results."""
-    engine._collect(wait=True)
+    engine._results.collect(wait=True)
     return {"seed": engine.seed, "draws": engine.draws, **engine.optimizer.state()}
 
 
 def restore_counters(engine: Engine, counters: dict[str, int]) -> None:
     """Restore what `counters` returned. Results of submitted steps are dropped."""
-    if engine._queue is not None:
-        engine._queue.finished(wait=True)
-    engine._results = []
+    engine._results.drop()
     engine.seed, engine.draws, engine.steps = (int(counters[name]) for name in ("seed", "draws", "steps"))
     engine.optimizer.restore(counters)
     engine.optimizer.sow(engine.seed)

@@ -136,17 +136,21 @@ def attention_varlen(
     """
     if unknown:
         _refuse(unknown, attention_varlen)
-    mask = Mask(
-        causal, window, scale, softcap, None, alibi_slopes, sinks, dropout_p, seed,
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-    )  # fmt: skip
+    packed = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    mask = Mask(causal, window, scale, softcap, None, alibi_slopes, sinks, dropout_p, seed, *packed)
     return attend(q, k, v, mask, return_lse=return_lse, deterministic=deterministic, kernel=kernel)
 
 
 def sdpa(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,  # noqa: FBT001, FBT002
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,  # noqa: FBT001, FBT002
+    scale: float | None = None,
+    enable_gqa: bool = False,  # noqa: FBT001, FBT002
+) -> Tensor:
     """torch.nn.functional.scaled_dot_product_attention with tilegrad's kernels: the same arguments and results.
 
     query (…, Hq, L, E), key (…, H, S, E), value (…, H, S, Ev) → (…, Hq, L, Ev). Dimensions before the last two broadcast; with
@@ -230,10 +234,8 @@ def explain(
     del deterministic
     if unknown:
         _refuse(unknown, explain)
-    mask = Mask(
-        causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed if seed is not None else 0,
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, intervals,
-    )  # fmt: skip
+    packed, seed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), 0 if seed is None else seed
+    mask = Mask(causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed, *packed, intervals)
     check_options(q, k, v, mask)
     check_tensors(q, k, v, mask)
     return table.ATTENTION.explain(Problem(q, k, v, mask, o=o, do=do, dq=dq, dk=dk, dv=dv), kernel)

@@ -66,9 +66,16 @@ def forward_key(
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, kernel: str | None, key: Signature | None, *,
-    manager: int = 0, for_both: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    kernel: str | None,
+    key: Signature | None,
+    *,
+    manager: int = 0,
+    for_both: bool = False,
+) -> tuple[Tensor, Tensor]:
     """Checks, allocates, runs. Returns o, lse. `key` is from `forward_key`. `for_both`: the scratch also fits the backward."""
     prepared, device = recall(key), q.device
     if prepared is None:
@@ -145,9 +152,14 @@ def backward(
 
 
 def _register_fast_path(
-    prepared: PreparedCall, call: Forward | Backward, reads: tuple[Tensor | None, ...], new: tuple[Tensor | None, ...],
-    kernel: str | None, *, deterministic: bool,
-) -> None:  # fmt: skip
+    prepared: PreparedCall,
+    call: Forward | Backward,
+    reads: tuple[Tensor | None, ...],
+    new: tuple[Tensor | None, ...],
+    kernel: str | None,
+    *,
+    deterministic: bool,
+) -> None:
     """Registers this signature with eager.cpp, if that was built and supports it: it then runs all later calls."""
     q, mask, run = call.q, call.mask, prepared.run
     if fast_path is None or mask.has_tensors or not isinstance(run, NativeRun | Plan):
@@ -156,7 +168,15 @@ def _register_fast_path(
         return
     wanted = sum(1 << i for i, x in enumerate(new) if x is not None)
     if fast_path.add_program(
-        mask.cache_key, kernel, prepared.selection.table, deterministic, wanted, reads, new, prepared.work_bytes,
-        run.program if isinstance(run, NativeRun) else None, run if isinstance(run, Plan) else None,
-    ):  # fmt: skip
+        mask.cache_key,
+        kernel,
+        prepared.selection.table,
+        deterministic,
+        wanted,
+        reads,
+        new,
+        prepared.work_bytes,
+        run.program if isinstance(run, NativeRun) else None,
+        run if isinstance(run, Plan) else None,
+    ):
         forget()

@@ -19,9 +19,17 @@ Op = Callable[..., Any]
 
 
 def register(
-    library: torch.library.Library, name: str, public_name: str, kernels: tuple[Op, Op], fakes: tuple[Op, Op],
-    save: Callable[..., None], gradient: Op, vmaps: tuple[Op, Op], *, casts: bool = True,
-) -> tuple[Op, Op]:  # fmt: skip
+    library: torch.library.Library,
+    name: str,
+    public_name: str,
+    kernels: tuple[Op, Op],
+    fakes: tuple[Op, Op],
+    save: Callable[..., None],
+    gradient: Op,
+    vmaps: tuple[Op, Op],
+    *,
+    casts: bool = True,
+) -> tuple[Op, Op]:
     """Registers both ops, whose schemas are already defined. Returns each op in an autograd.Function, for torch.func
     transforms. `casts`: the first arguments of both are q, k and v, and autocast casts the forward's.
 

@@ -151,9 +151,13 @@ _apply_eagerly = super(torch.autograd.Function, _EagerAttention).apply  # skips 
 
 
 def _backward_of_eager(
-    reads: Sequence[Any], mask: Mask, wanted: tuple[bool, ...], kernel: str | None, deterministic: bool,  # noqa: FBT001
+    reads: Sequence[Any],
+    mask: Mask,
+    wanted: tuple[bool, ...],
+    kernel: str | None,
+    deterministic: bool,  # noqa: FBT001
     manager: int = 0,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+) -> tuple[Tensor | None, ...]:
     """Runs the kernel if the tensors are plain, else the op."""
     q, k, v, o, lse, do, dlse = reads
     held = tensors_of(mask, mask.seed)

@@ -51,20 +51,24 @@ def numbers_of(mask: Mask) -> tuple[Any, ...]:
 
 def mask_of(*fields: Any) -> Mask:
     """The mask from an op's arguments, in the order of _FIELDS."""
-    (
-        bias, alibi_slopes, sinks, seed, cu_seqlens_q, cu_seqlens_k, intervals, max_seqlen_q, max_seqlen_k,
-        causal, left, right, scale, softcap, dropout_p,
-    ) = fields  # fmt: skip
-    return Mask(
-        causal, (left, right), scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed,
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, intervals,
-    )  # fmt: skip
+    bias, alibi_slopes, sinks, seed, cu_seqlens_q, cu_seqlens_k, intervals = fields[:7]
+    longest_q, longest_k, causal, left, right, scale, softcap, dropout_p = fields[7:]
+    packed = cu_seqlens_q, cu_seqlens_k, longest_q, longest_k
+    of_scores = softcap, bias, alibi_slopes, sinks, dropout_p, seed
+    return Mask(causal, (left, right), scale, *of_scores, *packed, intervals)
 
 
 def attend_by_op(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, seed: Tensor | None, *,
-    return_lse: bool, deterministic: bool, kernel: str | None,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    seed: Tensor | None,
+    *,
+    return_lse: bool,
+    deterministic: bool,
+    kernel: str | None,
+) -> Tensor | tuple[Tensor, Tensor]:
     check_options(q, k, v, mask)
     if has_tangent(q, k, v, *mask.tensors):
         raise_forward_mode("tilegrad attention")
@@ -167,6 +171,12 @@ def _vmap(op: Callable[..., Any], tensors: int) -> Callable[..., Any]:
 
 
 _attention_fwd, _attention_bwd = register(
-    _library, "attention", "tilegrad attention", (_fwd, _bwd), (_fwd_fake, _bwd_fake), _save, _attention_backward,
+    _library,
+    "attention",
+    "tilegrad attention",
+    (_fwd, _bwd),
+    (_fwd_fake, _bwd_fake),
+    _save,
+    _attention_backward,
     (_vmap(torch.ops.tilegrad.attention_fwd, 3), _vmap(torch.ops.tilegrad.attention_bwd, 7)),
-)  # fmt: skip
+)

@@ -15,9 +15,17 @@ Reduction = Literal["mean", "sum", "none"]
 
 
 def linear_cross_entropy(
-    x: Tensor, w: Tensor, targets: Tensor, *, bias: Tensor | None = None, softcap: float | None = None,
-    label_smoothing: float = 0.0, z_loss: float = 0.0, reduction: Reduction = "mean", ignore_index: int = -100,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    w: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: Reduction = "mean",
+    ignore_index: int = -100,
+) -> Tensor:
     """F.cross_entropy(softcap(F.linear(x, w, bias)), targets, …) with exact gradients, without ever storing all logits.
 
     x (…, C), w (V, C), bias (V,), targets (…) int64. With l = x wᵀ + bias, after the cap, ε = label_smoothing and
@@ -53,9 +61,8 @@ def linear_cross_entropy(
     _check_options(softcap, label_smoothing, z_loss, reduction, ignore_index)
     if has_tangent(x, w, bias):
         raise_forward_mode("tilegrad.linear_cross_entropy")
-    dtype = x.dtype
-    if dtype != torch.float64 and torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
+    autocast = x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type)
+    dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
     if dtype == torch.float16 and x.device.type == "cpu":
         raise ValueError("x: got float16 on a CPU; accepted: bfloat16, float32 or float64 there, or float16 on a GPU")
     transformed = torch._C._are_functorch_transforms_active()

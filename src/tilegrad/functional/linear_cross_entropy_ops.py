@@ -64,9 +64,17 @@ def _forward(
             power, rest = _split(scale)
             own_dx = dx if dx is None or dx.dtype == dtype else torch.empty_like(reads[0])
             cross_entropy_step(
-                *reads[:3], power, reads[4], loss=loss, dx=own_dx, dw=dw, dbias=dbias, accumulate=False, terms=terms,
+                *reads[:3],
+                power,
+                reads[4],
+                loss=loss,
+                dx=own_dx,
+                dw=dw,
+                dbias=dbias,
+                accumulate=False,
+                terms=terms,
                 scratch=scratch,
-            )  # fmt: skip
+            )
             loss.mul_(rest)
             if dx is not None and own_dx is not None and own_dx is not dx:
                 dx.copy_(own_dx)
@@ -192,8 +200,13 @@ def _vmap(op: Any) -> Any:
 
 
 fwd_transformed, bwd_transformed = register(
-    _library, "linear_cross_entropy", "tilegrad.linear_cross_entropy", (_forward, _backward),
-    (_forward_fake, _backward_fake), _save, _gradient,
+    _library,
+    "linear_cross_entropy",
+    "tilegrad.linear_cross_entropy",
+    (_forward, _backward),
+    (_forward_fake, _backward_fake),
+    _save,
+    _gradient,
     (_vmap(torch.ops.tilegrad.linear_cross_entropy_fwd), _vmap(torch.ops.tilegrad.linear_cross_entropy_bwd)),
     casts=False,
-)  # fmt: skip
+)

@@ -59,10 +59,8 @@ def flash_attn_qkvpacked_func(
 ) -> Any:  # fmt: skip
     """`flash_attn_func` of qkv (B, T, 3, H, D)."""
     q, k, v = _parts("qkv", qkv, "(B, T, 3, H, D)")
-    return flash_attn_func(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs,
-    )  # fmt: skip
+    options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+    return flash_attn_func(q, k, v, *options, return_attn_probs)
 
 
 def flash_attn_kvpacked_func(
@@ -72,10 +70,8 @@ def flash_attn_kvpacked_func(
 ) -> Any:  # fmt: skip
     """`flash_attn_func` of q (B, Tq, Hq, D) and kv (B, Tk, 2, Hkv, D)."""
     k, v = _parts("kv", kv, "(B, Tk, 2, Hkv, D)")
-    return flash_attn_func(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs,
-    )  # fmt: skip
+    options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+    return flash_attn_func(q, k, v, *options, return_attn_probs)
 
 
 def flash_attn_varlen_func(
@@ -102,10 +98,8 @@ def flash_attn_varlen_qkvpacked_func(
     """`flash_attn_varlen_func` of qkv (total, 3, H, D)."""
     q, k, v = _parts("qkv", qkv, "(total, 3, H, D)")
     longest = _int("max_seqlen", max_seqlen)
-    return flash_attn_varlen_func(
-        q, k, v, cu_seqlens, cu_seqlens, longest, longest, dropout_p, softmax_scale, causal, window_size, softcap,
-        alibi_slopes, deterministic, return_attn_probs,
-    )  # fmt: skip
+    options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, longest, longest, *options, return_attn_probs)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -116,10 +110,10 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Any:  # fmt: skip
     """`flash_attn_varlen_func` of q (total_q, Hq, D) and kv (total_k, 2, Hkv, D)."""
     k, v = _parts("kv", kv, "(total_k, 2, Hkv, D)")
+    options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
     return flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size,
-        softcap, alibi_slopes, deterministic, return_attn_probs,
-    )  # fmt: skip
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options, return_attn_probs
+    )
 
 
 @torch.no_grad()
@@ -138,9 +132,12 @@ def flash_attn_with_kvcache(
     """
     del rotary_interleaved, num_splits
     _absent(
-        rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad,
         block_table=block_table,
-    )  # fmt: skip
+    )
     if (k is None) != (v is None):
         raise ValueError(f"k, v: got only {'v' if k is None else 'k'}; accepted: both, or neither")
     _tensors(q=q, k_cache=k_cache, v_cache=v_cache, **({} if k is None or v is None else {"k": k, "v": v}))
@@ -167,9 +164,13 @@ def flash_attn_with_kvcache(
 
 
 def _options(
-    softmax_scale: float | None, causal: bool, window_size: Sides, softcap: float, alibi_slopes: Tensor | None,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Sides,
+    softcap: float,
+    alibi_slopes: Tensor | None,
     deterministic: bool,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """The options of `attention`."""
     sides = tuple(window_size) if isinstance(window_size, Iterable) else ()
     require(len(sides) == 2, "window_size", window_size, "a pair (left, right) of ints; −1: no limit on that side")

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.library import Library
 from torch.nn.functional import pad
 
-from .. import functional  # noqa: F401 (defines the ops)
+from ..functional.library import numbers_of, tensors_of  # defines the ops
+from ..kernels.attention.mask import Mask
 
 
 def register() -> None:
@@ -52,9 +53,8 @@ def _fields(
     keys = min(rows, columns) if causal else columns
     right, cut = rows - keys if causal else None, None if bias is None else bias[..., :keys]
     deterministic = torch.are_deterministic_algorithms_enabled()
-    return keys, (
-        cut, None, None, None, None, None, None, 0, 0, False, None, right, scale, 0.0, 0.0, deterministic, None,
-    )  # fmt: skip
+    mask = Mask(window=(None, right), scale=scale, bias=cut)
+    return keys, (*tensors_of(mask, None), *numbers_of(mask), deterministic, None)
 
 
 def _forward(

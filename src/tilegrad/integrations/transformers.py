@@ -10,7 +10,7 @@ the mask function. Ours is an `Attends`, which has no T×T matrix:
     bias   for the rest: (B, 1, 1, Tk) for padding if queries and keys differ, (B, 1, Tq, Tk) for an unknown closure
 
 A bool bias (B, 1, Tq, Tk), also one from the caller, becomes intervals in the first layer that reads it, if it has at most two
-in each column (masks.py): all layers then skip what it masks out, and none reads T² elements.
+in each column (functional/masks.py): all layers then skip what it masks out, and none reads T² elements.
 
 An `Attends` is not a tensor and never None, so a model that computes attention itself raises instead of ignoring the mask.
 It is a pytree, so `torch.export` takes it as an input: its tensors are inputs, its numbers constants. Where only the device
@@ -32,9 +32,9 @@ from torch.utils._pytree import GetAttrKey, KeyEntry, register_pytree_node
 
 from .. import functional
 from ..functional.dispatch import is_plain_tensor, is_traced_or_transformed
+from ..functional.masks import IntervalMask, intervals_of_bool
 from ..kernels.attention.mask import Window
 from ..kernels.attention.problem import FEW_ROWS
-from ..masks import IntervalMask, intervals_of_bool
 from .transformers_loss import use_linear_cross_entropy
 
 # cumulative lengths of rows and of columns, then the longest of each; None: the number of the layer's queries, or keys
@@ -108,16 +108,44 @@ def _flatten_with_keys(attends: Attends) -> tuple[list[tuple[KeyEntry, Tensor | 
 
 
 register_pytree_node(
-    Attends, _flatten, _unflatten, flatten_with_keys_fn=_flatten_with_keys,
+    Attends,
+    _flatten,
+    _unflatten,
+    flatten_with_keys_fn=_flatten_with_keys,
     serialized_type_name="tilegrad.integrations.transformers.Attends",
-)  # fmt: skip
+)
+
+
+def _columns(attention_mask: Tensor, offset: int, length: int, used: int) -> Tensor:
+    """The columns in use of a mask of padding, which may be shorter than the cache."""
+    missing = max(0, length + offset - attention_mask.shape[1])
+    return pad(attention_mask, (0, missing))[:, offset : offset + used].bool()
+
+
+def _split(padding: Tensor, *, tracing: bool) -> bool:
+    """Whether some row has padding between its tokens; when tracing, the compiled code raises instead."""
+    split = ((padding[:, 1:] & ~padding[:, :-1]).sum(1) + padding[:, 0] > 1).any()
+    if not tracing:
+        return bool(split)
+    accepted = (
+        "attention_mask: got padding between tokens; accepted in torch.compile: padding before or after all tokens"
+    )
+    torch._assert_async(~split, accepted)
+    return False
 
 
 def mask(
-    batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0, kv_offset: int = 0,
-    mask_function: Callable[..., Any] | None = None, attention_mask: Any = None, use_vmap: bool = False,
-    device: Any = "cpu", **kwargs: Any,
-) -> Attends | Tensor:  # fmt: skip
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Any = None,
+    use_vmap: bool = False,
+    device: Any = "cpu",
+    **kwargs: Any,
+) -> Attends | Tensor:
     """transformers' mask function."""
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
@@ -127,10 +155,18 @@ def mask(
 
     def whole() -> Attends | Tensor:
         bias = sdpa_mask(
-            batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
-            mask_function=function, attention_mask=attention_mask, use_vmap=use_vmap, device=device,
-            allow_is_causal_skip=False, allow_is_bidirectional_skip=False,
-        )  # fmt: skip
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=function,
+            attention_mask=attention_mask,
+            use_vmap=use_vmap,
+            device=device,
+            allow_is_causal_skip=False,
+            allow_is_bidirectional_skip=False,
+        )
         return bias if moving else Attends(bias=bias, columns=kv_length)
 
     tracing = torch.compiler.is_compiling()
@@ -144,12 +180,9 @@ def mask(
         used = before + q_length
         if used > kv_length:
             return whole()
-    padding = attention_mask
-    if padding is not None:
-        missing = max(0, kv_length + kv_offset - padding.shape[1])
-        padding = pad(padding, (0, missing))[:, kv_offset : kv_offset + used].bool()
-        if not tracing and bool(padding.all()):
-            padding = None
+    padding = None if attention_mask is None else _columns(attention_mask, kv_offset, kv_length, used)
+    if padding is not None and not tracing and bool(padding.all()):
+        padding = None
     form: dict[str, Any] = {"band": band, "before": before if used < kv_length else None, "columns": kv_length}
     if ids is not None:
         return whole() if padding is not None else Attends(**form, runs=_packed(ids))
@@ -158,32 +191,53 @@ def mask(
     free, square = band == (None, None), q_length == used and q_offset == kv_offset == 0
     if not (free or square):
         return Attends(**form, bias=padding[:, None, None])
-    split = ((padding[:, 1:] & ~padding[:, :-1]).sum(1) + padding[:, 0] > 1).any()
-    if tracing:
-        accepted = (
-            "attention_mask: got padding between tokens; accepted in torch.compile: padding before or after all tokens"
-        )
-        torch._assert_async(~split, accepted)
-    elif bool(split):
+    if _split(padding, tracing=tracing):
         return Attends(**form, bias=padding[:, None, None])
     return Attends(**form, runs=_padded(padding, q_length if free else None), bias=padding[:, None, None])
 
 
-def attention_forward(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, dropout: float = 0.0,
-    scaling: float | None = None, is_causal: bool | None = None, sliding_window: int | None = None,
-    softcap: float | None = None, s_aux: Tensor | None = None, position_bias: Tensor | None = None,
-    position_ids: Tensor | None = None, cu_seq_lens_q: Tensor | None = None, cu_seq_lens_k: Tensor | None = None,
-    max_length_q: Any = None, max_length_k: Any = None, cache: Any = None, output_attentions: bool | None = None,
-    kernel: str | None = None, **_: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """transformers' attention function: q (B, Hq, Tq, D), k and v (B, Hkv, Tk, D) → o (B, Tq, Hq, Dv), None."""
-    if output_attentions:
-        from transformers.utils import logging
+def _warn_of_probabilities() -> None:
+    """Once, and the layer returns None for them, as sdpa does."""
+    from transformers.utils import logging
 
-        logging.get_logger(__name__).warning_once(  # and returns None, as sdpa does
-            "output_attentions: got True; accepted: False, because probabilities are never stored; use 'eager'"
-        )
+    logging.get_logger(__name__).warning_once(
+        "output_attentions: got True; accepted: False, because probabilities are never stored; use 'eager'"
+    )
+
+
+def _with_position_bias(bias: Tensor | None, own: Tensor) -> Tensor:
+    if bias is None:
+        return own
+    return own.masked_fill(~bias, -torch.inf) if bias.dtype == torch.bool else own + bias
+
+
+def attention_forward(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: Any = None,
+    max_length_k: Any = None,
+    cache: Any = None,
+    output_attentions: bool | None = None,
+    kernel: str | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function: q (B, Hq, Tq, D), k and v (B, Hkv, Tk, D) → o (B, Tq, Hq, Dv), None."""
+    # Longer than 60 lines because transformers passes 20 options.
+    if output_attentions:
+        _warn_of_probabilities()
     if cache is not None:
         raise ValueError("cache: got a paged cache; accepted: None (no continuous batching); use 'sdpa'")
     attends = _attends(module, attention_mask, is_causal, sliding_window)
@@ -218,8 +272,7 @@ def attention_forward(
     elif bias is not None:
         bias = bias.to(query.device)[..., : key.shape[2]]
     if position_bias is not None:
-        own = position_bias[..., : key.shape[2]]
-        bias = own if bias is None else own.masked_fill(~bias, -torch.inf) if bias.dtype == torch.bool else own + bias
+        bias = _with_position_bias(bias, position_bias[..., : key.shape[2]])
     if bias is not None and bias.dtype not in (torch.bool, torch.float32):
         bias = bias.to(query.dtype)
     if found is None:
@@ -265,9 +318,12 @@ def _read(function: Callable[..., Any]) -> tuple[Window, Tensor | None] | None:
 
 
 def _traced(
-    function: Callable[..., Any], config: Any = None, local_size: int | None = None,
-    allow_is_causal_skip: bool = False, **_: Any,
-) -> tuple[Window, None] | None:  # fmt: skip
+    function: Callable[..., Any],
+    config: Any = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = False,
+    **_: Any,
+) -> tuple[Window, None] | None:
     """`_read` for torch.compile, which can't look into a closure: by the function's identity and its other arguments."""
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 

@@ -95,9 +95,15 @@ class Logits:
         return Logits(self.x, self.w, self.bias, self.inner, 1.0)
 
     def cross_entropy(
-        self, target: Tensor, weight: Tensor | None = None, size_average: bool | None = None, ignore_index: int = -100,
-        reduce: bool | None = None, reduction: Any = "mean", label_smoothing: float = 0.0,
-    ) -> Tensor:  # fmt: skip
+        self,
+        target: Tensor,
+        weight: Tensor | None = None,
+        size_average: bool | None = None,
+        ignore_index: int = -100,
+        reduce: bool | None = None,
+        reduction: Any = "mean",
+        label_smoothing: float = 0.0,
+    ) -> Tensor:
         """torch.nn.functional.cross_entropy of these logits."""
         if weight is not None or size_average is not None or reduce is not None:
             _refuse("were given to cross_entropy with weight, size_average or reduce")
@@ -106,9 +112,15 @@ class Logits:
         if abs(factor - 1.0) > 1e-12:
             x, bias = x * factor, None if bias is None else bias * factor
         return linear_cross_entropy(
-            x, self.w, target, bias=bias, softcap=self.outer, label_smoothing=label_smoothing, reduction=reduction,
+            x,
+            self.w,
+            target,
+            bias=bias,
+            softcap=self.outer,
+            label_smoothing=label_smoothing,
+            reduction=reduction,
             ignore_index=ignore_index,
-        )  # fmt: skip
+        )
 
     float = contiguous  # the loss is float32 anyway
 

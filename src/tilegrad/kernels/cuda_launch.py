@@ -48,11 +48,14 @@ class _Config(ctypes.Structure):
     """CUlaunchConfig."""
 
     _fields_ = [
-        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared_bytes")),
+        *(
+            (name, ctypes.c_uint)
+            for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared_bytes")
+        ),
         ("stream", ctypes.c_void_p),
         ("attributes", ctypes.c_void_p),
         ("number_of_attributes", ctypes.c_uint),
-    ]  # fmt: skip
+    ]
 
 
 @functools.cache

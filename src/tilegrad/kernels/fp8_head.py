@@ -94,9 +94,15 @@ def fp8_cross_entropy_step(
         if dw is not None and x8t is not None:
             own, added = x8t[:, i.start : i.start + even(m)], accumulate or i.start > 0
             fp8_product_fwd(
-                dl8t, state, own, x_state, out=dw, accumulate=added, precise=True,
+                dl8t,
+                state,
+                own,
+                x_state,
+                out=dw,
+                accumulate=added,
+                precise=True,
                 scratch=of("dw", scratch) if added else {},
-            )  # fmt: skip
+            )
         if dx is not None and w8t is not None:
             fp8_product_fwd(dl8, state, w8t, w_state, out=dx[i], accumulate=False, precise=True)
     if loss is not None:

@@ -10,6 +10,7 @@ Saved: x (the norm's output), q k v after rope, o, lse; with qk_norm also q and 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -170,18 +171,51 @@ class Cache:
         if self.slots is not None:
             k, v = qkv[1:] if len(qkv) == 3 else (qkv[0], None)
             cache_write_fwd(
-                k, v, self.slots, self.n_head, self.n_kv_head,
-                k_cache=self.k, v_cache=self.v, scratch=self.scratch,
-            )  # fmt: skip
+                k, v, self.slots, self.n_head, self.n_kv_head, k_cache=self.k, v_cache=self.v, scratch=self.scratch
+            )
 
     def attend(self, qkv: tuple[Buffer, ...], mask: Mask, *, o: Buffer) -> None:
         """Adds the new token's k and v to the cache, and attends to the cache."""
         q, k, v = qkv if len(qkv) == 3 else (qkv[0], None, None)
         assert self.positions is not None
         cache_attention_fwd(
-            q, k, v, self.positions, mask, self.n_head, self.n_kv_head,
-            o=o, k_cache=self.k, v_cache=self.v, scratch=self.scratch,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            self.positions,
+            mask,
+            self.n_head,
+            self.n_kv_head,
+            o=o,
+            k_cache=self.k,
+            v_cache=self.v,
+            scratch=self.scratch,
+        )
+
+
+def _scratch(
+    at: Declare, mask: Mask, bands: Iterable[tuple[int, None] | None], name: str, *, backward: bool
+) -> Scratch:
+    """Scratch for any of the bands that a step may have."""
+    c = at.config
+    shapes: Shapes = {}
+    for band in bands:
+        needed = qkv_attention_workspace(
+            at.b,
+            at.t,
+            c.n_head,
+            c.kv_heads,
+            c.head_dim,
+            at.dtype,
+            at.device,
+            replace(mask, window=band),
+            backward=backward,
+            deterministic=at.deterministic,
+            invariant=at.invariant,
+            group=at.context,
+        )
+        shapes = larger(shapes, needed)
+    return at.scratch(name, shapes, _TYPES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,8 +253,7 @@ class AttentionLayer:
         c, b, t, d = at.config, at.b, at.t, at.config.head_dim
         parts = {"q": BufferType.QUERY, "k": BufferType.KEY, "v": BufferType.VALUE}
         widths = {"q": c.n_head * d, "k": c.kv_heads * d, "v": c.kv_heads * d}
-        per_head = c.projection == "per_head"
-        fused = not per_head and not c.qk_norm
+        fused = not (per_head := c.projection == "per_head") and not c.qk_norm
         starts = {"q": (0, 0), "k": (0, widths["q"]), "v": (0, widths["q"] + widths["k"]), "qkv": (0, 0)}
         outputs = starts if fused else {"q": (0, 0), "k": (1, 0), "v": (2, 0)}
         fused_widths = tuple(widths.values()) if fused else ()
@@ -233,24 +266,20 @@ class AttentionLayer:
         bands = dict.fromkeys(map(_band, windows))
         windowed = "_window" if c.window_layers is not None and any(bands) else ""
 
-        def scratch(*, backward: bool) -> Scratch:
-            form = (c.n_head, c.kv_heads, d, at.dtype, at.device)
-            shapes: Shapes = {}
-            for band in bands:
-                needed = qkv_attention_workspace(
-                    b, t, *form, replace(mask, window=band), backward=backward, deterministic=at.deterministic,
-                    invariant=at.invariant, group=at.context,
-                )  # fmt: skip
-                shapes = larger(shapes, needed)
-            return at.scratch(f"attention{windowed}{'_bwd' if backward else ''}", shapes, _TYPES)
-
         first: LinearLayer | None = None
         projections: tuple[LinearLayer, ...] = ()
         for part, width in widths.items():
             projection = LinearLayer.declare(
-                at, f"{name}.{part}", c.n_embd, width, bias=c.qkv_bias, per_head=per_head, parts=fused_widths,
-                shared=first, keeps_x=keeps_x,
-            )  # fmt: skip
+                at,
+                f"{name}.{part}",
+                c.n_embd,
+                width,
+                bias=c.qkv_bias,
+                per_head=per_head,
+                parts=fused_widths,
+                shared=first,
+                keeps_x=keeps_x,
+            )
             first, projections = first or projection, (*projections, projection)
         proj = LinearLayer.declare(at, f"{name}.proj", c.n_head * d, c.n_embd, at.onto_stream, bias=c.proj_bias)
         return cls(
@@ -276,8 +305,8 @@ class AttentionLayer:
             deterministic=at.deterministic,
             invariant=at.invariant,
             context=at.context,
-            forward_scratch=scratch(backward=False),
-            backward_scratch=scratch(backward=True),
+            forward_scratch=_scratch(at, mask, bands, f"attention{windowed}", backward=False),
+            backward_scratch=_scratch(at, mask, bands, f"attention{windowed}_bwd", backward=True),
         )
 
     def forward(self, x: Buffer, *, y: Buffer) -> None:

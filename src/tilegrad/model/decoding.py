@@ -126,9 +126,16 @@ class Sampler:
             copy_fwd(self.rounded, y=self.logits)
         s = self.state
         sample_fwd(
-            self.logits, s.settings, s.seeds, s.sequences, self.draws,
-            tokens=s.tokens, logprobs=s.logprobs, seen=s.seen, scratch=self.scratch,
-        )  # fmt: skip
+            self.logits,
+            s.settings,
+            s.seeds,
+            s.sequences,
+            self.draws,
+            tokens=s.tokens,
+            logprobs=s.logprobs,
+            seen=s.seen,
+            scratch=self.scratch,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +156,16 @@ class Decoding:
 
 
 def declare_decoding(
-    config: ModelConfig, size: CacheSize, dtype: torch.dtype, device: torch.device, *,
-    prefill_tokens: int | None, penalties: bool, lora: LoraConfig | None, invariant: bool,
-) -> Decoding:  # fmt: skip
+    config: ModelConfig,
+    size: CacheSize,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    prefill_tokens: int | None,
+    penalties: bool,
+    lora: LoraConfig | None,
+    invariant: bool,
+) -> Decoding:
     """Declares the step or, with prefill_tokens, the prefill of that many tokens from at most size.sequences prompts."""
     prefill = prefill_tokens is not None
     at = Declare(

@@ -112,9 +112,16 @@ class FeedForward:
             )
         else:
             activation_bwd(
-                da, h, self.activation, dh=dh, a=a, dh_sum=sums, accumulate=accumulate, invariant=invariant,
+                da,
+                h,
+                self.activation,
+                dh=dh,
+                a=a,
+                dh_sum=sums,
+                accumulate=accumulate,
+                invariant=invariant,
                 scratch=scratch,
-            )  # fmt: skip
+            )
 
     def backward_weight(self, x: Buffer) -> None:
         """The weight gradient of up, after `backward`."""

@@ -28,9 +28,16 @@ class Rounded:
 
     @classmethod
     def declare(
-        cls, at: Declare, scale: str, factor: Factor, shape: tuple[int, int], rows: str | None, columns: str | None, *,
+        cls,
+        at: Declare,
+        scale: str,
+        factor: Factor,
+        shape: tuple[int, int],
+        rows: str | None,
+        columns: str | None,
+        *,
         role: Role = "activations",
-    ) -> Rounded:  # fmt: skip
+    ) -> Rounded:
         """scale: the name of its scale; rows, columns: the names of the buffers, or None."""
         (n, c), dtype = shape, format_of(factor)
         return cls(

@@ -132,9 +132,15 @@ class LinearLayer:
             return
         if adapter is not None and adapter.drop is None:
             low_rank_linear_bwd_input(
-                dy, self.w.value, adapter.du, adapter.a.value,
-                dx=dx, accumulate=accumulate, base_scratch=self.backward_scratch, scratch=adapter.backward_scratch,
-            )  # fmt: skip
+                dy,
+                self.w.value,
+                adapter.du,
+                adapter.a.value,
+                dx=dx,
+                accumulate=accumulate,
+                base_scratch=self.backward_scratch,
+                scratch=adapter.backward_scratch,
+            )
             return
         run = per_head_linear_bwd_input if self.per_head else linear_bwd_input
         run(dy, self.w.value, dx=dx, accumulate=accumulate, scratch=self.backward_scratch)

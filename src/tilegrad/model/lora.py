@@ -194,9 +194,14 @@ class Adapter:
 
     @classmethod
     def declare(
-        cls, at: Declare, block: int, name: str, layers: Sequence[BaseLayer], outputs: Mapping[str, tuple[int, int]],
+        cls,
+        at: Declare,
+        block: int,
+        name: str,
+        layers: Sequence[BaseLayer],
+        outputs: Mapping[str, tuple[int, int]],
         seed: Buffer | None,
-    ) -> Adapter | None:  # fmt: skip
+    ) -> Adapter | None:
         """The adapter of input `name`; None if it has none. layers: the layers that read the input, one for each output.
         outputs: part → (index of its output, its first column in that output)."""
         lora = at.lora
@@ -221,16 +226,14 @@ class Adapter:
 
         def joined_weight(i: int, layer: BaseLayer) -> Buffer | None:
             """The buffer of [W, B_i] of output i; None if the product is not joined."""
-            w = layer.w.value
-            if (
-                layer.fp8 is not None
-                or i not in {part.output for part in parts}
-                or not joins(w, at.dtype, adapter.inputs, w.shape[0])
-            ):
+            w, read = layer.w.value, i in {part.output for part in parts}
+            if layer.fp8 is not None or not read or not joins(w, at.dtype, adapter.inputs, w.shape[0]):
                 return None
             return at.buffer(f"scratch.{name}.wb{i}", (w.shape[0], adapter.inputs + rows))
 
         wb = tuple(joined_weight(i, layer) for i, layer in enumerate(layers))
+        joins_x = any(each is not None for each in wb)
+        joined = at.rows(f"scratch.{name}.joined", adapter.inputs + rows) if joins_x else None
         w, dy_du, wa = layers[0].w.value, None, None
         if drop is None and layers[0].fp8 is None and joins(w, at.dtype, w.shape[0], adapter.inputs):
             dy_du = at.rows(f"scratch.{name}.dy_du", w.shape[0] + rows)
@@ -239,9 +242,7 @@ class Adapter:
             a=a,
             bs=bs,
             parts=parts,
-            joined=at.rows(f"scratch.{name}.joined", adapter.inputs + rows)
-            if any(each is not None for each in wb)
-            else None,
+            joined=joined,
             wb=wb,
             dy_du=dy_du,
             wa=wa,
@@ -272,9 +273,16 @@ class Adapter:
     def backward(self, *dys: Buffer) -> None:
         """du_i = s dy_i B_i   dB_i += dy_i' u_i; dys: the gradients of the outputs"""
         low_rank_bwd(
-            list(dys), self.u, [b.value for b in self.bs], self.parts, self.scale,
-            du=self.du, dbs=[b.grad for b in self.bs], accumulate=self.a.accumulate, scratch=self.backward_scratch,
-        )  # fmt: skip
+            list(dys),
+            self.u,
+            [b.value for b in self.bs],
+            self.parts,
+            self.scale,
+            du=self.du,
+            dbs=[b.grad for b in self.bs],
+            accumulate=self.a.accumulate,
+            scratch=self.backward_scratch,
+        )
 
     def add_backward(self, *, dx: Buffer) -> None:
         """dx += drop'(du A)"""
@@ -296,9 +304,13 @@ class Adapter:
         """dA += du' drop(x)"""
         if self.a.grad is not None:
             low_rank_bwd_a(
-                self.du, self._dropped(x), self.a.value,
-                da=self.a.grad, accumulate=self.a.accumulate, scratch=self.backward_scratch,
-            )  # fmt: skip
+                self.du,
+                self._dropped(x),
+                self.a.value,
+                da=self.a.grad,
+                accumulate=self.a.accumulate,
+                scratch=self.backward_scratch,
+            )
 
     def _dropped(self, x: Buffer) -> Buffer:
         """drop(x); x itself without dropout."""

@@ -50,10 +50,19 @@ class NativeModule:
         includes = [root / "include", root / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]]
         with tempfile.TemporaryDirectory() as folder:
             made = Path(folder) / to.name
-            run([
-                cxx, *self.flags, f'-DDIGEST="{self.digest()}"', *(f"-I{include}" for include in includes), str(self.source),
-                "-o", str(made), f"-L{root / 'lib'}", *(f"-l{library}" for library in self.libraries),
-            ])  # fmt: skip
+            run(
+                [
+                    cxx,
+                    *self.flags,
+                    f'-DDIGEST="{self.digest()}"',
+                    *(f"-I{include}" for include in includes),
+                    str(self.source),
+                    "-o",
+                    str(made),
+                    f"-L{root / 'lib'}",
+                    *(f"-l{library}" for library in self.libraries),
+                ]
+            )
             replace_file(to, made)
         return to
 

@@ -65,11 +65,20 @@ class Attention(nn.Module):
     _qkv_same_embed_dim = False  # makes torch's fused layer call this module instead of reading its weights
 
     def __init__(
-        self, embed_dim: int, num_heads: int, dropout: float = 0.0, bias: bool = True, *, batch_first: bool = False,
-        num_kv_heads: int | None = None, window: int | None = None, rope_theta: float | None = None,
-        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        *,
+        batch_first: bool = False,
+        num_kv_heads: int | None = None,
+        window: int | None = None,
+        rope_theta: float | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
         manager: AttentionBufferManager | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.manager = manager
         kv = num_heads if num_kv_heads is None else num_kv_heads
@@ -91,10 +100,18 @@ class Attention(nn.Module):
             nn.init.zeros_(self.out_proj.bias)
 
     def forward(
-        self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None,
-        key_padding_mask: Tensor | None = None, need_weights: bool = False, attn_mask: Tensor | None = None, *,
-        is_causal: bool = False, intervals: Tensor | None = None, cache: Cache | None = None,
-    ) -> tuple[Tensor, None]:  # fmt: skip
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: Tensor | None = None,
+        *,
+        is_causal: bool = False,
+        intervals: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> tuple[Tensor, None]:
         """(y, None). key=None: self-attention. Masks are as in MultiheadAttention: key_padding_mask (B, S), attn_mask (L, S) or
         (B·H, L, S), bool with True = masked out, or added to the scores. is_causal needs no mask. intervals are those of
         `tilegrad.attention`, made by `tilegrad.masks`; is_causal is the `causal` of a mask, and attn_mask masks out more. With

@@ -60,9 +60,18 @@ class DilatedAttention(nn.Module):
         """Returns (B, T, H, D). attention_mask must be None."""
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         y = dilated_attention(
-            q, k, v, self.segment_lengths, self.dilation_rates, mode=self.mode, causal=is_causal, scale=self.scale,
-            dropout_p=self.dropout if self.training else 0.0, attn_mask=attention_mask, manager=self.manager,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            self.segment_lengths,
+            self.dilation_rates,
+            mode=self.mode,
+            causal=is_causal,
+            scale=self.scale,
+            dropout_p=self.dropout if self.training else 0.0,
+            attn_mask=attention_mask,
+            manager=self.manager,
+        )
         return y.transpose(1, 2)
 
     @property
@@ -124,14 +133,28 @@ class MultiheadDilatedAttention(Attention):
             got = f"{num_heads} for {len(segment_lengths)} branches"
             raise ValueError(f"num_heads: got {got}; accepted: at least as many as branches")
         self.dilated = DilatedAttention(
-            segment_lengths, dilation_rates, dropout, mode, enable_buffer_manager, enable_buffer_reuse, enable_preallocation,
-            manager, scale,
-        )  # fmt: skip
+            segment_lengths,
+            dilation_rates,
+            dropout,
+            mode,
+            enable_buffer_manager,
+            enable_buffer_reuse,
+            enable_preallocation,
+            manager,
+            scale,
+        )
 
     def forward(  # type: ignore[override]  # without a cache
-        self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None,
-        key_padding_mask: None = None, need_weights: bool = False, attn_mask: None = None, *, is_causal: bool = False,
-    ) -> tuple[Tensor, None]:  # fmt: skip
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        key_padding_mask: None = None,
+        need_weights: bool = False,
+        attn_mask: None = None,
+        *,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, None]:
         """(y, None). key=None: self-attention. Masks must be None, need_weights False."""
         for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
             if mask is not None:

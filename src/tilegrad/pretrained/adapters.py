@@ -251,9 +251,15 @@ def _targets(kind: str, config: ModelConfig, lora: LoraConfig) -> list[str]:
 
 
 def write_adapter(
-    folder: Path, adapters: Mapping[str, Tensor], config: ModelConfig, lora: LoraConfig, *,
-    kind: str, base: str, dtype: torch.dtype | None = None,
-) -> None:  # fmt: skip
+    folder: Path,
+    adapters: Mapping[str, Tensor],
+    config: ModelConfig,
+    lora: LoraConfig,
+    *,
+    kind: str,
+    base: str,
+    dtype: torch.dtype | None = None,
+) -> None:
     """Write a new folder that PEFT loads. `base` is the name of the base weights, `kind` their family."""
     with new_folder(folder) as staged:
         tensors = {

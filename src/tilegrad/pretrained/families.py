@@ -158,11 +158,16 @@ def _gpt2(c: Config) -> ModelConfig:
         },
     )
     return ModelConfig(
-        vocab_size=_int(c, "vocab_size"), block_size=_int(c, "n_positions", 1024), n_layer=_layers(c, "n_layer"),
-        n_head=_int(c, "n_head"), n_embd=_int(c, "n_embd"), ffn_dim=_maybe_int(c, "n_inner"),
-        norm_eps=_number(c, "layer_norm_epsilon", 1e-5), tie_embeddings=_bool(c, "tie_word_embeddings", default=True),
+        vocab_size=_int(c, "vocab_size"),
+        block_size=_int(c, "n_positions", 1024),
+        n_layer=_layers(c, "n_layer"),
+        n_head=_int(c, "n_head"),
+        n_embd=_int(c, "n_embd"),
+        ffn_dim=_maybe_int(c, "n_inner"),
+        norm_eps=_number(c, "layer_norm_epsilon", 1e-5),
+        tie_embeddings=_bool(c, "tie_word_embeddings", default=True),
         dropout=drops[0],
-    )  # fmt: skip
+    )
 
 
 def _llama(c: Config, kind: str) -> ModelConfig:
@@ -187,16 +192,29 @@ def _llama(c: Config, kind: str) -> ModelConfig:
     bias = _bool(c, "attention_bias")
     sliding = tuple(i for i, name in enumerate(types) if name == "sliding_attention")
     return ModelConfig(
-        vocab_size=_int(c, "vocab_size"), block_size=block_size, n_layer=layers, n_head=heads, n_embd=width,
-        n_kv_head=_maybe_int(c, "num_key_value_heads") or heads, ffn_dim=_int(c, "intermediate_size"), activation="swiglu",
-        norm="rmsnorm", position="rope", bias=False, tie_embeddings=_bool(c, "tie_word_embeddings"),
-        window=window if sliding else None, window_layers=None if len(sliding) in (0, layers) else sliding,
+        vocab_size=_int(c, "vocab_size"),
+        block_size=block_size,
+        n_layer=layers,
+        n_head=heads,
+        n_embd=width,
+        n_kv_head=_maybe_int(c, "num_key_value_heads") or heads,
+        ffn_dim=_int(c, "intermediate_size"),
+        activation="swiglu",
+        norm="rmsnorm",
+        position="rope",
+        bias=False,
+        tie_embeddings=_bool(c, "tie_word_embeddings"),
+        window=window if sliding else None,
+        window_layers=None if len(sliding) in (0, layers) else sliding,
         norm_eps=_number(c, "rms_norm_eps", 1e-6),
         rope_theta=float(_number(rope, "rope_theta", _number(c, "rope_theta", 10000.0))),
-        rope_scaling=scaling, head_size=None if head_dim is None or head_dim * heads == width else head_dim,
-        qk_norm=kind == "qwen3", qkv_bias=True if kind == "qwen2" else bias, proj_bias=kind != "qwen2" and bias,
+        rope_scaling=scaling,
+        head_size=None if head_dim is None or head_dim * heads == width else head_dim,
+        qk_norm=kind == "qwen3",
+        qkv_bias=True if kind == "qwen2" else bias,
+        proj_bias=kind != "qwen2" and bias,
         ffn_bias=kind == "llama" and _bool(c, "mlp_bias"),
-    )  # fmt: skip
+    )
 
 
 def _rope(c: Config) -> Config:

@@ -47,9 +47,19 @@ class SharedAttention:
     """Created by `init_attention`, freed by `free_attention`. Weights are (C, C), out × in, without bias."""
 
     def __init__(
-        self, seq_len: int, d_model: int, batch_size: int, is_causal: bool, predecessor: SharedAttention | None, *,
-        n_head: int, device: torch.device | str, dtype: torch.dtype, seed: int, materialize: bool,
-    ) -> None:  # fmt: skip
+        self,
+        seq_len: int,
+        d_model: int,
+        batch_size: int,
+        is_causal: bool,
+        predecessor: SharedAttention | None,
+        *,
+        n_head: int,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        seed: int,
+        materialize: bool,
+    ) -> None:
         _check_arguments(seq_len, d_model, batch_size, n_head, dtype, predecessor)
         self.seq_len, self.d_model, self.batch_size, self.n_head = seq_len, d_model, batch_size, n_head
         self.is_causal, self.materialize, self.dtype, self.seed = is_causal, materialize, dtype, seed
@@ -312,10 +322,18 @@ def _check_arguments(
 
 
 def init_attention(
-    seq_len: int, d_model: int, batch_size: int, is_causal: bool, predecessor: SharedAttention | None = None, *,
-    n_head: int = 1, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0,
+    seq_len: int,
+    d_model: int,
+    batch_size: int,
+    is_causal: bool,
+    predecessor: SharedAttention | None = None,
+    *,
+    n_head: int = 1,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
     materialize: bool = False,
-) -> SharedAttention:  # fmt: skip
+) -> SharedAttention:
     """An attention layer with forward, loss, backward and update. With a `predecessor` it shares that layer's backward
     buffers, which live until the last layer that uses them is freed, in any order.
 
@@ -335,9 +353,17 @@ def init_attention(
     >>> tilegrad.free_attention(first); tilegrad.free_attention(second)
     """
     return SharedAttention(
-        seq_len, d_model, batch_size, is_causal, predecessor,
-        n_head=n_head, device=device, dtype=dtype, seed=seed, materialize=materialize,
-    )  # fmt: skip
+        seq_len,
+        d_model,
+        batch_size,
+        is_causal,
+        predecessor,
+        n_head=n_head,
+        device=device,
+        dtype=dtype,
+        seed=seed,
+        materialize=materialize,
+    )
 
 
 def free_attention(layer: SharedAttention) -> None:

@@ -28,11 +28,17 @@ def environment(device: torch.device, dtype: torch.dtype) -> dict[str, object]:
         triton_version = triton.__version__
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     return {
-        "device": name, "dtype": str(dtype).removeprefix("torch."), "tilegrad": __version__,
-        "commit": commit or "unknown", "torch": torch.__version__, "triton": triton_version,
-        "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version() if device.type == "cuda" else None,
-        "python": platform.python_version(), "date": time.strftime("%Y-%m-%d"),
-    }  # fmt: skip
+        "device": name,
+        "dtype": str(dtype).removeprefix("torch."),
+        "tilegrad": __version__,
+        "commit": commit or "unknown",
+        "torch": torch.__version__,
+        "triton": triton_version,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version() if device.type == "cuda" else None,
+        "python": platform.python_version(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
 
 
 def print_results(lines: Sequence[str], about: Mapping[str, object], *, json: bool, out: str | None) -> bool:

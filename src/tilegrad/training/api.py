@@ -120,9 +120,14 @@ class TrainedModel:
 
 
 def load(
-    run: StrPath, *, best: bool = False, device: torch.device | str = "cpu", init: StrPath | None = None,
-    averaged: bool = True, average: int | None = None,
-) -> TrainedModel:  # fmt: skip
+    run: StrPath,
+    *,
+    best: bool = False,
+    device: torch.device | str = "cpu",
+    init: StrPath | None = None,
+    averaged: bool = True,
+    average: int | None = None,
+) -> TrainedModel:
     """Load a model from a run's folder (its newest or best checkpoint) or from a checkpoint. A folder with Hugging Face
     weights and their tokenizer is accepted too, as step 0. Adapters are merged into the weights that they were trained on;
     `init` is the folder of these weights, if it has moved.

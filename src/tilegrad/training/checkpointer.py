@@ -7,8 +7,9 @@ from pathlib import Path
 from ..dist.mesh import Mesh
 from ..engine.engine import Engine
 from ..engine.state import restore_counters
-from .checkpoint import check_state, is_complete, load_into, save_checkpoint, save_same
+from .checkpoint import load_into, save_checkpoint, save_same
 from .folder import Best, best_of
+from .manifest import check_state, is_complete
 from .state import RunState
 
 

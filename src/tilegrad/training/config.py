@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Literal, TypeAlias, cast, get_args
+from typing import Any, Literal, TypeAlias, TypedDict, cast, get_args
 
 import torch
 
@@ -222,9 +222,13 @@ class OptimizerConfig:
             rate = 0.02 if self.scale == "spectral" else learning_rate
         factor = rate / learning_rate if learning_rate else 0.0
         return MuonConfig(
-            self.momentum, self.nesterov, self.orthogonalization, self.scale, learning_rate_factor=factor,
+            self.momentum,
+            self.nesterov,
+            self.orthogonalization,
+            self.scale,
+            learning_rate_factor=factor,
             cautious=self.cautious,
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,6 +300,21 @@ class AdapterConfig(LoraConfig):
         LoraConfig.__post_init__(self)
         if self.adapter is not None and not isinstance(self.adapter, str):
             raise ValueError(f"lora.adapter: got {self.adapter!r}; accepted: None, or the name of a folder of adapters")
+
+
+class StepOptions(TypedDict):
+    """What a run says of its step."""
+
+    linear: Linear
+    head: HeadProducts
+    invariant: bool
+    documents: int
+    lora: LoraConfig | None
+    freeze: tuple[str, ...]
+    windows: tuple[int | None, ...]
+    muon: MuonConfig | None
+    ema: float
+    states: States
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,6 +403,23 @@ class RunConfig:
     def muon(self) -> MuonConfig | None:
         """Muon's settings; None: AdamW updates every parameter."""
         return None if self.optimizer.name == "adamw" else self.optimizer.muon(self.train.learning_rate)
+
+    @property
+    def step_options(self) -> StepOptions:
+        """What `Engine` and `StepSpec` take by these names."""
+        t = self.train
+        return StepOptions(
+            linear=t.linear,
+            head=t.head,
+            invariant=t.invariant,
+            documents=self.documents,
+            lora=self.lora,
+            freeze=t.freeze,
+            windows=self.windows,
+            muon=self.muon,
+            ema=self.optimizer.ema,
+            states=self.states,
+        )
 
     @property
     def documents(self) -> int:

@@ -121,9 +121,15 @@ def evaluate_weights(
             rows, tokenizer = dataset.held_out, dataset.tokenizer
         t = config.train
         spec = StepSpec(
-            config.model, t.batch_size, t.seq_len, DTYPES[t.dtype], torch.device(t.device),
-            deterministic=t.deterministic, invariant=t.invariant, documents=config.documents,
-        )  # fmt: skip
+            config.model,
+            t.batch_size,
+            t.seq_len,
+            DTYPES[t.dtype],
+            torch.device(t.device),
+            deterministic=t.deterministic,
+            invariant=t.invariant,
+            documents=config.documents,
+        )
         return _evaluate(Scorer(spec, params), rows, t.batch_size, tokenizer.byte_lengths(), show)
 
 

@@ -15,7 +15,7 @@ from ..data.tokenizer import ByteTokenizer, load_tokenizer
 from ..model.config import ModelConfig
 from ..pretrained.adapters import write_adapter
 from ..pretrained.families import config_json
-from ..pretrained.gguf.files import write_gguf
+from ..pretrained.gguf.write import write_gguf
 from ..pretrained.weights import is_weights, model_type, open_weights, write_weights
 from .checkpoint import load_adapters, load_model
 from .folder import origin_of, own_tokenizer, weights_of
@@ -66,9 +66,16 @@ def _exported(source: Path, *, best: bool, init: Path | None, averaged: bool, av
 
 
 def export_run(
-    run: Path, out: Path, *, best: bool = False, dtype: torch.dtype | None = None, max_shard_bytes: int | None = None,
-    init: Path | None = None, averaged: bool = True, average: int | None = None,
-) -> Written:  # fmt: skip
+    run: Path,
+    out: Path,
+    *,
+    best: bool = False,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int | None = None,
+    init: Path | None = None,
+    averaged: bool = True,
+    average: int | None = None,
+) -> Written:
     """Write a folder for transformers. A run's own BPE tokenizer.json is copied; a byte tokenizer is not exported. `averaged`
     and `average` are those of `tilegrad.load`."""
     x = _exported(run, best=best, init=init, averaged=averaged, average=average)
@@ -86,9 +93,15 @@ def export_run(
 
 
 def export_gguf(
-    run: Path, out: Path, *, best: bool = False, dtype: str | None = None, init: Path | None = None,
-    averaged: bool = True, average: int | None = None,
-) -> Written:  # fmt: skip
+    run: Path,
+    out: Path,
+    *,
+    best: bool = False,
+    dtype: str | None = None,
+    init: Path | None = None,
+    averaged: bool = True,
+    average: int | None = None,
+) -> Written:
     """Write a GGUF file."""
     x = _exported(run, best=best, init=init, averaged=averaged, average=average)
     found = write_gguf(out, x.params, x.config, origin=x.origin, tokenizer=x.tokenizer, dtype=dtype)
@@ -96,9 +109,14 @@ def export_gguf(
 
 
 def export_adapter(
-    run: Path, out: Path, *, best: bool = False, dtype: torch.dtype | None = None, averaged: bool = True,
+    run: Path,
+    out: Path,
+    *,
+    best: bool = False,
+    dtype: torch.dtype | None = None,
+    averaged: bool = True,
     average: int | None = None,
-) -> Written:  # fmt: skip
+) -> Written:
     """Export the adapters of a run for PEFT, without their base weights."""
     if is_weights(run):
         raise ValueError(f"adapter: got {run}, a folder of weights; accepted: --adapter with a run of adapters")

@@ -44,17 +44,11 @@ from ..model.config import ModelConfig
 from ..text.atomic import sha256_of, staged_name, write_whole
 from ..text.spelling import did_you_mean
 from ..text.untrusted import shown
-from .checkpoint import (
-    DamagedCheckpoint,
-    is_checkpoint,
-    latest_checkpoint,
-    newest_checkpoints,
-    newest_name,
-    read_state,
-)
+from .checkpoint import is_checkpoint, latest_checkpoint, newest_checkpoints, newest_name, read_state
 from .config import RunConfig, TrainConfig, Values
 from .frozen import OWN
 from .loggers import EVENTS, IDS
+from .manifest import DamagedCheckpoint
 from .state import RunState
 
 if TYPE_CHECKING:

@@ -339,9 +339,15 @@ def open_decoder(
     invariant: bool,
 ) -> Decoder:
     return Decoder(
-        model.config, model.params, batch_size, capacity, device=device, dtype=dtype, invariant=invariant,
+        model.config,
+        model.params,
+        batch_size,
+        capacity,
+        device=device,
+        dtype=dtype,
+        invariant=invariant,
         penalties=settings.repetition_penalty != 1.0,
-    )  # fmt: skip
+    )
 
 
 def _check_count(name: str, value: int) -> None:

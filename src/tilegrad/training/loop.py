@@ -8,7 +8,6 @@ With several ranks, rank 0 writes the files, the log, the report and the sample.
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import time
@@ -16,13 +15,12 @@ from collections import deque
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from ..data.batches import BatchesState
-from ..data.documents import Numbers, Show, quiet
+from ..data.documents import Numbers, Show
 from ..data.tokenizer import decode_known, eos_token_ids
 from ..engine.engine import Engine
 from ..engine.optimizer import NonFiniteError, StepResult
@@ -30,7 +28,7 @@ from ..engine.parallel import check_agreed
 from ..engine.planning import step_report
 from ..engine.state import counters, restore_counters
 from ..memory.page import human
-from ..text.atomic import named, write_whole
+from ..text.atomic import write_whole
 from ..text.environment import environment
 from .checkpointer import Checkpointer
 from .config import DTYPES, RunEnded
@@ -41,6 +39,7 @@ from .frozen import BaseWeights
 from .generation import NonFiniteLogits, draw
 from .log import RunLog, read_log
 from .loggers import chosen_loggers
+from .metrics import InFlight, Metrics, Position, SkippedSteps
 from .ranks import Ranks
 from .report import run_report, run_tables
 from .resident import Resident, process_memory, resident
@@ -71,65 +70,6 @@ class RunResult:
     ended_early: str | None = None
 
 
-class Position(NamedTuple):
-    """A run's position without weights and moments, which a skipped step does not change."""
-
-    engine: dict[str, int]
-    data: BatchesState
-    train_loss: float
-
-
-class InFlight(NamedTuple):
-    """A submitted step whose result is not read yet."""
-
-    step: int  # steps done before it
-    draws: int
-    data: BatchesState
-    learning_rate: float
-    tokens: int  # read by all ranks for this step, padding not counted
-    tokens_seen: int  # read for this step and all steps before it
-
-
-class SkippedSteps:
-    """Counts the steps that were skipped because they were not finite. `last_finite_state` is the position before the current
-    row of skipped steps; after ten in a row the run rewinds to it."""
-
-    def __init__(self, total: int, in_a_row: int, position: Position) -> None:
-        self.total, self.in_a_row, self.last_finite_state = total, in_a_row, position
-
-    def count(self, norm: float, before: InFlight, seed: int, train_loss: float) -> None:
-        """Count a step by its gradient norm."""
-        if math.isfinite(norm):
-            self.in_a_row = 0
-            return
-        if not self.in_a_row:
-            counters = {"steps": before.step, "skipped": self.total, "skipped_in_a_row": 0}
-            self.last_finite_state = Position(
-                {"seed": seed, "draws": before.draws, **counters}, before.data, train_loss
-            )
-        self.total, self.in_a_row = self.total + 1, self.in_a_row + 1
-
-
-class Metrics:
-    """Writes a run's records to its log and shows its events. `stopped` gets a signal's name if the output is closed."""
-
-    def __init__(self, show: Show, log: RunLog | None, stopped: list[str]) -> None:
-        self._show, self._log, self._stopped = show, log, stopped
-
-    def log(self, step: int, kind: str, numbers: Numbers) -> None:
-        if self._log is not None:
-            self._log.append(step, kind, numbers)
-
-    def emit(self, event: str, numbers: Numbers) -> None:
-        try:
-            self._show(event, numbers)
-        except OSError as error:
-            self._show = quiet
-            if error.errno not in (errno.EPIPE, errno.EIO):
-                raise named(error, Path("output")) from error
-            self._stopped.append("SIGPIPE" if error.errno == errno.EPIPE else "SIGHUP")
-
-
 class Run:
     def __init__(
         self, start: Start, dataset: Dataset, show: Show, ranks: Ranks, base: BaseWeights | None = None
@@ -156,18 +96,9 @@ class Run:
             t.memory_budget,
             weight_decay=t.weight_decay,
             max_norm=t.max_norm or math.inf,
-            muon=self.config.muon,
-            ema=self.config.optimizer.ema,
-            states=self.config.states,
-            linear=t.linear,
-            head=t.head,
             deterministic=t.deterministic,
-            invariant=t.invariant,
-            lora=self.config.lora,
-            freeze=t.freeze,
             mesh=mesh,
-            documents=self.config.documents,
-            windows=self.config.windows,
+            **self.config.step_options,
             **ranks.sharding,
         )
         self.parameters = sum(math.prod(p.master.shape) for p in self.engine.spec.declare().params.values())

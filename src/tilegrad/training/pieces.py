@@ -32,21 +32,15 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from ..dist.mesh import Mesh
 from ..engine.state import owned_pieces, publish_pieces
 from ..text.atomic import sha256_of, sync
-from .checkpoint import (
+from .checkpoint import STAGED, Tensors, latest_good, next_path, remove_leftovers, retire, save_same
+from .manifest import (
     MANIFEST,
-    STAGED,
     TENSORS,
     DamagedCheckpoint,
     Manifest,
-    Tensors,
     check_state,
     file_entry,
-    latest_good,
-    next_path,
     read_manifest,
-    remove_leftovers,
-    retire,
-    save_same,
     write_manifest,
 )
 from .state import RunState

@@ -10,8 +10,10 @@ import os
 import shutil
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from ..data.documents import Numbers, Show, default_text, quiet
@@ -21,12 +23,13 @@ from ..dist.mesh import Mesh, RankLost
 from ..engine.engine import Engine
 from ..engine.machine import check_device, check_platform
 from ..engine.parallel import BUCKET_BYTES, Shard, check_accumulation, check_agreed, check_ranks, digest
+from ..engine.spec import StepSpec
 from ..engine.state import write_param
 from ..model.layer import is_adapter
 from ..model.lora import LoraConfig, adapter_parts
 from ..pretrained.adapters import open_adapter
 from ..pretrained.weights import Weights, open_weights
-from .config import RunConfig, Sections, check_vocab_size
+from .config import DTYPES, RunConfig, Sections, check_vocab_size
 from .dataset import Dataset, kept_counts, needs_documents, prepare_data
 from .folder import check_shared, claimed, forget, own_data
 from .frozen import OWN, BaseWeights, base_of, load_own, open_base, save_own
@@ -61,14 +64,22 @@ def train(
         raise ValueError(
             "init: got None with adapters ([lora]); accepted: the folder of the weights to adapt (--init DIR)"
         )
+    check_device(t.device)
+    spec = StepSpec(
+        start.config.model,
+        t.batch_size,
+        t.seq_len,
+        DTYPES[t.dtype],
+        torch.device(t.device),
+        world=world,
+        shard=shard,
+        context=context,
+        **start.config.step_options,
+    )
     for seq_len in dict.fromkeys((t.seq_len, *(stage.seq_len for stage in t.stages))):
-        check_ranks(
-            start.config.model, seq_len, t.linear, world=world, shard=shard, context=context, lora=start.config.lora,
-            freeze=t.freeze, head=t.head,
-        )  # fmt: skip
+        check_ranks(replace(spec, seq_len=seq_len))
     if start.saved is None:  # a run may resume with more ranks than micro-batches, and then says how many are idle
         check_accumulation(t.gradient_accumulation, world, context, t.gradients)
-    check_device(t.device)
     check_installed(chosen_loggers(t.log))
     mesh = Mesh(t.device, timeout_s)
     ranks = Ranks(mesh, {"shard": shard, "bucket_bytes": bucket_bytes, "context": context})

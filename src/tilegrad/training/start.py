@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..text.untrusted import decoded, parse_json, shown
-from .checkpoint import DamagedCheckpoint, latest_good, read_state
+from .checkpoint import latest_good, read_state
 from .config import RunConfig, Sections
 from .folder import checkpoint_of, holds_a_run, locate, upgraded
+from .manifest import DamagedCheckpoint
 from .sections import resumed, run_from, settled, with_steps
 from .state import RunState
 

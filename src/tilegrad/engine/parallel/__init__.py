@@ -28,9 +28,19 @@ from .replicated import Replicated
 from .sharded import FullySharded, ShardedOptimizer
 
 __all__ = [
-    "BUCKET_BYTES", "Alone", "FullySharded", "Replicated", "Shard", "ShardedOptimizer", "check_accumulation",
-    "check_agreed", "check_ranks", "check_same", "digest", "make_strategy",
-]  # fmt: skip
+    "BUCKET_BYTES",
+    "Alone",
+    "FullySharded",
+    "Replicated",
+    "Shard",
+    "ShardedOptimizer",
+    "check_accumulation",
+    "check_agreed",
+    "check_ranks",
+    "check_same",
+    "digest",
+    "make_strategy",
+]
 
 
 def make_strategy(spec: StepSpec, mesh: Mesh, adamw: AdamW, view: View) -> Alone:

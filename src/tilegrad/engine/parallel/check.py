@@ -13,10 +13,7 @@ from torch import Tensor
 from ... import __version__
 from ...dist.mesh import Mesh
 from ...kernels.cpu.library import library as native_library
-from ...kernels.muon import MuonConfig
-from ...model.config import ModelConfig
 from ...model.layer import Kept
-from ...model.lora import LoraConfig
 from ...native.build import digest as native_sources
 from ..optimizer import AdamW
 from ..spec import Shard, StepSpec
@@ -25,27 +22,26 @@ from .context import check_context
 MOST_IN_BFLOAT16 = 128  # micro-batches: a sum in bfloat16 does not change by less than 2⁻⁹ of it
 
 
-def check_ranks(
-    config: ModelConfig, seq_len: int, linear: str, *,
-    world: int, shard: str, context: int, lora: LoraConfig | None = None, freeze: tuple[str, ...] = (),
-    muon: MuonConfig | None = None, head: str = "plain",
-) -> None:  # fmt: skip
+def check_ranks(spec: StepSpec) -> None:
+    world, shard, context, lora, freeze = spec.world, spec.shard, spec.context, spec.lora, spec.freeze
     if shard not in get_args(Shard):
         raise ValueError(f"shard: got {shard!r}; accepted: {', '.join(map(repr, get_args(Shard)))}")
-    if world > 1 and linear != "plain":
-        raise ValueError(f"linear: got {linear!r} with {world} ranks, whose scales would differ; accepted: 'plain'")
-    if world > 1 and head != "plain":
-        raise ValueError(f"head: got {head!r} with {world} ranks, whose scales would differ; accepted: 'plain'")
+    if world > 1 and spec.linear != "plain":
+        raise ValueError(
+            f"linear: got {spec.linear!r} with {world} ranks, whose scales would differ; accepted: 'plain'"
+        )
+    if world > 1 and spec.head != "plain":
+        raise ValueError(f"head: got {spec.head!r} with {world} ranks, whose scales would differ; accepted: 'plain'")
     if world > 1 and shard == "all" and (lora is not None or freeze):
         raise ValueError(
             f"shard: got 'all' with frozen parameters ({'lora' if lora is not None else f'freeze {list(freeze)}'}), which it "
             "would not shard; accepted: 'none' or 'optimizer'"
         )
-    if world > 1 and shard == "all" and muon is not None:
+    if world > 1 and shard == "all" and spec.muon is not None:
         raise ValueError(
             "shard: got 'all' with Muon, which updates whole matrices, where a rank has slices; accepted: 'none' or 'optimizer'"
         )
-    check_context(config, seq_len, world, context)
+    check_context(spec.config, spec.seq_len, world, context)
     if context > 1 and lora is not None and lora.dropout:
         raise ValueError(f"lora.dropout: got {lora.dropout} with context {context}; accepted: 0.0")
 

@@ -20,12 +20,48 @@ if TYPE_CHECKING:
     from ...memory.managed.manager import AttentionBufferManager
 
 
+_KERNEL = "None or a kernel other than 'reference', which recomputes o and lse"
+
+
+def _check_absent(**options: object) -> None:
+    accepted = "None; dilated attention supports only segments, rates, causal, scale and dropout"
+    for name, given in options.items():
+        require(given is None, name, given, accepted, show=lambda x: "a tensor" if isinstance(x, Tensor) else repr(x))
+
+
+def _checked_pattern(
+    q: Tensor, k: Tensor, lengths: Sequence[int], rates: Sequence[int], mode: Mode
+) -> tuple[list[int], list[int]]:
+    """The pattern, after a check of it and of the sizes of q and k."""
+    pattern = check_pattern(lengths, rates, mode)
+    branches = len(pattern[0])
+    require(k.shape[2] == q.shape[2], "k", f"{k.shape[2]} positions, but q has {q.shape[2]}", "as many as q", show=str)
+    require(k.shape[1] == q.shape[1], "k", f"{k.shape[1]} heads, but q has {q.shape[1]}", "as many as q", show=str)
+    fewer, accepted = mode == "head_groups" and q.shape[1] < branches, "at least as many heads as branches"
+    require(not fewer, "q", f"{q.shape[1]} heads for {branches} branches", accepted, show=str)
+    return pattern
+
+
 def dilated_attention(
-    q: Tensor, k: Tensor, v: Tensor, segment_lengths: Sequence[int], dilation_rates: Sequence[int], *,
-    mode: Mode = "head_groups", causal: bool = False, scale: float | None = None, dropout_p: float = 0.0,
-    seed: int | Tensor | None = None, attn_mask: None = None, bias: None = None, window: None = None, sinks: None = None,
-    deterministic: bool | None = None, kernel: str | None = None, manager: AttentionBufferManager | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    *,
+    mode: Mode = "head_groups",
+    causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    seed: int | Tensor | None = None,
+    attn_mask: None = None,
+    bias: None = None,
+    window: None = None,
+    sinks: None = None,
+    deterministic: bool | None = None,
+    kernel: str | None = None,
+    manager: AttentionBufferManager | None = None,
+) -> Tensor:
     """Attention inside segments among every r-th position, with exact gradients; cost linear in T.       q, k, v (B, H, T, D)
 
     segment_lengths   s of each branch; the last segment may be shorter; lengths above T count as T
@@ -48,22 +84,13 @@ def dilated_attention(
     >>> tilegrad.dilated_attention(q, k, v, (1024, 4096), (1, 4), causal=True).shape
     torch.Size([1, 6, 4096, 64])
     """
-    for name, given in (("attn_mask", attn_mask), ("bias", bias), ("window", window), ("sinks", sinks)):
-        accepted = "None; dilated attention supports only segments, rates, causal, scale and dropout"
-        require(given is None, name, given, accepted, show=lambda x: "a tensor" if isinstance(x, Tensor) else repr(x))
+    _check_absent(attn_mask=attn_mask, bias=bias, window=window, sinks=sinks)
     check_options(q, k, v, Mask(causal, scale=scale, dropout_p=dropout_p, seed=seed))
     check_tensors(q, k, v, Mask(causal))
-    segments, rates = check_pattern(segment_lengths, dilation_rates, mode)
-    require(k.shape[2] == q.shape[2], "k", f"{k.shape[2]} positions, but q has {q.shape[2]}", "as many as q", show=str)
-    require(k.shape[1] == q.shape[1], "k", f"{k.shape[1]} heads, but q has {q.shape[1]}", "as many as q", show=str)
-    fewer = mode == "head_groups" and q.shape[1] < len(segments)
-    accepted = "at least as many heads as branches"
-    require(not fewer, "q", f"{q.shape[1]} heads for {len(segments)} branches", accepted, show=str)
-    accepted = "None or a kernel other than 'reference', which recomputes o and lse"
-    require(kernel != "reference", "kernel", kernel, accepted)
+    segments, rates = _checked_pattern(q, k, segment_lengths, dilation_rates, mode)
+    require(kernel != "reference", "kernel", kernel, _KERNEL)
     drawn = seed_tensor(Mask(causal, dropout_p=dropout_p, seed=seed), q.device) if dropout_p else None
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
+    deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
     training = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     options = Options(
         segments, rates, mode, causal, scale, float(dropout_p), deterministic, kernel, training, number_of(manager)

@@ -59,9 +59,15 @@ def _vmap(op: Callable[..., Any], tensors: int) -> Callable[..., Any]:
 
 
 _dilated_fwd, _dilated_bwd = register(
-    _library, "dilated", "tilegrad.dilated_attention", (forward, backward), (_fwd_fake, _bwd_fake), _save, _backward,
+    _library,
+    "dilated",
+    "tilegrad.dilated_attention",
+    (forward, backward),
+    (_fwd_fake, _bwd_fake),
+    _save,
+    _backward,
     (_vmap(torch.ops.tilegrad.dilated_fwd, 3), _vmap(torch.ops.tilegrad.dilated_bwd, 6)),
-)  # fmt: skip
+)
 
 
 def dilated_fwd(*arguments: Any) -> tuple[Tensor, Tensor]:

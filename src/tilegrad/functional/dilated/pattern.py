@@ -94,9 +94,12 @@ def head_groups(heads: int, branches: int) -> list[range]:
 
 @lru_cache(1024)
 def branches(
-    shape: Step, strides: tuple[tuple[int, ...], ...], segment_lengths: tuple[int, ...], dilation_rates: tuple[int, ...],
+    shape: Step,
+    strides: tuple[tuple[int, ...], ...],
+    segment_lengths: tuple[int, ...],
+    dilation_rates: tuple[int, ...],
     mode: Mode,
-) -> tuple[Branch, ...]:  # fmt: skip
+) -> tuple[Branch, ...]:
     """The branches of x (B, H, T, D) for tensors of these strides; in "longnet" sorted by rate."""
     h = shape[1]
     given = zip(segment_lengths, dilation_rates, strict=True)

@@ -80,9 +80,16 @@ def gradients(q: Tensor, k: Tensor, v: Tensor, dy: Tensor, attended: Tensor, *, 
 
 
 def bounds(
-    q: Tensor, k: Tensor, v: Tensor, dy: Tensor, attended: Tensor, exact: dict[str, Tensor], *,
-    mode: str, exp_error: float = 0.0,
-) -> dict[str, Bound]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dy: Tensor,
+    attended: Tensor,
+    exact: dict[str, Tensor],
+    *,
+    mode: str,
+    exp_error: float = 0.0,
+) -> dict[str, Bound]:
     """Bounds of y, named "o", and its gradients. `attended`: branches in the order in which they are mixed."""
     # Longer than 60 lines because the formulas use variables from many lines above.
     dtype, acc = q.dtype, roundoff(accumulation_dtype(q.dtype))

@@ -63,6 +63,18 @@ def adamw_workspace(params: TensorLike, *, lean: bool = False, kernel: str | Non
     return ADAMW.workspace(Problem(params, lean), kernel=kernel)
 
 
+class Update(NamedTuple):
+    """What all ranges of a step are updated by."""
+
+    norm: Tensor
+    learning_rate: float | Tensor
+    weight_decay: float
+    max_norm: float
+    betas: tuple[float, float]
+    eps: float
+    seed: Tensor | None
+
+
 class Range(NamedTuple):
     """One range of the arenas: (P,) each."""
 
@@ -89,9 +101,13 @@ class Range(NamedTuple):
         for (start, first), stop in zip(self.places, ends, strict=True):
             i, rounded = slice(start, stop), self.rounded
             part = Range(
-                self.params[i], self.grads[i], self.m[i], self.v[i], None if rounded is None else rounded[i],
+                self.params[i],
+                self.grads[i],
+                self.m[i],
+                self.v[i],
+                None if rounded is None else rounded[i],
                 min(max(self.decayed - start, 0), stop - start),
-            )  # fmt: skip
+            )
             yield part, first
 
 
@@ -115,9 +131,9 @@ def adamw_step(
     check_tensor("norm", norm, (), accumulation_dtype(first.dtype), first.device)
     check_tensor("step", step, (), torch.float32, first.device)
     check_max_norm(max_norm)
-    given = (norm, learning_rate, weight_decay, max_norm, betas, eps, seed)
+    update = Update(norm, learning_rate, weight_decay, max_norm, betas, eps, seed)
     largest = max((each.params for each in ranges), key=len)
-    ADAMW.run("step", Problem(largest, ranges[0].lean), *given, ranges=ranges, step=step, **where)
+    ADAMW.run("step", Problem(largest, ranges[0].lean), update, ranges=ranges, step=step, **where)
 
 
 def _listed(x: T | list[T]) -> list[T]:

@@ -15,21 +15,18 @@ from ..scratch import Scratch, Shapes, TensorLike
 from .torch_ops import SCALARS, lean_scalars
 
 if TYPE_CHECKING:
-    from . import Range
+    from . import Range, Update
 
 
 def workspace(params: TensorLike, lean: bool = False) -> Shapes:
     return {"exact": ((len(SCALARS),), torch.float64), "scalars": ((len(SCALARS),), torch.float32)}
 
 
-def step(
-    norm: Tensor, learning_rate: float | Tensor, weight_decay: float, max_norm: float, betas: tuple[float, float],
-    eps: float, seed: Tensor | None, *, ranges: Sequence[Range], step: Tensor, scratch: Scratch,
-) -> None:  # fmt: skip
-    lean_scalars(norm, learning_rate, weight_decay, max_norm, betas, eps, step, scratch)
-    if not norm.isfinite():
+def step(update: Update, *, ranges: Sequence[Range], step: Tensor, scratch: Scratch) -> None:
+    lean_scalars(update, step, scratch)
+    if not update.norm.isfinite():
         return
-    shared = (int(step), 0 if seed is None else int(seed), torch.get_num_threads(), isa())
+    shared = (int(step), 0 if update.seed is None else int(update.seed), torch.get_num_threads(), isa())
     for each in ranges:
         for part, first in each.parts():
             dtypes = (DTYPES[x.dtype] for x in (part.params, part.grads, part.m))

@@ -23,7 +23,7 @@ from ..rounding import HALF, MOMENTS, PARAMETERS, draw_words, round_stochastic, 
 from ..scratch import Scratch, Shapes, TensorLike, blocks
 
 if TYPE_CHECKING:
-    from . import Range
+    from . import Range, Update
 
 _SLOW_FACTOR = platform.machine() == "aarch64"
 BLOCK = 1 << 15  # elements of lean states updated at once
@@ -39,13 +39,11 @@ def workspace(params: TensorLike, lean: bool = False) -> Shapes:
     return {"grad_scale": ((), params.dtype), "found_inf": ((), torch.float32)}
 
 
-def step(
-    norm: Tensor, learning_rate: float | Tensor, weight_decay: float, max_norm: float, betas: tuple[float, float],
-    eps: float, seed: Tensor | None, *, ranges: Sequence[Range], step: Tensor, scratch: Scratch,
-) -> None:  # fmt: skip
+def step(update: Update, *, ranges: Sequence[Range], step: Tensor, scratch: Scratch) -> None:
     if ranges[0].lean:
-        _lean_step(norm, learning_rate, weight_decay, max_norm, betas, eps, seed, ranges, step, scratch)
+        _lean_step(update, ranges, step, scratch)
         return
+    norm, learning_rate, weight_decay, max_norm, betas, eps, _ = update
     grad_scale, found_inf = scratch["grad_scale"], scratch["found_inf"]
     grad_scale.copy_(norm).add_(1e-6).div_(max_norm).clamp_(min=1.0).nan_to_num_(nan=1.0, posinf=1.0)
     non_finite(norm, out=found_inf)
@@ -63,34 +61,40 @@ def step(
         here = [(each, i) for each, i in parts if i.start < i.stop]
         if here:
             torch._fused_adamw_(
-                [x.params[i] for x, i in here], [x.grads[i] for x, i in here], [x.m[i] for x, i in here],
-                [x.v[i] for x, i in here], [], [step] * len(here),
-                lr=learning_rate, beta1=betas[0], beta2=betas[1], weight_decay=decay, eps=eps,
-                amsgrad=False, maximize=False, grad_scale=grad_scale if clips and not before else None, found_inf=found_inf,
-            )  # fmt: skip
+                [x.params[i] for x, i in here],
+                [x.grads[i] for x, i in here],
+                [x.m[i] for x, i in here],
+                [x.v[i] for x, i in here],
+                [],
+                [step] * len(here),
+                lr=learning_rate,
+                beta1=betas[0],
+                beta2=betas[1],
+                weight_decay=decay,
+                eps=eps,
+                amsgrad=False,
+                maximize=False,
+                grad_scale=grad_scale if clips and not before else None,
+                found_inf=found_inf,
+            )
     for each in ranges:
         if each.rounded is not None:
             each.rounded.copy_(each.params)
 
 
-def _lean_step(
-    norm: Tensor, learning_rate: float | Tensor, weight_decay: float, max_norm: float, betas: tuple[float, float],
-    eps: float, seed: Tensor | None, ranges: Sequence[Range], step: Tensor, scratch: Scratch,
-) -> None:  # fmt: skip
-    lean_scalars(norm, learning_rate, weight_decay, max_norm, betas, eps, step, scratch)
+def _lean_step(update: Update, ranges: Sequence[Range], step: Tensor, scratch: Scratch) -> None:
+    lean_scalars(update, step, scratch)
     torch.eq(scratch["exact"][0], 0.0, out=scratch["skipped"])
-    keys = None if seed is None else round_keys(seed)
+    keys = None if update.seed is None else round_keys(update.seed)
     for each in ranges:
         for part, first in each.parts():
             for i in blocks(len(part.params), BLOCK):
                 _lean_block(part, i, first + i.start, step, keys, scratch)
 
 
-def lean_scalars(
-    norm: Tensor, learning_rate: float | Tensor, weight_decay: float, max_norm: float, betas: tuple[float, float],
-    eps: float, step: Tensor, scratch: Scratch,
-) -> None:  # fmt: skip
+def lean_scalars(update: Update, step: Tensor, scratch: Scratch) -> None:
     """Counts the step, and fills `scalars`, in the order of SCALARS: p −= decay · p, m = keep1 · m + take1 · g, and so on."""
+    norm, learning_rate, weight_decay, max_norm, betas, eps, _ = update
     exact = dict(zip(SCALARS, scratch["exact"], strict=True))
     finite = non_finite(norm, out=exact["finite"]).neg_().add_(1.0)
     step.add_(finite)

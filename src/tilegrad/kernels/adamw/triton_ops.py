@@ -29,18 +29,23 @@ from ..rounding import HALF, MOMENTS, PARAMETERS
 from ..scratch import Scratch, Shapes, TensorLike
 
 if TYPE_CHECKING:
-    from . import Range
+    from . import Range, Update
 
 TILE, WARPS = 1 << 10, 4  # TILE: parameters per program
 
 
 @triton.jit
 def _decide_kernel(
-    norm, learning_rate,
-    step, decision,
-    weight_decay, max_norm,
-    LOG_BETA1: tl.constexpr, LOG_BETA2: tl.constexpr, RATE_ON_DEVICE: tl.constexpr,
-):  # fmt: skip
+    norm,
+    learning_rate,
+    step,
+    decision,
+    weight_decay,
+    max_norm,
+    LOG_BETA1: tl.constexpr,
+    LOG_BETA2: tl.constexpr,
+    RATE_ON_DEVICE: tl.constexpr,
+):
     """decision = (finite, clip, rate, root, decay)"""
     length = tl.load(norm)
     finite = tl.where(length * 0.0 == 0.0, 1.0, 0.0)
@@ -118,11 +123,9 @@ def workspace(params: TensorLike, lean: bool = False) -> Shapes:
     return {"decision": ((5,), torch.float32)}
 
 
-def step(
-    norm: Tensor, learning_rate: float | Tensor, weight_decay: float, max_norm: float, betas: tuple[float, float],
-    eps: float, seed: Tensor | None, *, ranges: Sequence[Range], step: Tensor, scratch: Scratch,
-) -> None:  # fmt: skip
-    (beta1, beta2), decision = betas, scratch["decision"]
+def step(update: Update, *, ranges: Sequence[Range], step: Tensor, scratch: Scratch) -> None:
+    norm, learning_rate, weight_decay, max_norm, (beta1, beta2), eps, seed = update
+    decision = scratch["decision"]
     logs = {"LOG_BETA1": math.log(beta1), "LOG_BETA2": math.log(beta2)}
     given, on_device = (norm, learning_rate, step, decision, weight_decay, max_norm), isinstance(learning_rate, Tensor)
     launch(_decide_kernel, (1,), *given, **logs, RATE_ON_DEVICE=on_device, num_warps=1)

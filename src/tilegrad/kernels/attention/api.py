@@ -149,9 +149,17 @@ def forget() -> None:
 
 
 def select(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, given: Mapping[str, Tensor | None], kernel: str | None, *,
-    backward: bool, deterministic: bool = False, invariant: bool = False,
-) -> Selection:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    given: Mapping[str, Tensor | None],
+    kernel: str | None,
+    *,
+    backward: bool,
+    deterministic: bool = False,
+    invariant: bool = False,
+) -> Selection:
     """Checks the tensors of a call and selects its kernel. `given`: the call's other tensors by name, or None."""
     check_options(q, k, v, mask)
     check_tensors(q, k, v, mask)
@@ -236,9 +244,13 @@ def _aligned(scratch: Scratch | None) -> bool:
 
 
 def _run(
-    key: Signature | None, prepared: PreparedCall | None, selection: Selection, call: Forward | Backward,
-    writes: dict[str, Tensor | None], scratch: Scratch | None,
-) -> None:  # fmt: skip
+    key: Signature | None,
+    prepared: PreparedCall | None,
+    selection: Selection,
+    call: Forward | Backward,
+    writes: dict[str, Tensor | None],
+    scratch: Scratch | None,
+) -> None:
     """Checks what the signature does not cover (addresses, lengths, scratch), prepares a new call, and runs it."""
     addresses = (prepared, *[x.data_ptr() for x in call.tensors])
     if prepared is None or addresses not in _checked:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .mask import Mask
+from .mask import MASK_TENSORS, Mask
 from .problem import sizes_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -20,8 +20,14 @@ TENSOR = "a tensor (torch.from_numpy converts a NumPy array)"
 
 
 def require(
-    ok: object, name: str, got: Any, accepted: str, error: type[Exception] = ValueError, *, show: Callable[[Any], str] = repr
-) -> None:  # fmt: skip
+    ok: object,
+    name: str,
+    got: Any,
+    accepted: str,
+    error: type[Exception] = ValueError,
+    *,
+    show: Callable[[Any], str] = repr,
+) -> None:
     """Raises unless ok. `show` formats the value received."""
     if not ok:
         raise error(f"{name}: got {show(got)}; accepted: {accepted}")
@@ -91,10 +97,8 @@ def check_options(q: Any, k: Any, v: Any, mask: Mask) -> None:
     """Checks types of arguments, and values of those that are numbers."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         require(_is_tensor(x), name, x, TENSOR, TypeError, show=_kind)
-    for name, x in (
-        ("bias", mask.bias), ("alibi_slopes", mask.alibi_slopes), ("sinks", mask.sinks),
-        ("cu_seqlens_q", mask.cu_seqlens_q), ("cu_seqlens_k", mask.cu_seqlens_k), ("intervals", mask.intervals),
-    ):  # fmt: skip
+    for name in (name for name in MASK_TENSORS if name != "seed"):
+        x = getattr(mask, name)
         require(x is None or _is_tensor(x), name, x, f"None or {TENSOR}", TypeError, show=_kind)
     learned = getattr(mask.alibi_slopes, "requires_grad", False)
     require(not learned, "alibi_slopes", "requires_grad=True", "slopes without a gradient (call .detach())", show=str)
@@ -134,11 +138,7 @@ def _check_qkv(q: Any, k: Any, v: Any, mask: Mask) -> None:
     require(q.dtype in DTYPES, "q", q.dtype, "float32, float16, bfloat16 or float64", TypeError)
     for name, x in qkv[1:]:
         require(x.dtype == q.dtype, name, (x, q), "q's dtype", TypeError, show=_dtypes)
-    others: tuple[tuple[str, Any], ...] = (
-        *qkv[1:], ("bias", mask.bias), ("alibi_slopes", mask.alibi_slopes), ("sinks", mask.sinks), ("seed", mask.seed),
-        ("cu_seqlens_q", mask.cu_seqlens_q), ("cu_seqlens_k", mask.cu_seqlens_k), ("intervals", mask.intervals),
-    )  # fmt: skip
-    for name, x in others:
+    for name, x in (*qkv[1:], *((name, getattr(mask, name)) for name in MASK_TENSORS)):
         require(not _is_tensor(x) or x.device == q.device, name, (x, q), "q's device", show=_devices)
     for name, x in qkv:
         accepted = f"a head dimension of 1 to {MAX_HEAD_DIM}"
@@ -148,9 +148,12 @@ def _check_qkv(q: Any, k: Any, v: Any, mask: Mask) -> None:
     require(v.shape[:-1] == k.shape[:-1], "v", (v, "k", k), "k's shape in all but the last dimension", show=_shapes)
     hq, hkv = q.shape[1], k.shape[1]
     require(
-        min(hq, hkv) >= 1 and hq % hkv == 0, "q", f"{hq} query heads, {hkv} kv heads",
-        "a number of query heads that is a multiple of the number of kv heads", show=str,
-    )  # fmt: skip
+        min(hq, hkv) >= 1 and hq % hkv == 0,
+        "q",
+        f"{hq} query heads, {hkv} kv heads",
+        "a number of query heads that is a multiple of the number of kv heads",
+        show=str,
+    )
     for name, x in qkv:
         contiguous = not isinstance(x, Tensor) or x.shape[-1] == 1 or x.stride(-1) == 1
         require(contiguous, name, x, "any strides whose last one is 1 (call .contiguous())", show=_strides)

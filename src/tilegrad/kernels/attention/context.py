@@ -153,9 +153,8 @@ def _scatter(dk: Tensor, dv: Tensor, group: Ranks, buffers: Scratch) -> None:
 
 @op()
 def gather_attention_fwd(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, group: Ranks, *,
-    o: Tensor | None, lse: Tensor | None, scratch: Scratch,
-) -> None:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, group: Ranks, *, o: Tensor | None, lse: Tensor | None, scratch: Scratch
+) -> None:
     """o and lse of this rank's rows."""
     check_mask(mask)
     buffers = views(scratch, _buffers(q, k, v, group.world, backward=False), q.device, "gather_attention")
@@ -163,9 +162,14 @@ def gather_attention_fwd(
     for i, end in _runs(q, group):
         o_run, lse_run = (None if x is None else x[:, :, i] for x in (o, lse))
         attention_fwd(
-            q[:, :, i], buffers["k"][:, :, :end], buffers["v"][:, :, :end], mask,
-            o=o_run, lse=lse_run, scratch=of("attention", scratch),
-        )  # fmt: skip
+            q[:, :, i],
+            buffers["k"][:, :, :end],
+            buffers["v"][:, :, :end],
+            mask,
+            o=o_run,
+            lse=lse_run,
+            scratch=of("attention", scratch),
+        )
 
 
 @op(accumulates=("dsinks",))
@@ -180,11 +184,21 @@ def gather_attention_bwd(
     for (i, end), run in zip(_runs(q, group), ("run_", ""), strict=True):
         q_run, o_run, lse_run, do_run, dq_run = (x[:, :, i] for x in (q, o, lse, do, dq))
         attention_bwd(
-            q_run, buffers["k"][:, :, :end], buffers["v"][:, :, :end], o_run, lse_run, do_run,
-            None if dlse is None else dlse[:, :, i], mask,
-            dq=dq_run, dk=buffers[f"{run}dk"][:, :, :end], dv=buffers[f"{run}dv"][:, :, :end], dsinks=dsinks,
-            scratch=of("attention", scratch), deterministic=deterministic,
-        )  # fmt: skip
+            q_run,
+            buffers["k"][:, :, :end],
+            buffers["v"][:, :, :end],
+            o_run,
+            lse_run,
+            do_run,
+            None if dlse is None else dlse[:, :, i],
+            mask,
+            dq=dq_run,
+            dk=buffers[f"{run}dk"][:, :, :end],
+            dv=buffers[f"{run}dv"][:, :, :end],
+            dsinks=dsinks,
+            scratch=of("attention", scratch),
+            deterministic=deterministic,
+        )
     _scatter(dk, dv, group, buffers)
 
 

@@ -48,15 +48,25 @@ def size_fields(q: Any, v: Any, mask: Mask) -> dict[str, Any]:
         tq, tk = mask.max_seqlen_q, mask.max_seqlen_k
     left, right = mask.band
     return {
-        "dtype": DTYPES[q.dtype], "b": b, "hq": hq, "hkv": hkv, "tq": tq, "tk": tk, "d": d, "dv": dv,
+        "dtype": DTYPES[q.dtype],
+        "b": b,
+        "hq": hq,
+        "hkv": hkv,
+        "tq": tq,
+        "tk": tk,
+        "d": d,
+        "dv": dv,
         "left": -1 if left is None or left >= tq + tk else left,
         "right": -1 if right is None or right >= tq + tk else right,
-        "threads": torch.get_num_threads(), "isa": isa(),
+        "threads": torch.get_num_threads(),
+        "isa": isa(),
         "sinks_dtype": 0 if mask.sinks is None else DTYPES[mask.sinks.dtype],
         "slopes_dtype": 0 if mask.alibi_slopes is None else DTYPES[mask.alibi_slopes.dtype],
         "bias_dtype": NO_DTYPE if mask.bias is None else DTYPES[mask.bias.dtype],
-        "scale": mask.scale_for(d), "softcap": mask.softcap, "dropout_p": mask.dropout_p,
-    }  # fmt: skip
+        "scale": mask.scale_for(d),
+        "softcap": mask.softcap,
+        "dropout_p": mask.dropout_p,
+    }
 
 
 def workspace(q: Any, k: Any, v: Any, mask: Mask, *, backward: bool, deterministic: bool) -> Shapes:
@@ -139,13 +149,20 @@ def _fields(call: Forward | Backward) -> dict[str, Any]:
     if mask.dropout_p and mask.seed is not None:
         dropout = {"dropout_threshold": threshold(mask.dropout_p), "seed": _signed(mask.seed)}
     return {
-        **size_fields(q, call.v, mask), **dropout,
-        "cu_seqlens_q": _data(mask.cu_seqlens_q), "cu_seqlens_k": _data(mask.cu_seqlens_k),
-        "q": _rows(q, varlen=varlen), "k": _rows(call.k, varlen=varlen), "v": _rows(call.v, varlen=varlen),
-        "o": _rows(call.o, varlen=varlen), "lse": _statistic(call.lse, varlen=varlen),
-        "sinks": by_head(mask.sinks), "slopes": by_head(mask.alibi_slopes), "bias": _pairs(mask.bias),
+        **size_fields(q, call.v, mask),
+        **dropout,
+        "cu_seqlens_q": _data(mask.cu_seqlens_q),
+        "cu_seqlens_k": _data(mask.cu_seqlens_k),
+        "q": _rows(q, varlen=varlen),
+        "k": _rows(call.k, varlen=varlen),
+        "v": _rows(call.v, varlen=varlen),
+        "o": _rows(call.o, varlen=varlen),
+        "lse": _statistic(call.lse, varlen=varlen),
+        "sinks": by_head(mask.sinks),
+        "slopes": by_head(mask.alibi_slopes),
+        "bias": _pairs(mask.bias),
         "intervals": _intervals(mask.intervals),
-    }  # fmt: skip
+    }
 
 
 # Offset of each field of `Call` in words of 8 bytes; every field is whole words.
@@ -207,11 +224,15 @@ def prepare_fwd(call: Forward, views: Views) -> NativeRun:
 def prepare_bwd(call: Backward, views: Views) -> NativeRun:
     varlen = call.mask.varlen
     fields = _fields(call) | {
-        "do_": _rows(call.do, varlen=varlen), "dlse": _statistic(call.dlse, varlen=varlen), "dsinks": by_head(call.dsinks),
-        "dq": _rows(call.dq, varlen=varlen), "dk": _rows(call.dk, varlen=varlen), "dv_": _rows(call.dv, varlen=varlen),
+        "do_": _rows(call.do, varlen=varlen),
+        "dlse": _statistic(call.dlse, varlen=varlen),
+        "dsinks": by_head(call.dsinks),
+        "dq": _rows(call.dq, varlen=varlen),
+        "dk": _rows(call.dk, varlen=varlen),
+        "dv_": _rows(call.dv, varlen=varlen),
         "dbias_dtype": NO_DTYPE,
         "dkv_dtype": DTYPES[next((x.dtype for x in (call.dk, call.dv) if x is not None), call.do.dtype)],
-    }  # fmt: skip
+    }
     if call.dbias is not None:
         sums = views(*call.memory).get("dbias", call.dbias)
         fields |= {"dbias": _pairs(sums), "dbias_dtype": DTYPES[sums.dtype]}

@@ -34,8 +34,12 @@ _interned: dict[tuple[object, ...], Mask] = {}  # by numbers and their types, be
 
 
 def interned_mask(
-    causal: bool, window: Window | None, scale: float | None, softcap: float, dropout_p: float  # noqa: FBT001
-) -> Mask:  # fmt: skip
+    causal: bool,  # noqa: FBT001
+    window: Window | None,
+    scale: float | None,
+    softcap: float,
+    dropout_p: float,
+) -> Mask:
     """The mask with these options, from the cache if it is there."""
     found = None
     if not torch.compiler.is_compiling() and (window is None or type(window) is tuple):

@@ -323,10 +323,15 @@ class Slab:
         index, dropped = self.scratch["index"], self.buffer("dropped", *shape)
         first = self.first + self.batch.start
         drop_mask(
-            self.keys, self.mask.dropout_p,
-            index[first : first + len(self.batch)], index[h], index[i.start : i.stop], index[j.start : j.stop],
-            dropped=dropped, work=self.buffer("philox", WORK_BUFFERS, *shape),
-        )  # fmt: skip
+            self.keys,
+            self.mask.dropout_p,
+            index[first : first + len(self.batch)],
+            index[h],
+            index[i.start : i.stop],
+            index[j.start : j.stop],
+            dropped=dropped,
+            work=self.buffer("philox", WORK_BUFFERS, *shape),
+        )
         return dropped.view(self.size, -1, len(j))
 
     def bias_tile(self, bias: Tensor, i: range, j: range) -> Tensor:

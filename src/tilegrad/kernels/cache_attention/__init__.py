@@ -50,6 +50,13 @@ class Problem(NamedTuple):
     rows: int | None = None
 
 
+class Caches(NamedTuple):
+    """(B, Hkv, capacity, D) each."""
+
+    k: Tensor
+    v: Tensor
+
+
 def _triton_refuses(problem: Problem) -> str | None:
     return gpu.refusal(problem.cache)
 
@@ -128,9 +135,8 @@ def cache_attention_fwd(
     else:
         q, k, v = q.view(b, n_head, d), k.view(b, n_kv_head, d), v.view(b, n_kv_head, d)
     problem = Problem(k_cache, n_head)
-    CACHE_ATTENTION.run(
-        "fwd", problem, q, k, v, positions, mask, o=o.view(b, n_head, d), k_cache=k_cache, v_cache=v_cache, **where
-    )
+    o, caches = o.view(b, n_head, d), Caches(k_cache, v_cache)
+    CACHE_ATTENTION.run("fwd", problem, q, k, v, positions, mask, o=o, caches=caches, **where)
 
 
 def check_mask(mask: Mask) -> None:
@@ -145,9 +151,17 @@ def check_mask(mask: Mask) -> None:
 
 
 def _check(
-    q: Tensor, k: Tensor | None, v: Tensor | None, positions: Tensor, mask: Mask, n_head: int, n_kv_head: int,
-    o: Tensor, k_cache: Tensor, v_cache: Tensor,
-) -> None:  # fmt: skip
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    positions: Tensor,
+    mask: Mask,
+    n_head: int,
+    n_kv_head: int,
+    o: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+) -> None:
     check_mask(mask)
     _check_caches(k_cache, v_cache)
     b, hkv, _, d = k_cache.shape

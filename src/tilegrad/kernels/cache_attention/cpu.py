@@ -8,6 +8,7 @@ thread computes the query heads of one kv head of one sequence.
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ from ..attention.mask import Mask
 from ..cpu.abi import pack_cache_write, pack_call
 from ..cpu.library import NativeCall, native, run_native
 from ..scratch import Form, Scratch, Shapes, TensorLike, accumulation_dtype
+
+if TYPE_CHECKING:
+    from . import Caches
 
 _CAUSAL = Mask(causal=True)
 _FORWARD = 0
@@ -38,16 +42,25 @@ def _workspace(shape: tuple[int, ...], n_head: int, dtype: torch.dtype, _threads
 
 
 def fwd(
-    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, mask: Mask, *,
-    o: Tensor, k_cache: Tensor, v_cache: Tensor, scratch: Scratch,
-) -> NativeCall:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, mask: Mask, *, o: Tensor, caches: Caches, scratch: Scratch
+) -> NativeCall:
+    k_cache, v_cache = caches
     memory = scratch["native"]
     place, nbytes = from_cache_line(memory, memory.nbytes)
     call = pack_call(
-        **size_fields(q[:, :, None], v_cache, mask), positions=positions.data_ptr(), scratch=place, scratch_bytes=nbytes,
-        q=_row(q), k=(k_cache.data_ptr(), *k_cache.stride()), v=(v_cache.data_ptr(), *v_cache.stride()), o=_row(o),
-        k_new=_row(k), v_new=_row(v), sinks=by_head(mask.sinks), slopes=by_head(mask.alibi_slopes),
-    )  # fmt: skip
+        **size_fields(q[:, :, None], v_cache, mask),
+        positions=positions.data_ptr(),
+        scratch=place,
+        scratch_bytes=nbytes,
+        q=_row(q),
+        k=(k_cache.data_ptr(), *k_cache.stride()),
+        v=(v_cache.data_ptr(), *v_cache.stride()),
+        o=_row(o),
+        k_new=_row(k),
+        v_new=_row(v),
+        sinks=by_head(mask.sinks),
+        slopes=by_head(mask.alibi_slopes),
+    )
     return run_native(native().tilegrad_native_attention_fwd, call)
 
 
@@ -60,8 +73,18 @@ def write(k: Tensor, v: Tensor, slots: Tensor, *, k_cache: Tensor, v_cache: Tens
     b, hkv, capacity, d = k_cache.shape
     size = k.element_size()
     call = pack_cache_write(
-        n=len(k), b=b, hkv=hkv, capacity=capacity, head_bytes=d * size, k_bytes=k.stride(0) * size,
-        v_bytes=v.stride(0) * size, threads=torch.get_num_threads(), k=k.data_ptr(), v=v.data_ptr(),
-        slots=slots.data_ptr(), k_cache=k_cache.data_ptr(), v_cache=v_cache.data_ptr(),
-    )  # fmt: skip
+        n=len(k),
+        b=b,
+        hkv=hkv,
+        capacity=capacity,
+        head_bytes=d * size,
+        k_bytes=k.stride(0) * size,
+        v_bytes=v.stride(0) * size,
+        threads=torch.get_num_threads(),
+        k=k.data_ptr(),
+        v=v.data_ptr(),
+        slots=slots.data_ptr(),
+        k_cache=k_cache.data_ptr(),
+        v_cache=v_cache.data_ptr(),
+    )
     native().tilegrad_native_cache_write(call)

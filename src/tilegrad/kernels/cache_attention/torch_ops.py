@@ -14,12 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import prod
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..attention.mask import Mask
 from ..scratch import Scratch, Shapes, TensorLike, accumulation_dtype, blocks
+
+if TYPE_CHECKING:
+    from . import Caches
 
 TILE = 256  # columns
 ROWS = 1024  # rows that `write` copies at once
@@ -48,9 +52,12 @@ def workspace(cache: TensorLike, n_head: int, rows: int | None = None) -> Shapes
     elements |= dict.fromkeys(("row_max", "row_sum", "new_max", "alpha", "slopes"), b * n_head)
     shapes = {name: ((size,), acc) for name, size in elements.items()}
     shapes |= {"new": ((b * hkv * d,), cache.dtype), "column": ((n,), torch.int64), "gap": ((b * n,), torch.int64)}
-    return shapes | {"place": ((b,), torch.int64)} | dict.fromkeys(("hidden", "far"), ((b * n,), torch.bool)) | {
-        "inside": ((b,), torch.bool), "below": ((b,), torch.bool), "empty": ((b * n_head,), torch.bool)
-    }  # fmt: skip
+    return (
+        shapes
+        | {"place": ((b,), torch.int64)}
+        | dict.fromkeys(("hidden", "far"), ((b * n,), torch.bool))
+        | {"inside": ((b,), torch.bool), "below": ((b,), torch.bool), "empty": ((b * n_head,), torch.bool)}
+    )
 
 
 def _part(scratch: Scratch, name: str, *shape: int) -> Tensor:
@@ -91,9 +98,9 @@ def write(k: Tensor, v: Tensor, slots: Tensor, *, k_cache: Tensor, v_cache: Tens
 
 
 def fwd(
-    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, mask: Mask, *,
-    o: Tensor, k_cache: Tensor, v_cache: Tensor, scratch: Scratch,
-) -> None:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, mask: Mask, *, o: Tensor, caches: Caches, scratch: Scratch
+) -> None:
+    k_cache, v_cache = caches
     hkv = k_cache.shape[1]
     for i in blocks(len(q), _sequences(k_cache)):
         for new, cache in ((k[i], k_cache[i]), (v[i], v_cache[i])):

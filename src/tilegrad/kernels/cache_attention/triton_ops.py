@@ -18,6 +18,8 @@ dtype, except where sums are float64.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
@@ -35,6 +37,9 @@ from ..attention.triton.tiles import SPLIT, UNALIGNED, ordered
 from ..dependent_launch import dependent, start_next, wait_for_previous
 from ..gpu import ceil_div, launch, padded
 from ..scratch import Scratch, Shapes, TensorLike
+
+if TYPE_CHECKING:
+    from . import Caches
 
 AHEAD = 4  # splits whose loads a program of `_merge_kernel` starts together
 MERGE_WARPS = 1  # for one row of D columns
@@ -171,11 +176,8 @@ def _merge_kernel(
 
 @triton.jit
 def _write_kernel(
-    k, v, slots,
-    k_cache, v_cache,
-    k_n, v_n, limit, capacity, kv_heads,
-    D: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    k, v, slots, k_cache, v_cache, k_n, v_n, limit, capacity, kv_heads, D: tl.constexpr, BLOCK: tl.constexpr
+):
     n = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots + n)
@@ -196,9 +198,9 @@ def workspace(cache: TensorLike, n_head: int, rows: int | None = None) -> Shapes
 
 
 def fwd(
-    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, mask: Mask, *,
-    o: Tensor, k_cache: Tensor, v_cache: Tensor, scratch: Scratch,
-) -> None:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, mask: Mask, *, o: Tensor, caches: Caches, scratch: Scratch
+) -> None:
+    k_cache, v_cache = caches
     (b, hq, d), (_, hkv, capacity, _) = q.shape, k_cache.shape
     scale, slopes, sinks, left, group = mask.scale_for(d), mask.alibi_slopes, mask.sinks, mask.band[0], hq // hkv
     parts = scratch["acc"], scratch["row_max"], scratch["row_sum"]

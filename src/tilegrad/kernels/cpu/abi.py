@@ -102,8 +102,17 @@ class FixedOrder(ctypes.Structure):
 
 
 STRUCTURES: tuple[type[ctypes.Structure], ...] = (
-    View, Rows, Call, CacheWrite, Norm, Activation, Sample, LeanAdamW, Gemm, FixedOrder,
-)  # fmt: skip
+    View,
+    Rows,
+    Call,
+    CacheWrite,
+    Norm,
+    Activation,
+    Sample,
+    LeanAdamW,
+    Gemm,
+    FixedOrder,
+)
 
 
 def _format(structure: type[ctypes.Structure]) -> str:

@@ -48,9 +48,10 @@ def exact(
 
 
 def bounds(
-    x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor | float, bias: Tensor | None = None, terms: Terms = PLAIN,
-) -> dict[str, Bound]:  # fmt: skip
+    x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor | float, bias: Tensor | None = None, terms: Terms = PLAIN
+) -> dict[str, Bound]:
     """How far a kernel's loss, losses, dx, dw and dbias may be from `exact`."""
+    # Longer than 60 lines because the formulas share many intermediate results.
     dtype, short, on_cpu = x.dtype, x.dtype == torch.bfloat16, x.device.type == "cpu"
     row = CROSS_ENTROPY.select(Problem(x, w, bias=bias, terms=terms))
     products_rounded = short and on_cpu and linear._has_bf16_products()
@@ -95,9 +96,7 @@ def bounds(
         """The variance of Σ k d that the logits cause."""
         return (var_l * (own * k - shared * (seen * k).sum(1, keepdim=True)) ** 2).sum()
 
-    b_row = (
-        (p * b_l).sum(1, keepdim=True) + _of_a_sum(torch.ones_like(lse), (p**2).sum(1, keepdim=True), v) + 4
-    )  # fmt: skip
+    b_row = (p * b_l).sum(1, keepdim=True) + _of_a_sum(torch.ones_like(lse), (p**2).sum(1, keepdim=True), v) + 4
     b_lse = b_row + lse.abs()
     b_wide = factor.abs() * p * (b_l + b_row) + wide.abs()
     b_nll = b_l.gather(1, index) + b_lse + nll.abs()
@@ -112,9 +111,7 @@ def bounds(
         )
     b_d = kept * (b_wide if not softcap else slope * b_wide + wide.abs() * b_slope + d.abs())
     b_nll = kept * b_nll
-    centred = (
-        (var_l * own**2) @ w**2 - 2 * (seen @ w) * ((var_l * own * shared) @ w) + of_rows * (seen @ w) ** 2
-    )  # fmt: skip
+    centred = (var_l * own**2) @ w**2 - 2 * (seen @ w) * ((var_l * own * shared) @ w) + of_rows * (seen @ w) ** 2
     dx, size = scale * raw, scale.abs()
     by_dx, by_dw, by_dbias = scale * (dx @ w.t()), scale * (x @ dw.t()), scale * dbias
     var = {
@@ -132,16 +129,17 @@ def bounds(
             (scale**2 * (var_stored + var_of_l)).sum(0),
             along(by_dbias) + (var_stored * by_dbias**2).sum(),
         ),
-    }  # fmt: skip
+    }
     each = scale * nll
     b = {
         "loss": (size * b_nll).sum() + _of_a_sum(each.sum(), (each**2).sum(), len(x)),
         "losses": (size * (b_nll + nll.abs()))[:, 0],
         "dx": size * (b_d @ w.abs() + _of_a_sum(raw, d**2 @ w**2, v) + raw.abs()),
-        "dw": (size * b_d).t() @ x.abs() + 2 * d.t().abs() @ scaled.abs()
+        "dw": (size * b_d).t() @ x.abs()
+        + 2 * d.t().abs() @ scaled.abs()
         + _of_a_sum(dw, (d**2).t() @ scaled**2, len(x)),
         "dbias": (size * (b_d + d.abs())).sum(0) + _of_a_sum(dbias, ((scale * d) ** 2).sum(0), len(x)),
-    }  # fmt: skip
+    }
     names = [name for name in var if bias is not None or name != "dbias"]
     return {n: Bound(var[n][0].sqrt(), a * b[n], None if (s := var[n][1]) is None else s.sqrt()) for n in names}
 

@@ -10,7 +10,7 @@ the table of kernels: each module offers `workspace`, `fwd` and `bwd`.
 
 from __future__ import annotations
 
-from typing import Unpack
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -22,6 +22,14 @@ from ..scratch import Shapes, TensorLike, accumulation_dtype
 from ..table import Problem, Where
 
 EMBEDDING = gpu.triton_else_torch("embedding")
+
+
+class Gradients(NamedTuple):
+    """Outputs of a backward: (V, C) and (T or more, C); None: not computed."""
+
+    dwte: Tensor | None
+    dwpe: Tensor | None
+    accumulate: bool
 
 
 def embedding_workspace(x: TensorLike, *, packed: bool = False, kernel: str | None = None) -> Shapes:
@@ -71,7 +79,7 @@ def embedding_bwd(
         check_columns("dwpe", dwpe)
     if positions is not None:
         check_positions(positions, tokens.shape, dx)
-    EMBEDDING.run("bwd", Problem(dx), dx, tokens, positions, dwte=dwte, dwpe=dwpe, accumulate=accumulate, **where)
+    EMBEDDING.run("bwd", Problem(dx), dx, tokens, positions, out=Gradients(dwte, dwpe, accumulate), **where)
 
 
 def _check(tokens: Tensor, x: Tensor, name: str) -> None:

@@ -4,10 +4,15 @@ per token from torch's allocator.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from ..scratch import Scratch, Shapes, TensorLike, accumulation_dtype, blocks, rows_per_block
+
+if TYPE_CHECKING:
+    from . import Gradients
 
 BLOCK = {"cpu": 1 << 20, "cuda": 1 << 24}  # elements of dx converted at once
 
@@ -52,10 +57,8 @@ def _fwd_packed(tokens: Tensor, wte: Tensor, wpe: Tensor, positions: Tensor, *, 
             x[i].copy_(torch.index_select(wte, 0, tokens[i], out=scratch["x32"][:m]).add_(rows))
 
 
-def bwd(
-    dx: Tensor, tokens: Tensor, positions: Tensor | None, *,
-    dwte: Tensor | None, dwpe: Tensor | None, accumulate: bool, scratch: Scratch,
-) -> None:  # fmt: skip
+def bwd(dx: Tensor, tokens: Tensor, positions: Tensor | None, *, out: Gradients, scratch: Scratch) -> None:
+    dwte, dwpe, accumulate = out
     b, t = tokens.shape
     if dwte is not None:
         if not accumulate:

@@ -14,6 +14,8 @@ float32.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
@@ -21,6 +23,9 @@ from torch import Tensor
 
 from ..gpu import ceil_div, launch, padded
 from ..scratch import Scratch, Shapes, TensorLike
+
+if TYPE_CHECKING:
+    from . import Gradients
 
 RUN = 32  # sorted tokens per program
 WARPS = 4
@@ -115,10 +120,8 @@ def fwd(
     launch(_embedding_kernel, (n,), tokens, wte, wpe, positions, x, *numbers, BLOCK_C=padded(c), num_warps=WARPS)
 
 
-def bwd(
-    dx: Tensor, tokens: Tensor, positions: Tensor | None, *,
-    dwte: Tensor | None, dwpe: Tensor | None, accumulate: bool, scratch: Scratch,
-) -> None:  # fmt: skip
+def bwd(dx: Tensor, tokens: Tensor, positions: Tensor | None, *, out: Gradients, scratch: Scratch) -> None:
+    dwte, dwpe, accumulate = out
     (b, t), c = tokens.shape, dx.shape[1]
     if dwpe is not None and positions is not None:
         _add_all(dx, positions.view(-1), dwpe, scratch, accumulate=accumulate)

@@ -51,6 +51,14 @@ class Problem(NamedTuple):
     added: TensorLike | None = None
 
 
+class Product(NamedTuple):
+    """What a product is written to, or added to, and how precisely."""
+
+    out: Tensor
+    accumulate: bool
+    precise: bool
+
+
 def _scaled_mm_refuses(problem: Problem) -> str | None:
     x, w, _ = problem
     if x.device.type != "cuda":
@@ -99,9 +107,14 @@ def fp8_quantize_fwd(
 
 @op(accumulates=("state",))
 def fp8_activation_fwd(
-    h: Tensor, kind: str, *, a8: Tensor | None = None, a8t: Tensor | None = None, state: Tensor,
+    h: Tensor,
+    kind: str,
+    *,
+    a8: Tensor | None = None,
+    a8t: Tensor | None = None,
+    state: Tensor,
     kernel: str | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """a8 = q(act(h))   a8t = q(act(h))ᵀ, h contiguous; updates the magnitudes of act(h) in state. swiglu: h = [up, gate]."""
     if kind not in (*KINDS, "swiglu"):
         raise ValueError(f"kind: got {kind!r}; accepted: one of {', '.join(map(repr, (*KINDS, 'swiglu')))}")
@@ -133,9 +146,8 @@ def fp8_product_fwd(
         if accumulate:
             raise ValueError("b: got a bias with accumulate=True; accepted: None")
     problem = Problem(out, b8, out if accumulate else None)
-    FP8_LINEAR.run(
-        "product", problem, a8, a_state, b8, b_state, b, out=out, accumulate=accumulate, precise=precise, **where
-    )
+    into = Product(out, accumulate, precise)
+    FP8_LINEAR.run("product", problem, a8, a_state, b8, b_state, b, into=into, **where)
 
 
 @op(accumulates=("states",))

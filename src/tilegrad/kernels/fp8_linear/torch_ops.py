@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,6 +12,9 @@ from ..activation.torch_ops import fwd as activation_fwd
 from ..activation.torch_ops import swiglu_fwd
 from ..scratch import Scratch, Shapes, TensorLike
 from .state import FIRST_PART, FOLLOWED, FORMAT, JUMP, JUMPS
+
+if TYPE_CHECKING:
+    from . import Product
 
 
 def workspace(_x: TensorLike, _w: TensorLike | None, _added: TensorLike | None = None) -> Shapes:
@@ -40,9 +44,9 @@ def activation(h: Tensor, kind: str, *, a8: Tensor | None, a8t: Tensor | None, s
 
 
 def product(
-    a8: Tensor, a_state: Tensor, b8: Tensor, b_state: Tensor, b: Tensor | None, *,
-    out: Tensor, accumulate: bool, precise: bool, scratch: Scratch,
-) -> None:  # fmt: skip
+    a8: Tensor, a_state: Tensor, b8: Tensor, b_state: Tensor, b: Tensor | None, *, into: Product, scratch: Scratch
+) -> None:
+    out, accumulate, _ = into
     found = a8.float() @ b8.float().t() * (a_state[0] * b_state[0])
     found = found if b is None else found + b
     out.copy_(out.float() + found if accumulate else found)

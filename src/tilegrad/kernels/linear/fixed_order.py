@@ -28,9 +28,7 @@ def workspace(x: TensorLike, w: TensorLike, invariant: bool = False, backward: b
     return {"panels": ((torch.get_num_threads(), floats), torch.float32)}
 
 
-def fwd(
-    x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scale: float, scratch: Scratch
-) -> NativeCall:  # fmt: skip
+def fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scale: float, scratch: Scratch) -> NativeCall:
     for name, given in (("y", y), ("b", b)):
         if given is not None:
             check_columns(name, given)

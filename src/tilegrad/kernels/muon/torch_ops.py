@@ -54,9 +54,15 @@ def workspace(params: TensorLike, matrices: Matrices, cautious: bool) -> Shapes:
 
 
 def step(
-    norm: Tensor, learning_rate: float | Tensor, muon: MuonConfig, weight_decay: float, max_norm: float, *,
-    ranges: Sequence[Range], scratch: Scratch,
-) -> None:  # fmt: skip
+    norm: Tensor,
+    learning_rate: float | Tensor,
+    muon: MuonConfig,
+    weight_decay: float,
+    max_norm: float,
+    *,
+    ranges: Sequence[Range],
+    scratch: Scratch,
+) -> None:
     clip, blend, rate = scratch["clip"], scratch["blend"], scratch["rate"]
     clip.copy_(norm).add_(1e-6).div_(max_norm).clamp_(min=1.0).reciprocal_().nan_to_num_(nan=0.0)
     non_finite(norm, out=rate).neg_().add_(1.0)

@@ -30,6 +30,22 @@ from ..scratch import Shapes, TensorLike, accumulation_dtype
 from ..table import BACKWARD, FORWARD, Kernel, Problem, Table, Where, takes_all
 
 
+class Outputs(NamedTuple):
+    """Outputs of a forward: x1 and y (N, C), mean and rstd (N,); None: not computed."""
+
+    x1: Tensor | None
+    y: Tensor
+    mean: Tensor | None
+    rstd: Tensor
+
+
+class Statistics(NamedTuple):
+    """What a forward leaves to the backward, (N,) each; mean=None: RMS norm."""
+
+    mean: Tensor | None
+    rstd: Tensor
+
+
 class Gradients(NamedTuple):
     """Outputs of a backward, (C,) except dx and y (N, C); None: not computed."""
 
@@ -71,7 +87,7 @@ def layernorm_fwd(
     x: Tensor, w: Tensor, b: Tensor | None, eps: float, *, y: Tensor, mean: Tensor, rstd: Tensor, **where: Unpack[Where]
 ) -> None:
     """Writes y, mean and rstd."""
-    _fwd(x, None, w, b, eps, where, x1=None, y=y, mean=mean, rstd=rstd)
+    _fwd(x, None, w, b, eps, where, Outputs(None, y, mean, rstd))
 
 
 @op(one_kernel=True)
@@ -80,7 +96,7 @@ def add_layernorm_fwd(
     x1: Tensor, y: Tensor, mean: Tensor, rstd: Tensor, **where: Unpack[Where],
 ) -> None:  # fmt: skip
     """x1 = x + f, then y, mean and rstd of x1; x1 may be x."""
-    _fwd(x, f, w, b, eps, where, x1=x1, y=y, mean=mean, rstd=rstd)
+    _fwd(x, f, w, b, eps, where, Outputs(x1, y, mean, rstd))
 
 
 @op(adds=("dx",), accumulates=("dw", "db", "dx_sum"))
@@ -90,13 +106,13 @@ def layernorm_bwd(
     y: Tensor | None = None, accumulate: bool = True, **where: Unpack[Where],
 ) -> None:  # fmt: skip
     """dx += …   dw += Σ_n dy ∘ x̂   db += Σ_n dy   dx_sum += Σ_n dx   y = x̂ ∘ w + b; y may be dy"""
-    _bwd(dy, x, w, mean, rstd, b, where, Gradients(dx, dw, db, dx_sum, y, accumulate))
+    _bwd(dy, x, w, b, Statistics(mean, rstd), where, Gradients(dx, dw, db, dx_sum, y, accumulate))
 
 
 @op(one_kernel=True)
 def rmsnorm_fwd(x: Tensor, w: Tensor, eps: float, *, y: Tensor, rstd: Tensor, **where: Unpack[Where]) -> None:
     """Writes y and rstd."""
-    _fwd(x, None, w, None, eps, where, x1=None, y=y, mean=None, rstd=rstd)
+    _fwd(x, None, w, None, eps, where, Outputs(None, y, None, rstd))
 
 
 @op(one_kernel=True)
@@ -104,7 +120,7 @@ def add_rmsnorm_fwd(
     x: Tensor, f: Tensor, w: Tensor, eps: float, *, x1: Tensor, y: Tensor, rstd: Tensor, **where: Unpack[Where]
 ) -> None:
     """x1 = x + f, then y and rstd of x1; x1 may be x."""
-    _fwd(x, f, w, None, eps, where, x1=x1, y=y, mean=None, rstd=rstd)
+    _fwd(x, f, w, None, eps, where, Outputs(x1, y, None, rstd))
 
 
 @op(adds=("dx",), accumulates=("dw", "dx_sum"))
@@ -114,30 +130,27 @@ def rmsnorm_bwd(
     accumulate: bool = True, **where: Unpack[Where],
 ) -> None:  # fmt: skip
     """dx += …   dw += Σ_n dy ∘ x̂   dx_sum += Σ_n dx   y = x̂ ∘ w; y may be dy"""
-    _bwd(dy, x, w, None, rstd, None, where, Gradients(dx, dw, None, dx_sum, y, accumulate))
+    _bwd(dy, x, w, None, Statistics(None, rstd), where, Gradients(dx, dw, None, dx_sum, y, accumulate))
 
 
-def _fwd(
-    x: Tensor, f: Tensor | None, w: Tensor, b: Tensor | None, eps: float, where: Where, *,
-    x1: Tensor | None, y: Tensor, mean: Tensor | None, rstd: Tensor,
-) -> None:  # fmt: skip
+def _fwd(x: Tensor, f: Tensor | None, w: Tensor, b: Tensor | None, eps: float, where: Where, out: Outputs) -> None:
     if not eps > 0.0:
         raise ValueError(f"eps: got {eps!r}; accepted: a number > 0")
-    _check(x, mean, rstd, w, b, y=y, f=f, x1=x1)
-    NORM.run("fwd", Problem(x), x, f, w, b, eps, options=FORWARD, x1=x1, y=y, mean=mean, rstd=rstd, **where)
+    _check(x, out.mean, out.rstd, w, b, y=out.y, f=f, x1=out.x1)
+    NORM.run("fwd", Problem(x), x, f, w, b, eps, options=FORWARD, out=out, **where)
 
 
 def _bwd(
-    dy: Tensor, x: Tensor, w: Tensor, mean: Tensor | None, rstd: Tensor, b: Tensor | None, where: Where, out: Gradients
+    dy: Tensor, x: Tensor, w: Tensor, b: Tensor | None, statistics: Statistics, where: Where, out: Gradients
 ) -> None:
-    _check(x, mean, rstd, w, b, dy=dy, dx=out.dx, y=out.y)
+    _check(x, *statistics, w, b, dy=dy, dx=out.dx, y=out.y)
     if out.dx_sum is not None and out.dx is None:
         raise ValueError("dx_sum: got a tensor but dx is None; accepted: None, or both dx and dx_sum")
     for name, grad in (("dw", out.dw), ("db", out.db), ("dx_sum", out.dx_sum)):
         if grad is not None:
             check_tensor(name, grad, (x.shape[1],), accumulation_dtype(x.dtype), x.device)
             check_columns(name, grad)
-    NORM.run("bwd", Problem(x), dy, x, w, mean, rstd, b, options=BACKWARD, out=out, **where)
+    NORM.run("bwd", Problem(x), dy, x, w, b, statistics, options=BACKWARD, out=out, **where)
 
 
 def _check(x: Tensor, mean: Tensor | None, rstd: Tensor, w: Tensor, b: Tensor | None, **others: Tensor | None) -> None:

@@ -16,7 +16,7 @@ from ..column_sum.torch_ops import add_weighted_rows
 from ..scratch import Scratch, Shapes, TensorLike, accumulation_dtype, below, blocks, of, rows_of, rows_per_block
 
 if TYPE_CHECKING:
-    from . import Gradients
+    from . import Gradients, Outputs, Statistics
 
 BLOCK = {"cpu": 1 << 20, "cuda": 1 << 23}  # elements of a block of rows
 
@@ -61,9 +61,9 @@ def _scale(centred: Tensor, rstd: Tensor, w: Tensor, b: Tensor | None, *, y: Ten
 
 
 def fwd(
-    x: Tensor, f: Tensor | None, w: Tensor, b: Tensor | None, eps: float, *,
-    x1: Tensor | None, y: Tensor, mean: Tensor | None, rstd: Tensor, scratch: Scratch,
-) -> None:  # fmt: skip
+    x: Tensor, f: Tensor | None, w: Tensor, b: Tensor | None, eps: float, *, out: Outputs, scratch: Scratch
+) -> None:
+    x1, y, mean, rstd = out
     n, c = x.shape
     if f is not None and x1 is not None:
         x = torch.add(x, f, out=x1)
@@ -82,10 +82,9 @@ def fwd(
 
 
 def bwd(
-    dy: Tensor, x: Tensor, w: Tensor, mean: Tensor | None, rstd: Tensor, b: Tensor | None, *,
-    out: Gradients, scratch: Scratch,
-) -> None:  # fmt: skip
-    dx, dw, db, dx_sum, y, accumulate = out
+    dy: Tensor, x: Tensor, w: Tensor, b: Tensor | None, statistics: Statistics, *, out: Gradients, scratch: Scratch
+) -> None:
+    (mean, rstd), (dx, dw, db, dx_sum, y, accumulate) = statistics, out
     (n, c), acc = x.shape, accumulation_dtype(x.dtype)
     for grad in (dw, db):
         if grad is not None and not accumulate:

@@ -24,7 +24,7 @@ from ..gpu import ceil_div, launch, multiprocessors, padded
 from ..scratch import Scratch, Shapes, TensorLike
 
 if TYPE_CHECKING:
-    from . import Gradients
+    from . import Gradients, Outputs, Statistics
 
 
 class Tile(NamedTuple):
@@ -170,9 +170,9 @@ def _stride(x: Tensor | None) -> int:
 
 
 def fwd(
-    x: Tensor, f: Tensor | None, w: Tensor, b: Tensor | None, eps: float, *,
-    x1: Tensor | None, y: Tensor, mean: Tensor | None, rstd: Tensor, scratch: Scratch,
-) -> None:  # fmt: skip
+    x: Tensor, f: Tensor | None, w: Tensor, b: Tensor | None, eps: float, *, out: Outputs, scratch: Scratch
+) -> None:
+    x1, y, mean, rstd = out
     n, c = x.shape
     tile = _tile(FORWARD, c)
     strides = (x.stride(0), _stride(f), _stride(x1), y.stride(0))
@@ -181,10 +181,9 @@ def fwd(
 
 
 def bwd(
-    dy: Tensor, x: Tensor, w: Tensor, mean: Tensor | None, rstd: Tensor, b: Tensor | None, *,
-    out: Gradients, scratch: Scratch,
-) -> None:  # fmt: skip
-    dx, dw, db, dx_sum, y, accumulate = out
+    dy: Tensor, x: Tensor, w: Tensor, b: Tensor | None, statistics: Statistics, *, out: Gradients, scratch: Scratch
+) -> None:
+    (mean, rstd), (dx, dw, db, dx_sum, y, accumulate) = statistics, out
     n, c = x.shape
     tile, sums = _tile(BACKWARD, c), [grad for grad in (dw, db, dx_sum) if grad is not None]
     partials = scratch["partials"][: len(sums)]

@@ -25,7 +25,7 @@ The others find the smallest kept y and e by a radix search over their bits.
 
 from __future__ import annotations
 
-from typing import Unpack
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -73,6 +73,15 @@ def logprobs_workspace(logits: TensorLike, *, kernel: str | None = None) -> Shap
     return SAMPLING.workspace(Problem(logits), kernel=kernel, **_LOGPROBS)
 
 
+class Draws(NamedTuple):
+    """What each row draws with: settings (B, 7), seeds, sequences and drawn (B,)."""
+
+    settings: Tensor
+    seeds: Tensor
+    sequences: Tensor
+    drawn: Tensor
+
+
 @op(adds=("tokens", "logprobs", "seen"), one_kernel=True)
 def sample_fwd(
     logits: Tensor, settings: Tensor, seeds: Tensor, sequences: Tensor, drawn: Tensor, *,
@@ -99,9 +108,8 @@ def sample_fwd(
         check_columns("seen", seen)
     if device.type == "cpu" and b:
         _check_values(settings, drawn, penalties=seen is not None)
-    problem = Problem(logits)
-    reads = (logits, settings, seeds, sequences, drawn)
-    SAMPLING.run("fwd", problem, *reads, options=_DRAW, tokens=tokens, logprobs=logprobs, seen=seen, **where)
+    draws, problem = Draws(settings, seeds, sequences, drawn), Problem(logits)
+    SAMPLING.run("fwd", problem, logits, draws, options=_DRAW, tokens=tokens, logprobs=logprobs, seen=seen, **where)
 
 
 @op()

@@ -3,6 +3,8 @@ histograms of the tokens' masses over 11 bits of the keys at a time. Noise is dr
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,9 @@ from ..cpu.rows import address, rows
 from ..scratch import Scratch, Shapes, TensorLike
 from .elementary import mass_bits
 
+if TYPE_CHECKING:
+    from . import Draws
+
 
 def workspace(logits: TensorLike, *, draw: bool) -> Shapes:
     n, v = logits.shape
@@ -19,11 +24,10 @@ def workspace(logits: TensorLike, *, draw: bool) -> Shapes:
 
 
 def fwd(
-    logits: Tensor, settings: Tensor, seeds: Tensor, sequences: Tensor, drawn: Tensor, *,
-    tokens: Tensor, logprobs: Tensor, seen: Tensor | None, scratch: Scratch,
-) -> NativeCall:  # fmt: skip
+    logits: Tensor, draws: Draws, *, tokens: Tensor, logprobs: Tensor, seen: Tensor | None, scratch: Scratch
+) -> NativeCall:
     matrices = rows(logits), rows(seen), rows(scratch["numbers"]), rows(scratch["places"])
-    vectors = map(address, (settings, seeds, sequences, drawn, tokens, logprobs))
+    vectors = map(address, (*draws, tokens, logprobs))
     return run_native(native().tilegrad_native_sample, pack_sample(*_shared(logits), *matrices, *vectors))
 
 

@@ -42,10 +42,16 @@ def _terms(exp: int, log: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
 CONSTANTS = {
     torch.float32: Constants(torch.int32, 23, 127, 0x3F3504F3, -87.0, 0.693359375, -2.12194440e-4, *_terms(7, 4)),
     torch.float64: Constants(
-        torch.int64, 52, 1023, 0x3FE6A09E667F3BCD, -708.0, 6.93147180369123816490e-01, 1.90821492927058770002e-10,
+        torch.int64,
+        52,
+        1023,
+        0x3FE6A09E667F3BCD,
+        -708.0,
+        6.93147180369123816490e-01,
+        1.90821492927058770002e-10,
         *_terms(13, 11),
     ),
-}  # fmt: skip
+}
 
 
 def mass_bits(v: int) -> int:

@@ -7,12 +7,17 @@ rows.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from ..philox import WORK_BUFFERS, philox, round_keys_of_rows
 from ..scratch import Scratch, Shapes, TensorLike, blocks, rows_of, rows_per_block
 from .elementary import CONSTANTS, exp_, log_, mass_bits
+
+if TYPE_CHECKING:
+    from . import Draws
 
 BLOCK = {"cpu": 1 << 16, "cuda": 1 << 22}  # elements processed at once
 
@@ -46,9 +51,9 @@ def logprobs(logits: Tensor, targets: Tensor, *, logprobs: Tensor, scratch: Scra
 
 
 def fwd(
-    logits: Tensor, settings: Tensor, seeds: Tensor, sequences: Tensor, drawn: Tensor, *,
-    tokens: Tensor, logprobs: Tensor, seen: Tensor | None, scratch: Scratch,
-) -> None:  # fmt: skip
+    logits: Tensor, draws: Draws, *, tokens: Tensor, logprobs: Tensor, seen: Tensor | None, scratch: Scratch
+) -> None:
+    settings, seeds, sequences, drawn = draws
     for i in blocks(logits.shape[0], rows_per_block(logits, BLOCK)):
         part, l = _part(scratch, i), rows_of(logits, i)
         (old_token, count), old_logprob, idle = part["row_old"], part["row_old_logprob"], part["row_idle"]
@@ -104,9 +109,7 @@ def _logprobs(l: Tensor, targets: Tensor, part: Scratch, *, out: Tensor) -> Tens
     return bad
 
 
-def _draw(
-    l: Tensor, settings: Tensor, seen: Tensor | None, noise: Tensor, part: Scratch, *, token: Tensor
-) -> None:  # fmt: skip
+def _draw(l: Tensor, settings: Tensor, seen: Tensor | None, noise: Tensor, part: Scratch, *, token: Tensor) -> None:
     """token (m,) = argmax of z + noise over the kept tokens."""
     y, z, e = part["numbers"][:3]
     work, flags, greedy = part["numbers"][3:], part["flags"][0], part["row_flags"]

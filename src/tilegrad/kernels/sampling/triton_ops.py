@@ -26,6 +26,8 @@ bits of the other kernels.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
@@ -35,6 +37,25 @@ from ..dependent_launch import dependent, start_next, wait_for_previous
 from ..gpu import ceil_div, launch, multiprocessors, padded
 from ..scratch import Scratch, Shapes, TensorLike
 from .elementary import mass_bits
+from .triton_numerics import (
+    INFINITY,
+    LARGEST,
+    LEAST_KEY,
+    exp_,
+    gumbel,
+    kth_largest,
+    log_of_total,
+    mass_of,
+    number_of,
+    order_key,
+    penalised,
+    smallest_kept,
+    smallest_kept_mass,
+    total_mass,
+)
+
+if TYPE_CHECKING:
+    from . import Draws
 
 TILE = 1 << 12  # most logits that a program for a whole row loads at once
 WARPS = 16
@@ -45,181 +66,9 @@ SEGMENTS = 1 << 11  # most segments of a row
 FEW = 1 << 9  # a list of at most FEW candidates takes fewer registers and less time
 LISTED = 1 << 11  # most candidates of a list
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LARGEST = tl.constexpr(3.4028234663852886e38)
-INFINITY = tl.constexpr(float("inf"))
 NO_EXPONENT = tl.constexpr(88.0)  # exp(−x) is 0 if x is more than 87
-LEAST_KEY = tl.constexpr(-2147483648)
 LEAST_FINITE_KEY = tl.constexpr(-2139095040)  # of −LARGEST
 MARGIN = tl.constexpr(1.000001)  # more than the error of two exp
-
-
-@triton.jit
-def _exp(x):
-    """exp(x) for x ≤ 0, as in elementary.py."""
-    inside = tl.maximum(x, -87.0)
-    n = tl.floor(inside * LOG2E + 0.5)
-    r = (inside - n * 0.693359375) - n * -2.12194440e-4
-    p = tl.full(x.shape, 1 / 5040, tl.float32)
-    p = p * r + 1 / 720
-    p = p * r + 1 / 120
-    p = p * r + 1 / 24
-    p = p * r + 1 / 6
-    p = p * r + 0.5
-    p = p * r + 1.0
-    p = p * r + 1.0
-    power = ((n.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
-    return tl.where(x < -87.0, 0.0, p * power)
-
-
-@triton.jit
-def _log(x):
-    """log(x) for a normal x > 0, as in elementary.py."""
-    bits = x.to(tl.int32, bitcast=True)
-    exponent = (bits - 0x3F3504F3) >> 23
-    m = (bits - (exponent << 23)).to(tl.float32, bitcast=True)
-    s = tl.div_rn(m - 1.0, m + 1.0)
-    q = s * s
-    p = tl.full(x.shape, 1 / 9, tl.float32)
-    p = p * q + 1 / 7
-    p = p * q + 1 / 5
-    p = p * q + 1 / 3
-    k = exponent.to(tl.float32)
-    return ((p * q * (2.0 * s) + k * -2.12194440e-4) + 2.0 * s) + k * 0.693359375
-
-
-@triton.jit
-def _log_of_total(total, scale):
-    """log(total / scale) in float64; `scale` is a power of 2."""
-    x = total.to(tl.float64) / scale
-    bits = x.to(tl.int64, bitcast=True)
-    exponent = (bits - 0x3FE6A09E667F3BCD) >> 52
-    m = (bits - (exponent << 52)).to(tl.float64, bitcast=True)
-    s = (m - 1.0) / (m + 1.0)
-    q = s * s
-    p = tl.full([], 1 / 23, tl.float64)
-    for n in tl.static_range(10):
-        p = p * q + tl.full([], 1 / (21 - 2 * n), tl.float64)
-    k = exponent.to(tl.float64)
-    low = tl.full([], 1.90821492927058770002e-10, tl.float64)
-    high = tl.full([], 6.93147180369123816490e-01, tl.float64)
-    return ((p * q * (2.0 * s) + k * low) + 2.0 * s) + k * high
-
-
-@triton.jit
-def _mass(e, scale):
-    return (e * scale + 0.5).to(tl.int64)
-
-
-@triton.jit
-def _penalised(l, row_seen, i, inside, penalty, SEEN: tl.constexpr):
-    y = l
-    if SEEN:
-        seen = tl.load(row_seen + i, mask=inside, other=0)
-        y = tl.where(l < 0.0, l * penalty, tl.div_rn(l, penalty))
-        y = tl.minimum(tl.maximum(y, -LARGEST), LARGEST)
-        y = tl.where((seen == 0) | (l == -INFINITY), l, y)
-    return y
-
-
-@triton.jit
-def _ordered(y):
-    """Integers in the order of the numbers y; −0 and 0 are equal."""
-    bits = tl.where(y == 0.0, 0.0, y).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def _number(key):
-    """The y whose integer of `_ordered` is the key."""
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _smallest(row, V, bound, scale, MASSES: tl.constexpr, TILE: tl.constexpr):
-    """The smallest t such that the keys above t have a total mass below `bound`. `row` has e, each with its mass, or y, each of
-    mass 1. t is found two bits at a time, the highest first. For y the first of them is the sign, which is reversed."""
-    cols = tl.arange(0, TILE)
-    t = tl.full([], 0 if MASSES else LEAST_KEY, tl.int32)
-    counted: tl.constexpr = tl.int64 if MASSES else tl.int32
-    passes: tl.constexpr = 15 if MASSES else 16
-    for step in range(passes):
-        shift = 2 * (passes - 1 - step)
-        one = tl.full([], 1, tl.int32) << shift
-        above0 = tl.zeros([TILE], counted)
-        above1 = tl.zeros([TILE], counted)
-        above2 = tl.zeros([TILE], counted)
-        for k in range(0, V, TILE):
-            x = tl.load(row + k + cols, mask=k + cols < V, other=0.0)
-            if MASSES:
-                key, mass = x.to(tl.int32, bitcast=True), _mass(x, scale)
-            else:
-                key, mass = _ordered(x), (k + cols < V).to(tl.int32)
-            above0 += tl.where(key > (t | (one - 1)), mass, 0)
-            above1 += tl.where(key > ((t ^ one) | (one - 1)), mass, 0)
-            above2 += tl.where(key > ((t ^ (one << 1)) | (one - 1)), mass, 0)
-        digit = (tl.sum(above0, 0).to(tl.float64) >= bound).to(tl.int32)
-        digit += (tl.sum(above1, 0).to(tl.float64) >= bound).to(tl.int32)
-        digit += (tl.sum(above2, 0).to(tl.float64) >= bound).to(tl.int32)
-        t = t ^ (digit << shift)
-    return t
-
-
-@triton.jit
-def _kth_largest(key, n, k, most):
-    """The k-th largest of n keys in registers, found two bits at a time; the others are LEAST_KEY. Ends earlier, with a smaller
-    number, if at most `most` keys are larger than or equal to it. One sum adds three counts of 20 bits each."""
-    t = tl.full([], LEAST_KEY, tl.int32)
-    shift = tl.full([], 30, tl.int32)
-    kept = n
-    while (shift >= 0) & (kept > most):
-        one = tl.full([], 1, tl.int32) << shift
-        edge = t | (one - 1)
-        counts = (key > edge).to(tl.int64) + ((key > (edge ^ one)).to(tl.int64) << 20)
-        counts = tl.sum(counts + ((key > (edge ^ (one << 1))).to(tl.int64) << 40), 0)
-        above0, above1, above2 = counts & 0xFFFFF, (counts >> 20) & 0xFFFFF, counts >> 40
-        digit = (above0 >= k).to(tl.int32) + (above1 >= k).to(tl.int32) + (above2 >= k).to(tl.int32)
-        above = tl.where(digit == 1, above0, tl.where(digit == 2, above1, above2)).to(tl.int32)
-        kept = tl.where(digit == 0, kept, above)
-        t = t ^ (digit << shift)
-        shift -= 2
-    return t
-
-
-@triton.jit
-def _smallest_mass(e, mass, bound):
-    """The smallest t such that the e above t have a total mass below `bound`, found four bits at a time. All are in registers.
-    Not a positive number if the total mass of all e is below `bound`."""
-    digits, key = tl.arange(0, 16), e.to(tl.int32, bitcast=True)
-    t = tl.full([], LEAST_KEY, tl.int32)
-    for step in range(8):
-        shift = 28 - 4 * step
-        edges = (t + (digits << shift)) | ((tl.full([], 1, tl.int32) << shift) - 1)
-        above = tl.sum(tl.where(key[None, :] > edges[:, None], mass[None, :], 0), 1)
-        t += tl.sum((above.to(tl.float64) >= bound).to(tl.int32), 0) << shift
-    return t.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _gumbel(seed, i, drawn, sequence):
-    zero = tl.zeros(i.shape, tl.uint32)
-    low, high = (sequence & 0xFFFFFFFF).to(tl.uint32), ((sequence >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    word, _, _, _ = tl.philox(seed, i.to(tl.uint32), zero + drawn.to(tl.uint32), zero + low, zero + high)
-    v = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
-    u = 1.0 - v
-    lost = tl.div_rn(v - (1.0 - u), u)
-    return -_log(lost - _log(u))
-
-
-@triton.jit
-def _total(row, V, top, scale, TILE: tl.constexpr):
-    """Σ of the masses of exp(l − top)."""
-    cols = tl.arange(0, TILE)
-    masses = tl.zeros([TILE], tl.int64)
-    for k in range(0, V, TILE):
-        l = tl.load(row + k + cols, mask=k + cols < V, other=-INFINITY)
-        masses += _mass(_exp(l - top), scale)
-    return tl.sum(masses, 0)
 
 
 @triton.jit
@@ -240,7 +89,7 @@ def _logprobs_kernel(logits, targets, logprobs, logits_n, V, scale, TILE: tl.con
         if (tl.max(bad, 0) != 0) | (top == -INFINITY):
             tl.store(logprobs + n, float("nan"))
         else:
-            total = _log_of_total(_total(row, V, top, scale, TILE), scale)
+            total = log_of_total(total_mass(row, V, top, scale, TILE), scale)
             at = tl.load(row + target).to(tl.float64)
             tl.store(logprobs + n, ((at - top.to(tl.float64)) - total).to(tl.float32))
 
@@ -288,7 +137,7 @@ def _maxima_kernel(
     for k in range(p * chunk, tl.minimum((p + 1) * chunk, V), TILE):
         i = k + cols
         l = tl.load(row + i, mask=i < V, other=-INFINITY)
-        y = _penalised(l, row_seen, i, i < V, penalty, SEEN)
+        y = penalised(l, row_seen, i, i < V, penalty, SEEN)
         chunk_raw_tops = tl.maximum(chunk_raw_tops, tl.where(l != l, INFINITY, l))
         chunk_tops = tl.maximum(chunk_tops, y)
         if SEGMENT > 0:
@@ -326,9 +175,9 @@ def _gather_kernel(
         if listed & (rank <= segments_n):
             s = tl.arange(0, SEGMENTS)
             maxima = tl.load(segments + b * segments_n + s, mask=s < segments_n, other=-INFINITY)
-            keys = tl.where(s < segments_n, _ordered(maxima), LEAST_KEY)
-            key = _kth_largest(keys, segments_n, rank, rank + rank // 8)
-            bound = tl.maximum(bound, _number(tl.maximum(key, LEAST_FINITE_KEY)))
+            keys = tl.where(s < segments_n, order_key(maxima), LEAST_KEY)
+            key = kth_largest(keys, segments_n, rank, rank + rank // 8)
+            bound = tl.maximum(bound, number_of(tl.maximum(key, LEAST_FINITE_KEY)))
     if p == 0:
         tl.store(bounds + b, bound)
 
@@ -341,17 +190,17 @@ def _gather_kernel(
     for k in range(start, stop, TILE):
         i = k + cols
         l = tl.load(row + i, mask=i < V, other=-INFINITY)
-        masses += _mass(_exp(l - raw_top), scale)
-        y = _penalised(l, row_seen, i, i < V, penalty, SEEN)
+        masses += mass_of(exp_(l - raw_top), scale)
+        y = penalised(l, row_seen, i, i < V, penalty, SEEN)
         if listed:
             candidates += (y >= bound).to(tl.int32)
             if top_k == 0:
-                tempered_masses += _mass(_exp(tl.div_rn(y - top, divisor)), scale)
+                tempered_masses += mass_of(exp_(tl.div_rn(y - top, divisor)), scale)
         else:
             score = tl.div_rn(y - top, divisor)
             if random:
-                kept = _exp(score) >= min_p
-                score = tl.where(kept, score + _gumbel(seed, i, before, sequence), -INFINITY)
+                kept = exp_(score) >= min_p
+                score = tl.where(kept, score + gumbel(seed, i, before, sequence), -INFINITY)
             better = score > scores
             scores, indices = tl.where(better, score, scores), tl.where(better, i, indices)
     tl.store(totals + b * P + p, tl.sum(masses, 0))
@@ -365,7 +214,7 @@ def _gather_kernel(
             for k in range(start, stop, TILE):
                 i = k + cols
                 l = tl.load(row + i, mask=i < V, other=-INFINITY)
-                y = _penalised(l, row_seen, i, i < V, penalty, SEEN)
+                y = penalised(l, row_seen, i, i < V, penalty, SEEN)
                 tl.store(list_y + b * LISTED + place, y, mask=(y >= bound) & (place < LISTED))
                 tl.store(list_index + b * LISTED + place, i, mask=(y >= bound) & (place < LISTED))
                 place += (y >= bound).to(tl.int32)
@@ -385,19 +234,19 @@ def _choose_from_list(
     j = tl.arange(0, LISTED)
     y = tl.load(list_y + j, mask=j < n, other=-INFINITY)
     i = tl.load(list_index + j, mask=j < n, other=0)
-    key, score = _ordered(y), tl.div_rn(y - top, divisor)
-    e, kept, enough = _exp(score), j < n, tl.full([], 1, tl.int32)
+    key, score = order_key(y), tl.div_rn(y - top, divisor)
+    e, kept, enough = exp_(score), j < n, tl.full([], 1, tl.int32)
     if top_k > 0:
-        kept = kept & (key >= _kth_largest(tl.where(kept, key, LEAST_KEY), n, top_k, top_k))
+        kept = kept & (key >= kth_largest(tl.where(kept, key, LEAST_KEY), n, top_k, top_k))
     if top_p < 1.0:
-        mass = tl.where(kept, _mass(e, scale), 0)
+        mass = tl.where(kept, mass_of(e, scale), 0)
         if top_k > 0:
             total = tl.sum(mass, 0)
         share = total.to(tl.float64) * top_p.to(tl.float64)
-        least = _smallest_mass(e, mass, share)
+        least = smallest_kept_mass(e, mass, share)
         enough = ((top_k > 0) | (least > limit)).to(tl.int32)
         min_p = tl.maximum(min_p, tl.minimum(least, 1.0))
-    score = tl.where(kept & (e >= min_p), score + _gumbel(seed, i, before, sequence), -INFINITY)
+    score = tl.where(kept & (e >= min_p), score + gumbel(seed, i, before, sequence), -INFINITY)
     _, token = _first_of_largest(score, i, V)
     return token, enough
 
@@ -413,32 +262,32 @@ def _choose_from_row(
         for k in range(0, V, TILE):
             i = k + cols
             l = tl.load(row + i, mask=i < V, other=-INFINITY)
-            tl.store(row_scratch + i, _penalised(l, row_seen, i, i < V, penalty, SEEN), mask=i < V)
+            tl.store(row_scratch + i, penalised(l, row_seen, i, i < V, penalty, SEEN), mask=i < V)
         tl.debug_barrier()
-        smallest_y = _smallest(row_scratch, V, top_k.to(tl.float64), scale, MASSES=False, TILE=TILE)
+        smallest_y = smallest_kept(row_scratch, V, top_k.to(tl.float64), scale, MASSES=False, TILE=TILE)
         tl.debug_barrier()
     if top_p < 1.0:
         masses = tl.zeros([TILE], tl.int64)
         for k in range(0, V, TILE):
             i = k + cols
             l = tl.load(row + i, mask=i < V, other=-INFINITY)
-            y = _penalised(l, row_seen, i, i < V, penalty, SEEN)
-            e = tl.where(_ordered(y) >= smallest_y, _exp(tl.div_rn(y - top, divisor)), 0.0)
-            masses += tl.where(i < V, _mass(e, scale), 0)
+            y = penalised(l, row_seen, i, i < V, penalty, SEEN)
+            e = tl.where(order_key(y) >= smallest_y, exp_(tl.div_rn(y - top, divisor)), 0.0)
+            masses += tl.where(i < V, mass_of(e, scale), 0)
             tl.store(row_scratch + i, e, mask=i < V)
         bound = tl.sum(masses, 0).to(tl.float64) * top_p.to(tl.float64)
         tl.debug_barrier()
-        least = _smallest(row_scratch, V, bound, scale, MASSES=True, TILE=TILE).to(tl.float32, bitcast=True)
+        least = smallest_kept(row_scratch, V, bound, scale, MASSES=True, TILE=TILE).to(tl.float32, bitcast=True)
         smallest_e = tl.maximum(smallest_e, tl.minimum(least, 1.0))
     scores = tl.full([TILE], -INFINITY, tl.float32)
     indices = tl.zeros([TILE], tl.int32)
     for k in range(0, V, TILE):
         i = k + cols
         l = tl.load(row + i, mask=i < V, other=-INFINITY)
-        y = _penalised(l, row_seen, i, i < V, penalty, SEEN)
+        y = penalised(l, row_seen, i, i < V, penalty, SEEN)
         score = tl.div_rn(y - top, divisor)
-        kept = (_ordered(y) >= smallest_y) & (_exp(score) >= smallest_e)
-        score = tl.where(kept, score + _gumbel(seed, i, before, sequence), -INFINITY)
+        kept = (order_key(y) >= smallest_y) & (exp_(score) >= smallest_e)
+        score = tl.where(kept, score + gumbel(seed, i, before, sequence), -INFINITY)
         better = score > scores
         scores, indices = tl.where(better, score, scores), tl.where(better, i, indices)
     _, token = _first_of_largest(scores, indices, V)
@@ -471,7 +320,7 @@ def _choose_kernel(
         token = tl.full([], 0, tl.int32)
         if random & ((top_k > 0) | (top_p < 1.0)):
             n, enough = tl.load(counts + b), tl.full([], 0, tl.int32)
-            limit = _exp(tl.div_rn(tl.load(bounds + b) - top, divisor)) * MARGIN
+            limit = exp_(tl.div_rn(tl.load(bounds + b) - top, divisor)) * MARGIN
             total = tl.full([], 0, tl.int64)
             if top_k == 0:
                 total = tl.sum(tl.load(tempered + b * P + parts, mask=parts < P, other=0), 0)
@@ -498,7 +347,7 @@ def _choose_kernel(
 
         masses = tl.sum(tl.load(totals + b * P + parts, mask=parts < P, other=0), 0)
         at = tl.load(row + token).to(tl.float64)
-        logprob = (at - raw_top.to(tl.float64)) - _log_of_total(masses, scale)
+        logprob = (at - raw_top.to(tl.float64)) - log_of_total(masses, scale)
         tl.store(tokens + b, token.to(tl.int64))
         tl.store(logprobs + b, logprob.to(tl.float32))
         if SEEN:
@@ -548,9 +397,8 @@ def logprobs(logits: Tensor, targets: Tensor, *, logprobs: Tensor, scratch: Scra
 
 
 def fwd(
-    logits: Tensor, settings: Tensor, seeds: Tensor, sequences: Tensor, drawn: Tensor, *,
-    tokens: Tensor, logprobs: Tensor, seen: Tensor | None, scratch: Scratch,
-) -> None:  # fmt: skip
+    logits: Tensor, draws: Draws, *, tokens: Tensor, logprobs: Tensor, seen: Tensor | None, scratch: Scratch
+) -> None:
     (b, v), s, scale = logits.shape, scratch, 2.0 ** mass_bits(logits.shape[1])
     tile, segment, listed = _tile(v), _segment(v), s["list_y"].shape[1]
     parts, segments = ceil_div(v, tile), s["segments"].shape[1]
@@ -565,15 +413,38 @@ def fwd(
     tops, totals = (s["raw_tops"], s["tops"]), (s["totals"], s["tempered"], s["best"], s["index"])
     lists = s["counts"], s["bounds"], s["list_y"], s["list_index"]
     sizes = *strides, v, p, chunk, segments
-    reads = logits, settings, seeds, sequences, drawn
+    reads = logits, *draws
     launch(
-        _maxima_kernel, (b, p), logits, settings, drawn, flags, *tops, s["segments"], s["counts"], *sizes,
-        SEGMENT=segment, **options,
-    )  # fmt: skip
+        _maxima_kernel,
+        (b, p),
+        logits,
+        draws.settings,
+        draws.drawn,
+        flags,
+        *tops,
+        s["segments"],
+        s["counts"],
+        *sizes,
+        SEGMENT=segment,
+        **options,
+    )
     launch(
-        _gather_kernel, (b, p), *reads, flags, *tops, s["segments"], *totals, *lists, *sizes, scale,
-        SEGMENT=segment, SEGMENTS=padded(segments), LISTED=listed, PARTS=padded(parts), **options,
-    )  # fmt: skip
+        _gather_kernel,
+        (b, p),
+        *reads,
+        flags,
+        *tops,
+        s["segments"],
+        *totals,
+        *lists,
+        *sizes,
+        scale,
+        SEGMENT=segment,
+        SEGMENTS=padded(segments),
+        LISTED=listed,
+        PARTS=padded(parts),
+        **options,
+    )
     launch(
         _choose_kernel, (b,), *reads, *tops, *totals, *lists, tokens, logprobs, flags, s["row"], *strides, v, p, scale,
         FEW=min(FEW, listed), LISTED=listed, PARTS=padded(parts), **_options(v), **seeing,

@@ -63,9 +63,16 @@ def flat(name: str, buffers: Sequence[Handle]) -> FlatHandle:
             )
     layout = plan([Request(b.name, _room(b), ((0, 0),)) for b in buffers], align=alignment(first.device), share=False)
     return FlatHandle(
-        name, (layout.arena_bytes // size,), first.dtype, first.type, first.role, first.layer, first.device,
-        buffers=tuple(buffers), starts=tuple(layout.offsets[b.name] // size for b in buffers),
-    )  # fmt: skip
+        name,
+        (layout.arena_bytes // size,),
+        first.dtype,
+        first.type,
+        first.role,
+        first.layer,
+        first.device,
+        buffers=tuple(buffers),
+        starts=tuple(layout.offsets[b.name] // size for b in buffers),
+    )
 
 
 def plan_memory(trace: Trace, *, align: int | None = None, share: bool = True) -> MemoryPlan:

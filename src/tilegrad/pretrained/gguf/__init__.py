@@ -3,7 +3,21 @@
 container       the bytes: metadata, the table of tensors, dequantization; every count is checked before it is used
 architecture    metadata ↔ config.json, and names and layouts of tensors
 tokenizer       metadata ↔ tokenizer.json and tokenizer_config.json
-files           .gguf → a folder of weights, and a model → .gguf
+read            .gguf → a folder of weights
+write           a model → .gguf
 
 Block formats, names of tensors and the writer of files come from llama.cpp's package `gguf`.
 """
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A model that was read or written."""
+
+    kind: str  # model_type of config.json
+    parameters: int
+    notes: tuple[str, ...]

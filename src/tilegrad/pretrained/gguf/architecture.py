@@ -50,8 +50,10 @@ _GPT2 = {
 }
 _OPTIONAL = ("attention.head_count_kv", "attention.key_length", "rope.freq_base", "attention.sliding_window")
 _FACTOR, _ORIGINAL, _PATTERN = (
-    "rope.scaling.factor", "rope.scaling.original_context_length", "attention.sliding_window_pattern",
-)  # fmt: skip
+    "rope.scaling.factor",
+    "rope.scaling.original_context_length",
+    "attention.sliding_window_pattern",
+)
 _YARN = {
     "attention_factor": "rope.scaling.yarn_attn_factor",
     "beta_fast": "rope.scaling.yarn_beta_fast",
@@ -219,11 +221,13 @@ def _check_runs(arch: str, c: ModelConfig) -> None:
     wanted = {
         "rope_scaling.kind": (s and s.kind, "linear or yarn", arch == "llama" or s is None or s.kind != "llama3"),
         "rope_scaling.beta_fast, beta_slow": (
-            s and (s.beta_fast, s.beta_slow), "32 and 1", s is None or s.kind != "yarn" or (s.beta_fast, s.beta_slow) == (32, 1)
+            s and (s.beta_fast, s.beta_slow),
+            "32 and 1",
+            s is None or s.kind != "yarn" or (s.beta_fast, s.beta_slow) == (32, 1),
         ),
         "head_size": (c.head_size, "None", arch != "qwen2" or c.head_dim * c.n_head == c.n_embd),
         "qkv_bias": (c.qkv_bias, "False", arch != "qwen3" or not (c.bias if c.qkv_bias is None else c.qkv_bias)),
-    }  # fmt: skip
+    }
     bad = [f"{name}: got {got}; accepted: {accepted}" for name, (got, accepted, ok) in wanted.items() if not ok]
     if bad:
         raise ValueError(f"llama.cpp does not run this {arch}: {'; '.join(bad)}")

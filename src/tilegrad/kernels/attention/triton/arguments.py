@@ -39,12 +39,24 @@ def score_arguments(sizes: Sizes, mask: Mask, scratch: Scratch) -> Arguments:
         strides |= {"slopes_b": slopes.stride(0) if slopes.ndim == 2 else 0, "slopes_h": slopes.stride(-1)}
     if isinstance(seed, int) and mask.dropout_p:
         seed = scratch["seed"].fill_(seed - 2**64 if seed >= 2**63 else seed)
-    return strides | interval_arguments(mask) | {
-        "bias": bias, "slopes": slopes, "seed": seed if mask.dropout_p else None, "threshold": threshold(mask.dropout_p),
-        "inv_keep": 1.0 / (1.0 - mask.dropout_p),
-        "group": sizes.group, "tq": sizes.tq, "tk": sizes.tk, "left": sizes.left, "right": sizes.right,
-        "factor": max(abs(mask.scale_for(sizes.d)), LEAST_FACTOR), "softcap": mask.softcap or None,
-    }  # fmt: skip
+    return (
+        strides
+        | interval_arguments(mask)
+        | {
+            "bias": bias,
+            "slopes": slopes,
+            "seed": seed if mask.dropout_p else None,
+            "threshold": threshold(mask.dropout_p),
+            "inv_keep": 1.0 / (1.0 - mask.dropout_p),
+            "group": sizes.group,
+            "tq": sizes.tq,
+            "tk": sizes.tk,
+            "left": sizes.left,
+            "right": sizes.right,
+            "factor": max(abs(mask.scale_for(sizes.d)), LEAST_FACTOR),
+            "softcap": mask.softcap or None,
+        }
+    )
 
 
 def interval_arguments(mask: Mask) -> Arguments:

@@ -30,11 +30,8 @@ SIZES = ["intervals_b", "intervals_h", "heads", "row_tiles", "col_tiles", "tq", 
 
 @triton.jit(do_not_specialize=SIZES)
 def _edges_kernel(
-    intervals,
-    edges,
-    intervals_b, intervals_h, heads, col_tiles, tk,
-    PAIRS: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    intervals, edges, intervals_b, intervals_h, heads, col_tiles, tk, PAIRS: tl.constexpr, BLOCK_N: tl.constexpr
+):
     n = tl.program_id(0) // col_tiles
     j = tl.program_id(0) % col_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
     intervals += steps(n // heads, intervals_b, 1) + steps(n % heads, intervals_h, 1)

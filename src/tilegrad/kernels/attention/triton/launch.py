@@ -102,10 +102,19 @@ def _with_lists(
     batch, heads = mask.intervals.shape[:2]
     shared: Arguments = {"edges": scratch["edges"], "col_tiles": col_tiles, "tk": sizes.tk, "PAIRS": pairs_of(mask)}
     edges = shared | interval_arguments(mask) | {"heads": heads, "BLOCK_N": blocks["BLOCK_N"]}
-    lists = shared | blocks | {
-        "runs": scratch["runs"], "row_tiles": row_tiles, "tq": sizes.tq, "left": sizes.left, "right": sizes.right,
-        "COLUMNS": columns, "CHUNK": CHUNK,
-    }  # fmt: skip
+    lists = (
+        shared
+        | blocks
+        | {
+            "runs": scratch["runs"],
+            "row_tiles": row_tiles,
+            "tq": sizes.tq,
+            "left": sizes.left,
+            "right": sizes.right,
+            "COLUMNS": columns,
+            "CHUNK": CHUNK,
+        }
+    )
     own_tiles = col_tiles if columns else row_tiles
     first = [KernelCall(_edges_kernel, (col_tiles * heads * batch,), edges, {})] if col_tiles else []
     return [*first, KernelCall(_list_kernel, (own_tiles * heads * batch,), lists, {}), *calls]
@@ -114,10 +123,15 @@ def _with_lists(
 def _constants(sizes: Sizes, mask: Mask, q: Tensor, *others: Tensor | None) -> Arguments:
     """The constexprs of every kernel with scores."""
     return addressing(q, *others, varlen=mask.varlen) | {
-        "D": sizes.d, "DV": sizes.dv, "BLOCK_D": sizes.block_d, "BLOCK_DV": sizes.block_dv,
-        "NEGATIVE": mask.scale_for(sizes.d) < 0.0, "IEEE_FP32": ieee_fp32(q.dtype),
-        "FP64": product_bits(q.dtype, q.device) == 64, "PAIRS": pairs_of(mask),
-    }  # fmt: skip
+        "D": sizes.d,
+        "DV": sizes.dv,
+        "BLOCK_D": sizes.block_d,
+        "BLOCK_DV": sizes.block_dv,
+        "NEGATIVE": mask.scale_for(sizes.d) < 0.0,
+        "IEEE_FP32": ieee_fp32(q.dtype),
+        "FP64": product_bits(q.dtype, q.device) == 64,
+        "PAIRS": pairs_of(mask),
+    }
 
 
 Call = TypeVar("Call", Forward, Backward)
@@ -179,9 +193,18 @@ class Output(NamedTuple):
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, sizes: Sizes, scores: Arguments, out: Output, splits: int,
-    scratch: Scratch, *, invariant: bool = False,
-) -> list[KernelCall]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    sizes: Sizes,
+    scores: Arguments,
+    out: Output,
+    splits: int,
+    scratch: Scratch,
+    *,
+    invariant: bool = False,
+) -> list[KernelCall]:
     runs = None if invariant else scratch.get("runs")  # rows of an invariant problem visit every tile of the band
     arguments = (
         {"q": q, "k": k, "v": v, "o": out.o, "lse": out.lse, "heads": sizes.hq, "splits": splits}
@@ -209,12 +232,24 @@ def _combine(
 ) -> KernelCall:
     row_tiles = _ceil_div(sizes.tq, FEW_ROWS)
     arguments = dict(
-        parts=parts.o, lse_parts=parts.lse, cu_seqlens_q=mask.cu_seqlens_q, o=o, lse=lse,
-        **stride_arguments(varlen=mask.varlen, parts=parts.one_o, o=o), parts_s=parts.o_s,
-        **lse_stride_arguments(varlen=mask.varlen, lse_parts=parts.one_lse, lse=lse), lse_parts_s=parts.lse_s,
-        heads=sizes.hq, row_tiles=row_tiles, tq=sizes.tq, splits=splits,
-        DV=sizes.dv, BLOCK_DV=sizes.block_dv, BLOCK_M=FEW_ROWS, IEEE_FP32=ieee,
-    )  # fmt: skip
+        parts=parts.o,
+        lse_parts=parts.lse,
+        cu_seqlens_q=mask.cu_seqlens_q,
+        o=o,
+        lse=lse,
+        **stride_arguments(varlen=mask.varlen, parts=parts.one_o, o=o),
+        parts_s=parts.o_s,
+        **lse_stride_arguments(varlen=mask.varlen, lse_parts=parts.one_lse, lse=lse),
+        lse_parts_s=parts.lse_s,
+        heads=sizes.hq,
+        row_tiles=row_tiles,
+        tq=sizes.tq,
+        splits=splits,
+        DV=sizes.dv,
+        BLOCK_DV=sizes.block_dv,
+        BLOCK_M=FEW_ROWS,
+        IEEE_FP32=ieee,
+    )
     return KernelCall(_combine_kernel, (row_tiles * sizes.hq * sizes.batch,), arguments, {})
 
 
@@ -246,9 +281,16 @@ def _backward(call: Backward, scratch: Scratch) -> list[KernelCall]:
             calls.append(_dbias_rows(rows, sizes, mask, dlse, own, ieee=ieee))
     if dsinks is not None and mask.sinks is not None:
         arguments = dict(
-            **rows, **sink_arguments(mask), cu_seqlens_q=mask.cu_seqlens_q, dsinks=dsinks,
-            dsinks_h=dsinks.stride(0), batch=sizes.batch, tq=sizes.tq, BLOCK=1024, IEEE_FP32=ieee,
-        )  # fmt: skip
+            **rows,
+            **sink_arguments(mask),
+            cu_seqlens_q=mask.cu_seqlens_q,
+            dsinks=dsinks,
+            dsinks_h=dsinks.stride(0),
+            batch=sizes.batch,
+            tq=sizes.tq,
+            BLOCK=1024,
+            IEEE_FP32=ieee,
+        )
         calls.append(KernelCall(_dsinks_kernel, (sizes.hq,), arguments, {}))
     return calls
 
@@ -261,11 +303,23 @@ def _delta(
     if not row_tiles * sizes.hq * sizes.batch:
         return []
     arguments = dict(
-        o=o, do=do, lse=lse, dlse=dlse, cu_seqlens_q=mask.cu_seqlens_q, **rows,
-        **stride_arguments(varlen=mask.varlen, o=o, do=do), **lse_stride_arguments(varlen=mask.varlen, lse=lse, dlse=dlse),
-        heads=sizes.hq, row_tiles=row_tiles, tq=sizes.tq, DV=sizes.dv, BLOCK_DV=sizes.block_dv, BLOCK_M=rows_of_program,
-        **addressing(o, do, varlen=mask.varlen), IEEE_FP32=ieee_fp32(o.dtype),
-    )  # fmt: skip
+        o=o,
+        do=do,
+        lse=lse,
+        dlse=dlse,
+        cu_seqlens_q=mask.cu_seqlens_q,
+        **rows,
+        **stride_arguments(varlen=mask.varlen, o=o, do=do),
+        **lse_stride_arguments(varlen=mask.varlen, lse=lse, dlse=dlse),
+        heads=sizes.hq,
+        row_tiles=row_tiles,
+        tq=sizes.tq,
+        DV=sizes.dv,
+        BLOCK_DV=sizes.block_dv,
+        BLOCK_M=rows_of_program,
+        **addressing(o, do, varlen=mask.varlen),
+        IEEE_FP32=ieee_fp32(o.dtype),
+    )
     return [KernelCall(_delta_kernel, (row_tiles * sizes.hq * sizes.batch,), arguments, {})]
 
 
@@ -337,9 +391,16 @@ def _dbias(scores: Arguments, sizes: Sizes, mask: Mask, own: OwnTiles) -> list[K
     q, k, v, do = (scores[name] for name in ("q", "k", "v", "do"))
     dbias_b, dbias_h, dbias_i, dbias_j = own.dbias.stride()
     arguments = scores | {
-        "dbias": own.dbias, "dbias_b": dbias_b, "dbias_h": dbias_h, "dbias_i": dbias_i, "dbias_j": dbias_j,
-        "batch": sizes.batch, "heads": sizes.hq, "b_step": own.b_step, "h_step": own.h_step,
-    }  # fmt: skip
+        "dbias": own.dbias,
+        "dbias_b": dbias_b,
+        "dbias_h": dbias_h,
+        "dbias_i": dbias_i,
+        "dbias_j": dbias_j,
+        "batch": sizes.batch,
+        "heads": sizes.hq,
+        "b_step": own.b_step,
+        "h_step": own.h_step,
+    }
 
     def grid(tile: Tile) -> tuple[Arguments, tuple[int]]:
         row_tiles = _ceil_div(sizes.tq, tile.m) if own.has_rows else 1
@@ -357,9 +418,22 @@ def _dbias_rows(
     row_tiles = _ceil_div(sizes.tq, ROWS) if own.has_rows else 1
     dbias_b, dbias_h, dbias_i, _ = own.dbias.stride()
     arguments = dict(
-        **rows, **sink_arguments(mask), dlse=dlse, **lse_stride_arguments(varlen=False, dlse=dlse),
-        dbias=own.dbias, dbias_b=dbias_b, dbias_h=dbias_h, dbias_i=dbias_i,
-        batch=sizes.batch, heads=sizes.hq, row_tiles=row_tiles, b_step=own.b_step, h_step=own.h_step, tq=sizes.tq,
-        BLOCK=ROWS, SUM_ROWS=not own.has_rows, IEEE_FP32=ieee,
-    )  # fmt: skip
+        **rows,
+        **sink_arguments(mask),
+        dlse=dlse,
+        **lse_stride_arguments(varlen=False, dlse=dlse),
+        dbias=own.dbias,
+        dbias_b=dbias_b,
+        dbias_h=dbias_h,
+        dbias_i=dbias_i,
+        batch=sizes.batch,
+        heads=sizes.hq,
+        row_tiles=row_tiles,
+        b_step=own.b_step,
+        h_step=own.h_step,
+        tq=sizes.tq,
+        BLOCK=ROWS,
+        SUM_ROWS=not own.has_rows,
+        IEEE_FP32=ieee,
+    )
     return KernelCall(_dbias_rows_kernel, (row_tiles * own.b_step * own.h_step,), arguments, {})

@@ -1,13 +1,8 @@
-"""`import_gguf`: .gguf → a folder of weights for the engine and transformers. `write_gguf`: a model → .gguf."""
+"""`write_gguf`: a model → .gguf, whole or not at all."""
 
 from __future__ import annotations
 
-import json
-import shutil
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,92 +10,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...data.tokenizer import load_tokenizer
-from ...memory.managed.pressure import memory_limit
-from ...memory.page import human
 from ...model.config import ModelConfig
-from ...model.transformer import declare
 from ...text.atomic import check_new, whole_file
 from ...text.untrusted import file_in
-from ..families import config_json, config_of
-from ..weights import write_weights
-from .architecture import ROPE_TENSOR, check_tensors, config_from, metadata_of, places, rope_tensor
-from .container import Container, Value, library, open_container
-from .tokenizer import tokenizer_files, tokenizer_values
+from ..families import config_json
+from . import Outcome
+from .architecture import ROPE_TENSOR, metadata_of, places, rope_tensor
+from .container import Value, library
+from .tokenizer import tokenizer_values
 
 GGML_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}  # ours → ggml's
 _FILE_TYPES = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16", "Q8_0": "MOSTLY_Q8_0"}
 _KEPT = ("position_embd.weight", ROPE_TENSOR)  # float32 in every file, like vectors
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """A model that was read or written."""
-
-    kind: str  # model_type of config.json
-    parameters: int
-    notes: tuple[str, ...]
-
-
-@contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """Add the file's name to an error that lacks it."""
-    try:
-        yield
-    except ValueError as error:
-        if str(path) in str(error):
-            raise
-        raise ValueError(f"{path}: {error}") from error
-
-
-def import_gguf(path: Path, out: Path, *, tokenizer: Path | None = None) -> Outcome:
-    """Write the model in a GGUF file as a new folder of weights in float32. `tokenizer` is a tokenizer.json to use instead of
-    the file's own."""
-    check_new(out)
-    container = open_container(path)
-    with _named(path), tempfile.TemporaryDirectory() as folder:
-        content = config_from(container)
-        config = config_of(content)
-        found = tokenizer_files(container.values)
-        files = {name: x for name, x in found.files.items() if tokenizer is None or name != "tokenizer.json"}
-        for name, value in {**files, "config.json": {**content, **found.ids}}.items():
-            (Path(folder) / name).write_text(json.dumps(value, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-        own = Path(folder) / "tokenizer.json"
-        if tokenizer is not None:
-            load_tokenizer(tokenizer)
-            shutil.copyfile(tokenizer, own)
-        elif own.exists():
-            _check_tokenizer(own, config)
-        params = _read(container, config, str(content["model_type"]))
-        write_weights(out, params, config, origin=Path(folder))
-    notes = () if tokenizer is not None else found.notes
-    return Outcome(str(content["model_type"]), sum(x.numel() for x in params.values()), notes)
-
-
-def _check_tokenizer(path: Path, config: ModelConfig) -> None:
-    try:
-        count = load_tokenizer(path).vocab_size
-    except ValueError as error:
-        reason = str(error).replace(f"{path}: ", "")
-        raise ValueError(f"tokenizer.ggml: {reason}; --tokenizer tokenizer.json replaces it") from error
-    if count > config.vocab_size:
-        raise ValueError(
-            f"tokenizer.ggml.tokens: got {count:,}; accepted: at most {config.vocab_size:,}, rows of token_embd"
-        )
-
-
-def _read(container: Container, config: ModelConfig, kind: str) -> dict[str, Tensor]:
-    """All weights by our names, in float32. Nothing is allocated before names and shapes are checked."""
-    shapes = {name: p.master.shape for name, p in declare(config, 1, 1, torch.float32, "cpu").params.items()}
-    forms = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    check_tensors(container, places(kind, forms, config))
-    size, limit = sum(form.nbytes for form in forms.values()), memory_limit(torch.device("cpu"))
-    if limit is not None and size > limit:
-        raise ValueError(f"got weights of {human(size)} in float32; accepted: at most {human(limit)} of memory")
-    params = {name: torch.empty(shape) for name, shape in shapes.items()}
-    for place in places(kind, params, config):
-        place.view.copy_(container.tensor(place.name).reshape(place.view.shape))
-    return params
 
 
 def write_gguf(

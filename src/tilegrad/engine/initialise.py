@@ -1,0 +1,37 @@
+"""The first values of an engine's parameters, the same on any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..model.transformer import Transformer
+from .parallel import check_agreed, digest
+from .parallel.alone import Alone
+from .spec import StepSpec
+
+
+def initialise(model: Transformer, ranks: Alone, spec: StepSpec, seed: int, *, masters: bool) -> None:
+    """Name the parameters and draw them. masters: this rank has all master weights; otherwise it has slices of them."""
+    ranks.params = {name: p.master if masters else p.value for name, p in model.params.items()}
+    ranks.trained = {p.name: ranks.params[p.name] for p in model.trained}
+    ranks.optimizer.sow(seed)
+    generator = torch.Generator().manual_seed(seed)
+    if masters:
+        model.initialise(spec.config, generator)
+    else:
+        model.fill_tables(spec.config)
+    if spec.world > 1:
+        drawn = ranks.params.values() if masters else _draw(model, ranks, generator)
+        check_agreed(ranks.mesh, {"initial weights": digest(drawn)})
+
+
+def _draw(model: Transformer, ranks: Alone, generator: torch.Generator) -> Iterator[Tensor]:
+    """Yield each initial parameter whole, after this rank's slice of it is written."""
+    for p in model.in_draw_order:
+        whole = torch.empty(p.value.shape)
+        p.init.fill(whole, generator)
+        ranks.write_param(p.name, whole)
+        yield whole
