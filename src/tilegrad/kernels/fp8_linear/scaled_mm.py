@@ -1,16 +1,17 @@
 """The product by cuBLAS's float8 GEMM, `torch._scaled_mm`; a Triton kernel rounds a tensor in one pass, in both orders.
 
-PARTS programs loop over the tiles of a tensor, and each stores the largest magnitude of its tiles in its own element: no
-atomics. A NaN counts as infinite there, so that it is not lost in the maximum. An activation is first rounded to its own
-dtype, because the backward recomputes that value. A tile is transposed in shared memory, so reads and both writes are whole
-rows of 64 or 128 bytes.
+PARTS programs loop over the tiles of a tensor. Each program stores the largest magnitude of its tiles in a separate element of
+the state, so no atomics are needed. In this maximum a NaN counts as infinite, so that it is not lost. An activation is first
+rounded to h's dtype, because the backward recomputes that value. A tile is transposed in shared memory, so the read and both
+writes are whole rows of 64 or 128 bytes.
 
-The tensor cores add 32 products at a time and keep 13 bits below the largest of them (`use_fast_accum`). With 3,072 inputs
-this error is 0.1 % of y's root mean square, while the rounding of the factors errs by 4 %. It grows with the number of
-products, and a gradient of weights adds one for each token: with 65,536 tokens the error would be 12 %. So such a product is
-`precise`: every 128 products are added to a float32 sum (0.01 %), which takes 6 % longer.
+The tensor cores add 32 products at a time and keep 13 bits below the largest of them (`use_fast_accum`). With 3,072 inputs this
+error is 0.1 % of y's root mean square, while the rounding of the factors errs by 4 %. It grows with the number of products, and
+the gradient of a weight adds one for each token: with 65,536 tokens the error would be 12 %. So such a gradient is `precise`:
+every 128 products are added to a float32 sum (0.01 %), which takes 6 % longer.
 
-`_scaled_mm` overwrites its output. A product that is added to another is formed in blocks of rows in scratch, in out's dtype.
+`_scaled_mm` overwrites its output. A product that is added to out is computed in scratch in out's dtype, a block of rows at a
+time.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -41,7 +42,7 @@ FOLLOWED, FORMAT = tl.constexpr(states.FOLLOWED), tl.constexpr(states.FORMAT)
 
 @triton.jit
 def _activated(x, at, here, a, C, KIND: tl.constexpr, EXACT: tl.constexpr):
-    """act(h), not rounded; swiglu: a is up, and gate is C columns further."""
+    """act(h), not rounded. For swiglu, a is up, and gate is C columns after it."""
     if KIND == "swiglu":
         gate = tl.load(x + at + C, mask=here, other=0.0).to(tl.float32)
         of_g, _ = sigmoids_next_to_1(gate, EXACT)
@@ -108,7 +109,7 @@ def workspace(_x: TensorLike, _w: TensorLike | None, added: TensorLike | None = 
 
 
 def _rows(columns: int) -> int:
-    """Rows of a product that are added at once."""
+    """The rows of a product that are added at once."""
     return max(1, ADDED // columns // ROWS) * ROWS
 
 
@@ -146,7 +147,7 @@ def product(
 
 
 def scale_step(*, states: Sequence[Tensor], jumps: Tensor, scratch: Scratch) -> None:
-    """Takes one launch if the states are equally far apart, as in an arena."""
+    """Takes one launch if the addresses of the states are equally spaced, as in an arena."""
     jumps.zero_()
     at = [state.data_ptr() for state in states]
     apart = {b - a for a, b in pairwise(at)}

@@ -11,16 +11,17 @@ The bound of top_k is at most the k-th largest maximum of a segment. So at least
 that top_k keeps. The bound of top_p alone is at most the middle one of the maxima. Then the list is enough if the smallest kept
 e is larger than the e of every token below the bound. A token with y < max y − 88 T has e = 0, so it is no candidate.
 
-If the list is too long or not enough, `choose` reads the whole row several times, TILE logits at a time:
+If there are too many candidates for the list, or the list is not enough, `choose` reads the row several times, TILE logits at a
+time:
 
     top_k     a pass that writes y to scratch, then 16 passes, each for two bits of the smallest kept y
     top_p     a pass that writes e to scratch, then 15 passes, each for two bits of the smallest kept e
     pass      argmax of z + g over the kept tokens
 
-This is much slower. It happens if top_k is more than about a thousand, if more than LISTED tokens are equal, and if the tokens
-that top_p keeps are more than about a thousand. The programs append candidates in any order, but the token does not depend on
-it: masses are integers, and the smallest index of equal scores is taken. Fused multiply-adds are off, so the results have the
-bits of the other kernels.
+This is much slower. It happens if top_k is more than about a thousand, if more than LISTED tokens are equal, and if top_p keeps
+more than about a thousand tokens. The programs append candidates in any order, but the token does not depend on this order:
+masses are integers, and the smallest index of equal scores is taken. Fused multiply-adds are off, so the results have the bits
+of the other kernels.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -50,8 +51,8 @@ LARGEST = tl.constexpr(3.4028234663852886e38)
 INFINITY = tl.constexpr(float("inf"))
 NO_EXPONENT = tl.constexpr(88.0)  # exp(−x) is 0 if x is more than 87
 LEAST_KEY = tl.constexpr(-2147483648)
-LEAST_FINITE_KEY = tl.constexpr(-2139095040)  # of −LARGEST
-MARGIN = tl.constexpr(1.000001)  # more than the error of two exp
+LEAST_FINITE_KEY = tl.constexpr(-2139095040)  # the key of −LARGEST
+MARGIN = tl.constexpr(1.000001)  # more than the relative error of two exp
 
 
 @triton.jit
@@ -131,14 +132,14 @@ def _ordered(y):
 
 @triton.jit
 def _number(key):
-    """The y whose integer of `_ordered` is the key."""
+    """The inverse of `_ordered`."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _smallest(row, V, bound, scale, MASSES: tl.constexpr, TILE: tl.constexpr):
-    """The smallest t such that the keys above t have a total mass below `bound`. `row` has e, each with its mass, or y, each of
-    mass 1. t is found two bits at a time, the highest first. For y the first of them is the sign, which is reversed."""
+    """The smallest t such that the keys above t have a total mass below `bound`. `row` has e with their masses, or y with mass
+    1 each. t is found two bits at a time, from the highest down. For y the highest bit is the sign, which counts in reverse."""
     cols = tl.arange(0, TILE)
     t = tl.full([], 0 if MASSES else LEAST_KEY, tl.int32)
     counted: tl.constexpr = tl.int64 if MASSES else tl.int32
@@ -167,8 +168,8 @@ def _smallest(row, V, bound, scale, MASSES: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def _kth_largest(key, n, k, most):
-    """The k-th largest of n keys in registers, found two bits at a time; the others are LEAST_KEY. Ends earlier, with a smaller
-    number, if at most `most` keys are larger than or equal to it. One sum adds three counts of 20 bits each."""
+    """The k-th largest of n keys in registers, found two bits at a time; the other elements are LEAST_KEY. Stops early, with a
+    smaller t, if at most `most` keys are larger than or equal to t. One sum adds three counts of 20 bits each."""
     t = tl.full([], LEAST_KEY, tl.int32)
     shift = tl.full([], 30, tl.int32)
     kept = n
@@ -188,8 +189,8 @@ def _kth_largest(key, n, k, most):
 
 @triton.jit
 def _smallest_mass(e, mass, bound):
-    """The smallest t such that the e above t have a total mass below `bound`, found four bits at a time. All are in registers.
-    Not a positive number if the total mass of all e is below `bound`."""
+    """The smallest t such that the e above t have a total mass below `bound`, found four bits at a time. All e are in
+    registers. t is not a positive number if the total mass of all e is below `bound`."""
     digits, key = tl.arange(0, 16), e.to(tl.int32, bitcast=True)
     t = tl.full([], LEAST_KEY, tl.int32)
     for step in range(8):
@@ -247,7 +248,7 @@ def _logprobs_kernel(logits, targets, logprobs, logits_n, V, scale, TILE: tl.con
 
 @triton.jit
 def _settings(settings, b, V):
-    """random, whether T > 0; divisor, T or 1; k, 0 without a top_k; top_p, min_p and the penalty."""
+    """(T > 0; T, or 1 if T = 0; top_k, or 0 if it removes no token; top_p; min_p; the penalty)"""
     row = settings + b * 5
     temperature, top_k = tl.load(row), tl.load(row + 1)
     random = temperature > 0.0
@@ -263,7 +264,7 @@ def _top(maxima, b, P, PARTS: tl.constexpr):
 
 @triton.jit
 def _first_of_largest(score, index, V):
-    """(largest score, the smallest of its indices)"""
+    """(the largest score, the smallest index that has it)"""
     best = tl.max(score, 0)
     return best, tl.min(tl.where(score == best, index, V), 0)
 
@@ -557,7 +558,7 @@ def fwd(
     most = max(1, PROGRAMS * multiprocessors(logits.device) // max(b, 1))
     chunk = tile * ceil_div(parts, min(parts, most))
     p = ceil_div(v, chunk)
-    flags = tokens if seen is None else seen  # tokens instead of seen, which is not read
+    flags = tokens if seen is None else seen  # any address: without seen it is not read
     strides = logits.stride(0), 0 if seen is None else seen.stride(0)
     seeing = {"SEEN": seen is not None, **dependent(logits, b)}
     options = {"TILE": tile, "num_warps": min(CHUNK_WARPS, max(1, tile // 32)), "enable_fp_fusion": False, **seeing}
