@@ -4,8 +4,8 @@
 
     prefill    cache_write_fwd        for each row n, s = slots[n]:  k_cache[s // capacity, :, s % capacity] = k[n], same for v
     one token  cache_attention_fwd    for each sequence b, p = positions[b], the number of tokens in its cache:
-                                      k_cache[b, :, p] = k[b], and v_cache from v; then o[b] = attention of q[b] to columns 0 …
-                                      p of k_cache[b] and v_cache[b]
+                                      k_cache[b, :, p] = k[b], same for v, then
+                                      o[b] = attention of q[b] to columns 0 … p of k_cache[b] and v_cache[b]
 
 The equations of attention/mask.py apply with Tq = 1 and Tk = p + 1: window, softcap, ALiBi slopes, sinks and scale are
 taken from the mask. The mask must be causal, without dropout, bias and packed sequences.
