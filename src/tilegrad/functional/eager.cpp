@@ -108,7 +108,7 @@ struct Program {
 template <class Value>
 using Under = std::unordered_map<Words, Value, Hash>;
 // never destroyed, because at exit no interpreter is left to release objects
-auto& calls = *new Under<CallPtr>;  // under the GIL; calls are never removed: autograd nodes and program keys have their addresses
+auto& calls = *new Under<CallPtr>;  // under the GIL; never removed, because autograd nodes and program keys have their addresses
 std::mutex mutex;                   // for both maps below; a thread that has it never waits for the GIL
 auto& programs = *new Under<std::shared_ptr<Program>>;
 auto& bound = *new Under<std::shared_ptr<Bound>>;

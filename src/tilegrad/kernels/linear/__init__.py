@@ -222,7 +222,7 @@ def linear_bwd_weight(
     dy: Tensor, x: Tensor, w: Tensor, *,
     dw: Tensor | None = None, db: Tensor | None = None, accumulate: bool = True, **where: Unpack[Where],
 ) -> None:  # fmt: skip
-    """dw += dyᵀ x   db += Σ_n dy; accumulate=False: dw and db are overwritten. Of w, only the shape and dtype are used."""
+    """dw += dyᵀ x   db += Σ_n dy; accumulate=False: dw and db are overwritten. Only the shape and dtype of w are used."""
     (n, cin), cout, acc = x.shape, w.shape[0], accumulation_dtype(x.dtype)
     check_param("w", w, (cout, cin), x)
     check_tensor("dy", dy, (n, cout), x.dtype, x.device)
