@@ -122,8 +122,7 @@ def shared_question(lengths: Integers, *, device: torch.device | str | None = No
 
 def from_bool(mask: Tensor) -> IntervalMask:
     """The exact intervals of a bool matrix, True = attends, as in a bool bias. Raises an error that names the first column with
-    more than two runs of rows that do not attend. mask is (Tq, Tk), (H, Tq, Tk) or (B, H, Tq, Tk), with one row for each row of
-    q.
+    more than two runs of rows that do not attend. mask is (Tq, Tk), (H, Tq, Tk) or (B, H, Tq, Tk), with all Tq rows.
 
     causal is True in the result if no row attends to a later token. A column may then have two runs below the diagonal. A tree
     whose nodes are in depth-first order has one run, and so has a window with tokens at the start that are never evicted:
@@ -149,8 +148,8 @@ def from_block_mask(block_mask: BlockMask) -> IntervalMask:
     """The exact intervals of a BlockMask of torch.nn.attention.flex_attention. Refuses what `from_bool` refuses.
 
     Its mask_mod is evaluated in chunks of columns: at most 4 Mi pairs at a time, or one column if it has more. FlexAttention's
-    causal is usually aligned at the top left. With Tq ≠ Tk it masks out other pairs than causal does here, and the intervals
-    mask out the pairs of FlexAttention's.
+    causal is usually aligned at the top left. With Tq ≠ Tk it masks out other pairs than causal does here. The intervals mask
+    out the pairs that FlexAttention masks out.
 
     >>> import torch, tilegrad
     >>> from torch.nn.attention.flex_attention import create_block_mask

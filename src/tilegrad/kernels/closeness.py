@@ -18,7 +18,7 @@ With e = x − x64, each tensor has three tests; m is its number of distinct val
 r is the error of rounding x64 itself to the output's dtype. It is known, and it is biased if exact numbers are close to numbers
 of that dtype: for large h, gelu'(h) da is always slightly larger than da, which has that dtype. Infinities must be in the same
 places, and there must be no NaN. The rule never compares with another kernel or with the largest number of a call, and no
-tensor is exempt. Below the smallest normal number tiny, a rounding errs by up to z · tiny.
+tensor is exempt. Below tiny, the smallest normal number, a rounding errs by up to z · tiny.
 """
 
 from __future__ import annotations

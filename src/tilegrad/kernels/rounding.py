@@ -53,8 +53,7 @@ def rounding_workspace(elements: int) -> Shapes:
 
 
 def draw_words(first: int, n: int, step: Tensor, stream: int, keys: Keys, *, scratch: Scratch) -> list[Tensor]:
-    """The words of n elements, in int64. The first element is `first`, a multiple of 4. Tensor k has the words of elements 4j +
-    k."""
+    """The words of n elements from number `first` on, a multiple of 4. Tensor k has the words of elements 4j + k, in int64."""
     quads = -(-n // 4)
     c0, c1, c2, c3, low, high = (x[:quads] for x in scratch["philox"])
     torch.arange(first // 4, first // 4 + quads, out=low)

@@ -1,5 +1,4 @@
-"""Attention over a sequence split among ranks (context parallel): a rank has some rows of q, k and v, and gathers all of K and
-V.
+"""Attention over a sequence split among ranks (context parallel): a rank has some rows of q, k and v and gathers all K and V.
 
     runs       2N runs of c = T / 2N rows; rank r holds runs r and 2N − 1 − r, in this order ("zigzag": equal causal work)
     forward    K, V = all-gather of k, v          for each run a: o[a], lse[a] = attention(q[a], K[: (a+1)·c], V[: (a+1)·c])
@@ -175,8 +174,7 @@ def gather_attention_bwd(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask, group: Ranks, *,
     dq: Tensor, dk: Tensor, dv: Tensor, dsinks: Tensor | None = None, scratch: Scratch, deterministic: bool = False,
 ) -> None:  # fmt: skip
-    """Computes dq, dk and dv of this rank's rows. They include what all ranks add to dk and dv; dsinks is from this rank's rows
-    only."""
+    """Computes dq, dk and dv of this rank's rows. dk and dv are sums over all ranks. dsinks is this rank's part."""
     check_mask(mask)
     buffers = views(scratch, _buffers(q, k, v, group.world, backward=True), q.device, "gather_attention")
     _gather(k, v, group, buffers)

@@ -8,8 +8,9 @@
     choose    for each row      from the list: the smallest y that top_k keeps, the smallest e that top_p keeps, argmax of z + g
 
 The bound of top_k is at most the k-th largest maximum of a segment. So at least k tokens are candidates, among them every token
-that top_k keeps. The bound of top_p alone is at most the middle one of the maxima. Then the list is enough if the smallest kept
-e is larger than the e of every token below the bound. A token with y < max y − 88 T has e = 0, so it is no candidate.
+that top_k keeps. With top_p but no top_k, the bound is at most the median of these maxima. The list is then enough if the
+smallest kept e is larger than the e of every token below the bound. A token with y < max y − 88 T has e = 0, so it is no
+candidate.
 
 If there are too many candidates for the list, or the list is not enough, `choose` reads the row several times, TILE logits at a
 time:
@@ -18,7 +19,7 @@ time:
     top_p     a pass that writes e to scratch, then 15 passes, each for two bits of the smallest kept e
     pass      argmax of z + g over the kept tokens
 
-This is much slower. It happens if top_k is more than about a thousand, if more than LISTED tokens are equal, and if top_p keeps
+This is much slower. It happens if top_k is more than about a thousand, if more than LISTED tokens are equal, or if top_p keeps
 more than about a thousand tokens. The programs append candidates in any order, but the token does not depend on this order:
 masses are integers, and the smallest index of equal scores is taken. Fused multiply-adds are off, so the results have the bits
 of the other kernels.
