@@ -125,8 +125,9 @@ def attention_varlen(
     """`attention` over sequences packed end to end: q (total_q, Hq, D), k (total_k, Hkv, D), v (total_k, Hkv, Dv).
 
     Sequence b has rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q, and rows cu_seqlens_k[b] to cu_seqlens_k[b + 1] of k and v.
-    It may be empty. Both are int32, on q's device. max_seqlen_* are the longest lengths. The result is (total_q, Hq, Dv), and
-    lse is (Hq, total_q). The values of cu_seqlens are checked on a CPU; on a GPU only with TILEGRAD_CHECK=1 in the environment.
+    A sequence may be empty. cu_seqlens_* are int32, on q's device. max_seqlen_* are the longest lengths. The result is
+    (total_q, Hq, Dv), and lse is (Hq, total_q). The values of cu_seqlens are checked on a CPU; on a GPU only with
+    TILEGRAD_CHECK=1 in the environment.
 
     >>> import torch, tilegrad
     >>> q, k, v = torch.randn(3, 10, 4, 32)

@@ -136,7 +136,8 @@ def _times(y: Tensor, g: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _masked(targets: Tensor, ignore_index: int, v: int, reduction: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The op's targets, with −1 for ignored ones, and its inv_total, 0-d. Checks the values of targets. The first product may
-    load w before the previous kernel has ended (linear/few_rows.py). The kernels here run between it and a cast of w."""
+    load w before the previous kernel has ended (linear/few_rows.py), so these kernels must run between a cast of w and that
+    product."""
     ignored = targets == ignore_index
     right = (ignored | (targets >= 0) & (targets < v)).all()
     accepted = f"0 … {v - 1}, or ignore_index = {ignore_index}"

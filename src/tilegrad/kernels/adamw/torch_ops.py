@@ -1,6 +1,6 @@
 """AdamW by torch's fused kernel: one call for the elements with weight decay and one for the others, over all ranges.
 
-The fused kernel takes a float32 clipping factor, but with a factor it takes 1.3 times as long on aarch64. On aarch64, and for
+The fused kernel accepts a float32 clipping factor, but with one it takes 1.3 times as long on aarch64. On aarch64, and for
 float64, a separate pass scales grads first. On a CPU a factor of 1 is skipped. grads is clipped in place.
 
 Lean states are updated in blocks: each is copied to float32, updated by the equations, and rounded. If norm is not finite, both

@@ -18,7 +18,7 @@ layouts passes these tensors to `attention_workspace` too. For a tensor that is 
 layout that every kernel supports.
 
 For each signature a call is checked once, and its kernel is selected and prepared once. The signature has shapes, strides,
-dtypes, devices, options, and the number of threads, with which scratch on the CPU grows. A later call costs a dictionary
+dtypes, devices, options, and the number of threads, because scratch on the CPU grows with it. A later call costs a dictionary
 lookup.
 """
 
