@@ -28,8 +28,8 @@ B is six standard deviations of an error that a row shares. A sum of n terms t r
 
 **Large scores.** The error δ of a score s can be |s| a, but p must err less. The forward's maximum, lse and the backward's p
 are computed from the same rounded scores, bit for bit. So lse contains the errors δ too. The relative error of pᵢⱼ is thus
-δⱼ − Σₖ pᵢₖ δₖ. It is 0 if one key has all the probability of a row, however large its score is. Only the rounding of lse remains.
-The row's maximum m has the accumulator's dtype, so rounding m + log Σ errs by at most log Σ = −log max p:
+δⱼ − Σₖ pᵢₖ δₖ. It is 0 if one key has all the probability of a row, however large its score is. Only the rounding of lse
+remains. The row's maximum m has the accumulator's dtype, so rounding m + log Σ errs by at most log Σ = −log max p:
 
     B(row)   = B(Σ p) + 4 + min(|lse|, −log max p / a)                      shared: relative error of every p of the row
     V(o)     = Σⱼ pᵢⱼ² (V(s) + V(exp)) (keepᵢⱼ vⱼ − oᵢ)²                      effect of a row's errors of s and exp on o

@@ -17,8 +17,8 @@ the band, and tiles that intervals mask out in the whole slab, are not computed.
       lse = row_max + log row_sum                        delta = rowsum(do ∘ o) − dlse, before the loop
 
 row_max starts at the dtype's lowest number, not at −inf. So a row that attends to nothing ends with row_sum = 0, o = 0,
-lse = −inf and no NaN. Tiles are copied into the scratch in the accumulation dtype (float32; float64 for float64), so any strides are
-accepted. Scratch is O(slab · tile + T · D); there is no T×T matrix.
+lse = −inf and no NaN. Tiles are copied into the scratch in the accumulation dtype (float32; float64 for float64), so any
+strides are accepted. Scratch is O(slab · tile + T · D); there is no T×T matrix.
 """
 
 from __future__ import annotations
