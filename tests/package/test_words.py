@@ -48,6 +48,8 @@ IN_PROSE = {  # what to say instead → the habit, in comments, strings and page
     "of the rest, of the other …": re.compile(r"\bof others\b|\beach its own\b"),
     "after, next": re.compile(r"(?<!\bis )(?<!\bare )(?<!\bbe )(?<!\bstays )(?<!\bleft )\bbehind\b"),
 }
+HEADLESS = re.compile(r"\S.*  (?:#|//) of\b")  # a comment after code that begins with "of": of which noun?
+HEADED = ("src/tilegrad/functional/", "src/tilegrad/kernels/", "src/tilegrad/masks.py")
 ACCEPTS_NOTHING = re.compile(r"accepted:\s*(?:[;)]|$)")
 IN_RESULTS = {
     "run": re.compile(r"\bleases?\b", re.IGNORECASE),
@@ -58,6 +60,15 @@ NAME_IN_PROSE = re.compile(r"`[^`\n]*`")
 
 # How many finds a file may have: the key "beside" of `plan --json`, which programs read.
 STILL = {"src/tilegrad/memory/planned/report.py": 1}
+STILL_HEADLESS = {
+    "src/tilegrad/kernels/activation/triton_ops.py": 1,
+    "src/tilegrad/kernels/attention/hopper/backward_scheduler.py": 1,
+    "src/tilegrad/kernels/attention/hopper/backward_store_dq.py": 1,
+    "src/tilegrad/kernels/attention/hopper/backward_wide.py": 1,
+    "src/tilegrad/kernels/attention/hopper/launch_backward.py": 2,
+    "src/tilegrad/kernels/attention/hopper/launch_forward.py": 1,
+    "src/tilegrad/kernels/cross_entropy/reference.py": 1,
+}
 
 
 def found(text: str) -> list[str]:
@@ -124,6 +135,26 @@ def test_habits_of_prose() -> None:
         if len(there) > STILL.get(name, 0):
             wrong[name] = there
     assert not wrong
+
+
+def headless(text: str) -> list[int]:
+    return [number for number, line in enumerate(text.split("\n"), 1) if HEADLESS.search(line)]
+
+
+def test_a_comment_after_code_names_its_noun() -> None:
+    wrong = {}
+    for path in PROSE:
+        name = path.relative_to(HERE).as_posix()
+        if name.startswith(HEADED):
+            there = headless(path.read_text(encoding="utf-8"))
+            if len(there) > STILL_HEADLESS.get(name, 0):
+                wrong[name] = there
+    assert not wrong
+
+
+def test_canary_a_comment_without_its_noun_is_found() -> None:
+    assert headless("TILE = 1  # of a tile\nint n;  // of a column\n") == [1, 2]
+    assert not headless("TILE = 1  # rows of a tile\n# rows and columns\n# of a tile\n")
 
 
 @pytest.mark.parametrize(

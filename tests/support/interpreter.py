@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from tilegrad import kernels
+from tilegrad.kernels import linear
 
 KERNELS = Path(kernels.__file__).parent
 Assign = Callable[[Any, str, Any], object]  # setattr, or a form of it that can be undone
@@ -74,6 +75,9 @@ def interpreting() -> Iterator[None]:
         assign(JITFunction, "__call__", lambda jit, *args, **options: interpreted(jit)(*args, **options))
         changed.callback(prepare_the_language(assign).restore)
         round_bfloat16(assign)
+        # Triton's loss pads rows for CUDA, and poisoned padding is NaN. On AMX oneDNN's products of bfloat16 read columns next
+        # to a row and multiply them by zero, so such a product of an interpreted kernel would be NaN.
+        assign(linear, "_has_bf16_products", lambda: False)
         yield
 
 

@@ -73,15 +73,15 @@ def attention(
     alibi_slopes  − slope[h]·|i + Tk − Tq − j|; (Hq,) or (B, Hq), no gradient
     causal        query i attends to keys j ≤ i + Tk − Tq
     window        (left, right): i + Tk − Tq − left ≤ j ≤ i + Tk − Tq + right; None = open on that side
-    intervals     (B or 1, Hkv or 1, Tk, 2 or 4) int32: rows intervals[…, j, 0] to intervals[…, j, 1] of q do not attend to
-                  column j, nor, with 4, rows intervals[…, j, 2] to intervals[…, j, 3]; an end is not part of its interval
+    intervals     (B or 1, Hkv or 1, Tk, 2 or 4) int32: row i of q does not attend to column j if
+                  intervals[…, j, 0] ≤ i < intervals[…, j, 1] or, with 4 numbers, intervals[…, j, 2] ≤ i < intervals[…, j, 3]
     sinks         (Hq,): one logit per head that is added to the softmax denominator and has no value
-    dropout_p     drops probabilities after the softmax; the mask is a pure function of seed (an int, a 0-d int64 tensor
-                  read on the device, or None = drawn from torch's generator) and the same in every kernel
+    dropout_p     drops probabilities after the softmax; the mask is a pure function of seed, the same in every kernel; seed is
+                  an int, a 0-d int64 tensor that is read on the device, or None: drawn from torch's generator
 
     A row that attends to no key gives 0. return_lse adds the natural-log logsumexp (B, Hq, Tq) in float32 (float64 for
     float64), differentiable. deterministic=True guarantees bit-equal results; None follows torch.use_deterministic_algorithms.
-    kernel selects a kernel by name, which runs or raises; `explain` says which would run and why.
+    kernel requests a kernel by name, which runs or raises. `explain` says which kernel would run, and why.
 
     >>> import torch, tilegrad
     >>> q = torch.randn(1, 8, 128, 64, requires_grad=True)
@@ -124,9 +124,10 @@ def attention_varlen(
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """`attention` over sequences packed end to end: q (total_q, Hq, D), k (total_k, Hkv, D), v (total_k, Hkv, Dv).
 
-    Sequence b is rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q, and the same of k and v (int32, on q's device); it may
-    be empty. max_seqlen_* are the longest lengths. The result is (total_q, Hq, Dv), lse (Hq, total_q). The values of
-    cu_seqlens are checked on a CPU; on a device only with TILEGRAD_CHECK=1 in the environment.
+    Sequence b has rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q, and rows cu_seqlens_k[b] to cu_seqlens_k[b + 1] of k and v.
+    A sequence may be empty. cu_seqlens_* are int32, on q's device. max_seqlen_* are the longest lengths. The result is
+    (total_q, Hq, Dv), and lse is (Hq, total_q). The values of cu_seqlens are checked on a CPU; on a GPU only with
+    TILEGRAD_CHECK=1 in the environment.
 
     >>> import torch, tilegrad
     >>> q, k, v = torch.randn(3, 10, 4, 32)
@@ -156,8 +157,8 @@ def sdpa(
     query (…, Hq, L, E), key (…, H, S, E), value (…, H, S, Ev) → (…, Hq, L, Ev). Dimensions before the last two broadcast; with
     enable_gqa Hq is a multiple of H. attn_mask broadcasts to (…, Hq, L, S): bool, True = attends, or added to the scores.
 
-    `attention` differs in two ways. is_causal is aligned at the top left (row i attends to columns j ≤ i), causal of
-    `attention` at the bottom right; they are equal for L = S. And `attention` does not broadcast dimensions.
+    `attention` differs in two ways. is_causal is aligned at the top left (row i attends to columns j ≤ i), and causal of
+    `attention` at the bottom right; both are equal if L = S. `attention` does not broadcast dimensions.
 
     >>> import torch, tilegrad
     >>> q, k, v = torch.randn(3, 2, 4, 16, 32)
@@ -223,8 +224,8 @@ def explain(
 ) -> Explanation:  # fmt: skip
     """Which kernel would run this call of `attention` (with cu_seqlens: `attention_varlen`), and why the others would not.
 
-    `deterministic` has no effect; it is accepted so that the arguments of a call can be copied. o, do, dq, dk and dv are for
-    calls of `attention_fwd` or `attention_bwd` on your own buffers: not every kernel can read or write every layout.
+    `deterministic` has no effect. It is accepted so that the arguments of a call can be copied. o, do, dq, dk and dv are for
+    calls of `attention_fwd` or `attention_bwd` on your own buffers, because not every kernel can read or write every layout.
 
     >>> import torch, tilegrad
     >>> found = tilegrad.explain(*torch.randn(3, 1, 4, 16, 32), dropout_p=0.1, kernel="tiled")

@@ -1,8 +1,8 @@
 """A call of attention on plain tensors: check, allocate outputs and scratch, run the kernel.
 
-Sizes of allocations are computed once per signature, and the kernel is prepared for it: between calls only addresses change.
-All scratch of a call is one buffer, from torch or from a manager (scratch.py). If eager.cpp was built and supports the
-signature, it runs all later calls.
+Once per signature, the sizes of allocations are computed and the kernel is prepared. In later calls only addresses change. All
+scratch of a call is one buffer, from torch or from a manager (scratch.py). If eager.cpp was built and supports the signature,
+it runs all later calls.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ fast_path: ModuleType | None = None  # eager.cpp
 
 
 def new_outputs(q: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
-    """o in q's memory order, e.g. (B, T, H, D) in memory if q is a transposed view of that; lse contiguous."""
+    """New o and lse. o has q's memory order, for example (B, T, H, D) if q is a view of such a tensor. lse is contiguous."""
     o_shape, lse_shape = output_shapes(q, v, mask)
     if len(o_shape) == 4 and q.stride(1) < q.stride(2):
         _, h, t, d = o_shape
@@ -51,7 +51,7 @@ def new_gradients(q: Tensor, k: Tensor, v: Tensor, mask: Mask, wanted: Sequence[
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    """Casts to the autocast dtype of q's device, if autocast is on there; float64 is not cast."""
+    """Casts to the autocast dtype of q's device, if autocast is enabled for it. float64 is not cast."""
     device_type = q.device.type
     if not torch.is_autocast_enabled(device_type):
         return q, k, v
@@ -123,7 +123,7 @@ def backward(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Checks, allocates, runs. Returns dq, dk, dv, dbias, dsinks, or None if not wanted. `key` is from `backward_key`."""
     prepared, device = recall(key), q.device
-    if prepared is None and not rows_aligned(do):  # not every kernel reads unaligned rows; a prepared one does
+    if prepared is None and not rows_aligned(do):  # not every kernel reads unaligned rows, but a prepared one does
         do = do.clone(memory_format=torch.contiguous_format)
         key = backward_key(q, k, v, o, lse, do, dlse, mask, wanted, kernel, deterministic, manager)
         prepared = recall(key)
@@ -160,7 +160,8 @@ def _register_fast_path(
     *,
     deterministic: bool,
 ) -> None:
-    """Registers this signature with eager.cpp, if that was built and supports it: it then runs all later calls."""
+    """Registers this signature with eager.cpp, if it was built and supports the signature. eager.cpp then runs all later
+    calls."""
     q, mask, run = call.q, call.mask, prepared.run
     if fast_path is None or mask.has_tensors or not isinstance(run, NativeRun | Plan):
         return

@@ -31,7 +31,7 @@ def register(
     casts: bool = True,
 ) -> tuple[Op, Op]:
     """Registers both ops, whose schemas are already defined. Returns each op in an autograd.Function, for torch.func
-    transforms. `casts`: the first arguments of both are q, k and v, and autocast casts the forward's.
+    transforms. With `casts`, the first arguments of both ops are q, k and v, and autocast casts those of the forward.
 
     `kernels`, `fakes` and `vmaps` are (forward, backward) pairs of functions. `save(ctx, inputs, output)` and
     `gradient(ctx, *grads)` are the forward op's setup_context and backward for autograd.
@@ -93,8 +93,8 @@ def raise_forward_mode(public_name: str) -> NoReturn:
 
 
 def batching_rule(op: Callable[..., Any], tensors: int, folds: Callable[..., bool]) -> Callable[..., Any]:
-    """vmap of an op whose first `tensors` arguments have a batch dimension B at 0, or are None. If folds(in_dims,
-    arguments) is true, samples are folded into B; else there is one call per sample."""
+    """vmap of an op whose first `tensors` arguments have a batch dimension B at 0, or are None. If folds(in_dims, arguments) is
+    true, samples are folded into B. Otherwise there is one call per sample."""
 
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
         n = info.batch_size

@@ -7,8 +7,9 @@
     op          a torch.library op (library.py)                        compile, export, fake tensors, subclasses,
                                                                        dispatch and function modes, torch.func, tracing
 
-The eager path and the op check, allocate and run through the same two functions of call.py. In a small call torch's dispatcher
-takes most of the time and Python the rest: the eager path saves the first, the fast path both. All give the same bits.
+The eager path and the op check, allocate and run through the same two functions of call.py. In a small call, torch's dispatcher
+takes most of the time and Python the rest. The eager path skips the dispatcher, and the fast path skips both. All paths give
+the same bits.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _is_batched = torch._C._functorch.is_legacy_batchedtensor
 def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, return_lse: bool, deterministic: bool | None, kernel: str | None
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """o, or (o, lse); differentiable."""
+    """Returns o, or (o, lse). Both are differentiable."""
     # cache_key is None while torch.compile traces
     if not mask.has_tensors and mask.cache_key is not None and call.fast_path is not None:
         found = call.fast_path.attend(q, k, v, mask.cache_key, kernel, table.ATTENTION, deterministic, return_lse)
@@ -77,7 +78,7 @@ def _learned(mask: Mask) -> bool:
 
 
 def seed_tensor(mask: Mask, device: torch.device) -> Tensor | None:
-    """The seed as a tensor, drawn if dropout has none. Without dropout: the caller's tensor, or None."""
+    """The seed as a tensor, drawn if dropout has no seed. Without dropout, the caller's tensor, or None."""
     seed = mask.seed
     if seed is None and mask.dropout_p:
         return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device)
@@ -124,7 +125,7 @@ class _EagerAttention(torch.autograd.Function):
             deterministic,
             kernel,
             manager,
-        )  # no tensors here: autograd saves them
+        )  # without tensors, because autograd saves those
         return (o, lse) if return_lse else o
 
     @staticmethod
@@ -158,7 +159,7 @@ def _backward_of_eager(
     deterministic: bool,  # noqa: FBT001
     manager: int = 0,
 ) -> tuple[Tensor | None, ...]:
-    """Runs the kernel if the tensors are plain, else the op."""
+    """Runs the kernel if the tensors are plain, otherwise the op."""
     q, k, v, o, lse, do, dlse = reads
     held = tensors_of(mask, mask.seed)
     batched = _is_batched(do) or dlse is not None and _is_batched(dlse)  # torch.autograd.grad(…, is_grads_batched=True)
@@ -188,7 +189,7 @@ def managed_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, manager: Atte
 
 
 def load_fast_path() -> None:
-    """Loads eager.cpp, if it was built: known signatures then run in C++."""
+    """Loads eager.cpp, if it was built. Known signatures then run in C++."""
     found = load()
     call.fast_path = None if isinstance(found, str) else found
     if call.fast_path is not None:

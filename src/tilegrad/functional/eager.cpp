@@ -1,6 +1,7 @@
 // Eager calls of attention with a known signature: from Python's arguments to the kernel, and back through autograd, without
-// Python in between. call.py checks a call, selects and prepares its kernel, and registers that here as a program. For a call
-// without a program, or one that is traced or transformed, this returns None, and dispatch.py runs it.
+// Python in between. call.py checks a call, selects and prepares its kernel, and registers the prepared kernel here as a
+// program. For a call that has no program, or that is traced or transformed, `attend` returns None, and dispatch.py runs the
+// call.
 //
 //   Call      everything of a call besides q, k and v: its mask, the requested kernel, the table of kernels
 //   Program   one signature in one direction: what it allocates, and how its kernel is launched
@@ -107,13 +108,13 @@ struct Program {
 template <class Value>
 using Under = std::unordered_map<Words, Value, Hash>;
 // never destroyed, because at exit no interpreter is left to release objects
-auto& calls = *new Under<CallPtr>;  // under the GIL; never removed: autograd nodes and program keys have their addresses
-std::mutex mutex;                   // for both maps below; its owner never waits for the GIL
+auto& calls = *new Under<CallPtr>;  // under the GIL; never removed, because autograd nodes and program keys have their addresses
+std::mutex mutex;                   // for both maps below; a thread that has it never waits for the GIL
 auto& programs = *new Under<std::shared_ptr<Program>>;
 auto& bound = *new Under<std::shared_ptr<Bound>>;
 PyObject *parameter_class = nullptr, *slow_backward = nullptr;
 size_t most_entries = 0;  // as in kernels/cache.py, a full map is cleared
-constexpr size_t MOST_CALLS = 32;  // times most_entries: calls with further masks run in Python
+constexpr size_t MOST_CALLS = 32;  // at most MOST_CALLS · most_entries calls; calls with other masks run in Python
 
 const char* asked_isa() {
     const char* isa = std::getenv("TILEGRAD_ISA");
@@ -184,8 +185,8 @@ void Program::run(const std::vector<Tensor>& tensors) const {
         if (!code) continue;
         with_python([&] { plan->get().attr("answered")(code); });  // raises, or creates a context
         code = each.function(a[0], a[1], a[2], a[3]);
-        // One string, because TORCH_CHECK joins several with a stream, which crashes where the compiler links libstdc++ statically:
-        // the process then has two copies, and they share the identifiers of locales.
+        // One string, because TORCH_CHECK joins several with a stream. This crashes if the compiler links libstdc++ statically:
+        // the process then has two copies of libstdc++, which share the identifiers of locales.
         TORCH_CHECK(!code, "CUDA: a launch returned " + std::to_string(code) + " again");
     }
 }
@@ -268,7 +269,7 @@ struct EagerAttention : torch::autograd::Function<EagerAttention> {
         ctx->set_materialize_grads(false);
         ctx->save_for_backward({q, k, v, out[0], out[1]});
         ctx->saved_data["call"] = reinterpret_cast<int64_t>(call.get());  // a number: compiled autograd hashes saved data
-        if (program.native) ctx->saved_data["isa"] = program.isa;  // the environment is only read under the GIL
+        if (program.native) ctx->saved_data["isa"] = program.isa;  // the environment is read only under the GIL
         if (!return_lse) out.pop_back();
         return out;
     }

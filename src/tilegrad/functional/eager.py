@@ -1,5 +1,5 @@
-"""Fast path of eager calls of attention in C++, if it was built; eager.cpp says what it does. Without it the same calls run in
-Python with the same bits and only take more host time."""
+"""The fast path of eager calls of attention in C++ (eager.cpp), if it was built. Without it the same calls run in Python: the
+bits are the same, but the host takes longer."""
 
 from __future__ import annotations
 

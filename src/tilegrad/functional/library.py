@@ -146,8 +146,8 @@ def _transformed(*arguments: Any) -> Any:
 
 
 def _keep_in_graph() -> None:
-    """Makes torch.compile call `_transformed` without tracing it, because it can't be traced. Called while tracing, because at
-    import it would load torch's compiler, 1.6 s."""
+    """Makes torch.compile call `_transformed` without tracing it, because it can't be traced. This is called while tracing: at
+    import it would load torch's compiler, which takes 1.6 s."""
     torch.compiler.allow_in_graph(_transformed)
 
 
@@ -155,7 +155,7 @@ _keep_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a
 
 
 def _vmap(op: Callable[..., Any], tensors: int) -> Callable[..., Any]:
-    """Folds samples if q, k and v all have the vmap dimension, and neither a tensor of the mask nor its gradient has it."""
+    """Folds samples if q, k and v all have the vmap dimension, but no tensor of the mask and no gradient of one has it."""
 
     def folds(in_dims: tuple[Any, ...], arguments: tuple[Any, ...]) -> bool:
         bias, alibi_slopes, sinks, seed, cu_seqlens_q, _, intervals = arguments[tensors : tensors + 7]

@@ -40,9 +40,9 @@ def linear_cross_entropy(
                       each row, in the shape of targets
     ignore_index      a row with this target has loss 0 and gradient 0
 
-    The loss is float32 (float64 for float64). The gradients of w and bias are sums in float32, rounded once. Under autocast
-    x, w and bias are rounded to the autocast dtype (float64 is not), and gradients of float32 weights stay float32. x and w
-    are copied if their columns are not contiguous. A target outside 0 … V − 1, except ignore_index, raises; on a GPU by a
+    The loss is float32 (float64 for float64). The gradients of w and bias are sums in float32, rounded once. Under autocast x,
+    w and bias are rounded to the autocast dtype (float64 is not), and gradients of float32 weights stay float32. x and w are
+    copied if their columns are not contiguous. A target outside 0 … V − 1, except ignore_index, raises. On a GPU this is a
     device-side assertion, as in torch. Second derivatives and forward-mode AD raise.
 
     >>> import torch, tilegrad
@@ -64,7 +64,7 @@ def linear_cross_entropy(
     autocast = x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type)
     dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
     if dtype == torch.float16 and x.device.type == "cpu":
-        raise ValueError("x: got float16 on a CPU; accepted: bfloat16, float32 or float64 there, or float16 on a GPU")
+        raise ValueError("x: got float16 on a CPU; accepted: bfloat16, float32 or float64 on a CPU, float16 on a GPU")
     transformed = torch._C._are_functorch_transforms_active()
     in_one_pass = reduction != "none" and dtype != torch.float16 and torch.is_grad_enabled() and not transformed
     wanted = [in_one_pass and y is not None and y.requires_grad for y in (x, w, bias)]

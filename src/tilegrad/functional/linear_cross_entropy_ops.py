@@ -4,13 +4,13 @@
     "mean", "sum"   loss, dx, dw, dbias in one pass: 3 products    a multiplication by g m         dx (N, C), dw (V, C), dbias
     "none"          the losses: 1 product                          logits, dx, dw: 3 products      x
 
-A row's gradient is g_n times a gradient that the forward knows. With "mean" and "sum" g is one number, so the backward only
-multiplies finished gradients. For a mean over n rows the forward multiplies by 2ᵏ = 2^⌊log₂ 1/n⌋, the backward by g and by
+A row's gradient is g_n times a gradient that the forward can compute. With "mean" and "sum" g is one number, so the backward
+only multiplies finished gradients. For a mean over n rows the forward multiplies by 2ᵏ = 2^⌊log₂ 1/n⌋, the backward by g and by
 m = 2⁻ᵏ / n. A factor 1 / n in the forward would make (p − 1) / n about −1 / n for every improbable target, and rounding that to
 bfloat16 would scale the whole gradient by up to 1 ± 2⁻⁸; −2ᵏ is exact. With "none" the sum over rows that gives dw depends on
-all of g, so the backward computes the logits again. float16 always does, because gradients without the loss scale underflow in
-it. dw and dbias are accumulated in float32 (float64 for float64) and rounded to their dtype once, after g. w, bias and targets
-are saved too, but they are the caller's.
+all of g, so the backward computes the logits again. For float16 it always does, because gradients without the loss scale
+underflow in float16. dw and dbias are accumulated in float32 (float64 for float64), multiplied by g, and rounded once. w, bias
+and targets are saved too, but these are the caller's tensors.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _backward(
         shapes = cross_entropy_workspace(*reads[:2], backward=True, bias=reads[4], terms=terms)
         scratch = new_scratch(shapes, x.device)
         cross_entropy_bwd(*reads, dx=new_dx, dw=new_dw, dbias=new_dbias, accumulate=False, terms=terms, scratch=scratch)
-    del scratch, reads  # before gradients are rounded
+    del scratch, reads  # frees memory before gradients are rounded
     return tuple(_nothing(w) if y is None else y.to(like.dtype) for y, like in zip(written, forms, strict=True))
 
 
@@ -132,19 +132,20 @@ def _nothing(like: Tensor) -> Tensor:
 
 
 def _cast(y: Tensor, dtype: torch.dtype) -> Tensor:
-    """In the dtype of the products, with contiguous columns."""
+    """y in the dtype of the products, with contiguous columns."""
     y = y.to(dtype)
     return y if y.stride(-1) == 1 and (y.ndim == 1 or y.stride(0) >= y.shape[1]) else y.contiguous()
 
 
 def _times(y: Tensor, g: Tensor, dtype: torch.dtype) -> Tensor:
-    """y · g, rounded once, to `dtype`. g has the dimensions of y, so the product has the wider dtype of both."""
+    """y · g, rounded once, to `dtype`. g is viewed with the dimensions of y, so the product has the wider dtype of both."""
     return torch.mul(y, g.view((1,) * y.ndim), out=torch.empty(y.shape, dtype=dtype, device=y.device))
 
 
 def _masked(targets: Tensor, ignore_index: int, v: int, reduction: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The op's targets, −1 for ignored ones, and its inv_total, 0-d. Checks the values of targets. These kernels run between a
-    cast of w and the first product, which may load w before the previous kernel has ended (linear/few_rows.py)."""
+    """The op's targets, with −1 for ignored ones, and its inv_total, 0-d. Checks the values of targets. The first product may
+    load w before the previous kernel has ended (linear/few_rows.py), so these kernels must run between a cast of w and that
+    product."""
     ignored = targets == ignore_index
     right = (ignored | (targets >= 0) & (targets < v)).all()
     accepted = f"0 … {v - 1}, or ignore_index = {ignore_index}"

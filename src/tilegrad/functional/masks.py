@@ -8,7 +8,7 @@ Every function returns options of `tilegrad.attention`. Pass them with two stars
     prefix            a prefix whose tokens attend to all of it; the tokens after it attend causally
     shared_question   a question and several answers: each answer attends to the question and to itself
     from_bool         any bool matrix that has at most two intervals in each column
-    from_block_mask   FlexAttention's BlockMask, likewise
+    from_block_mask   FlexAttention's BlockMask, with the same limit
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ Integers = Tensor | Sequence[int] | Sequence[Sequence[int]]
 
 
 class IntervalMask(TypedDict):
-    """Two options of `tilegrad.attention`: intervals (B or 1, Hkv or 1, Tk, 2 or 4), and causal. Where causal masks out the
-    rows before a column, they need no interval."""
+    """Two options of `tilegrad.attention`: intervals (B or 1, Hkv or 1, Tk, 2 or 4), and causal. Rows that causal masks out
+    need no interval."""
 
     causal: bool
     intervals: Tensor
@@ -44,8 +44,8 @@ def documents(cu_seqlens: Integers, *, causal: bool = True, device: torch.device
     """Documents end to end in a sequence: document n has the tokens cu_seqlens[n] to cu_seqlens[n + 1].
 
     cu_seqlens (D + 1,), or (B, D + 1) for documents of different lengths in each sequence of a batch. Empty documents are
-    accepted: they fill up a sequence that has fewer. The last number is T; reading it waits for a GPU. causal=False lets tokens
-    attend to later ones of their document.
+    accepted, so a sequence with fewer documents can be padded with them. The last number is T. Reading it from a GPU waits for
+    the GPU. With causal=False, tokens also attend to later tokens of their document.
 
     >>> import torch, tilegrad
     >>> q, k, v = torch.randn(3, 2, 4, 10, 32)
@@ -96,7 +96,8 @@ def prefix(lengths: Integers, length: int, *, device: torch.device | str | None 
 def shared_question(lengths: Integers, *, device: torch.device | str | None = None) -> IntervalMask:
     """A question and its answers end to end: each token attends to the question and to its own answer, causally.
 
-    lengths (1 + A,): tokens of the question, then of each answer; or (B, 1 + A) with one sum T. Padding is one more answer.
+    lengths (1 + A,): tokens of the question, then of each answer; or (B, 1 + A) with one sum T. Give padding as one more
+    answer.
 
     >>> import torch, tilegrad
     >>> q, k, v = torch.randn(3, 1, 4, 9, 32)
@@ -121,10 +122,10 @@ def shared_question(lengths: Integers, *, device: torch.device | str | None = No
 
 def from_bool(mask: Tensor) -> IntervalMask:
     """The exact intervals of a bool matrix, True = attends, as in a bool bias. Raises an error that names the first column with
-    more than two runs of rows that do not attend. mask (Tq, Tk), (H, Tq, Tk) or (B, H, Tq, Tk), with all rows.
+    more than two runs of rows that do not attend. mask is (Tq, Tk), (H, Tq, Tk) or (B, H, Tq, Tk), with all Tq rows.
 
-    causal is True in the result if no row attends to a later token. Then a column may have two runs below the diagonal. A tree
-    whose nodes are in depth-first order has one, and so has a window with tokens at the start that are never evicted:
+    causal is True in the result if no row attends to a later token. A column may then have two runs below the diagonal. A tree
+    whose nodes are in depth-first order has one run, and so has a window with tokens at the start that are never evicted:
 
     >>> import torch, tilegrad
     >>> i, j = torch.arange(6)[:, None], torch.arange(6)
@@ -144,10 +145,11 @@ def from_bool(mask: Tensor) -> IntervalMask:
 
 
 def from_block_mask(block_mask: BlockMask) -> IntervalMask:
-    """The intervals of a BlockMask of torch.nn.attention.flex_attention, exact or refused like a bool matrix of `from_bool`.
+    """The exact intervals of a BlockMask of torch.nn.attention.flex_attention. Refuses what `from_bool` refuses.
 
-    Its mask_mod is evaluated in chunks of columns, at most 4 Mi pairs at a time (a column if that is more). FlexAttention's
-    causal is usually aligned at the top left. With Tq ≠ Tk it masks out other pairs than ours, and the intervals include them.
+    Its mask_mod is evaluated in chunks of columns: at most 4 Mi pairs at a time, or one column if it has more. FlexAttention's
+    causal is usually aligned at the top left. With Tq ≠ Tk it masks out other pairs than causal does here. The intervals mask
+    out the pairs that FlexAttention masks out.
 
     >>> import torch, tilegrad
     >>> from torch.nn.attention.flex_attention import create_block_mask
@@ -188,7 +190,7 @@ def from_block_mask(block_mask: BlockMask) -> IntervalMask:
 def intervals_of_bool(mask: Tensor) -> IntervalMask | str:
     """The intervals of a bool tensor, or the reason why `from_bool` refuses it."""
     mask = four_dims(mask)
-    for dim in (0, 1):  # expanded
+    for dim in (0, 1):  # an expanded dimension has equal elements
         if mask.stride(dim) == 0 and mask.shape[dim] > 1:
             mask = mask.narrow(dim, 0, 1)
     return _intervals_of(lambda columns: mask[..., columns.start : columns.stop], tuple(mask.shape), mask.device)
@@ -197,10 +199,11 @@ def intervals_of_bool(mask: Tensor) -> IntervalMask | str:
 def _intervals_of(
     attends: Callable[[range], Tensor], shape: tuple[int, ...], device: torch.device
 ) -> IntervalMask | str:
-    """The intervals of a bool matrix (B, H, Tq, Tk) by its parts attends(columns) (B, H, Tq, N).
+    """The intervals of a bool matrix (B, H, Tq, Tk), from its parts attends(columns) (B, H, Tq, N).
 
-    With causal only the pairs below the diagonal need an interval. So causal is tried first, and dropped at the first pair
-    above it that attends. Without causal a column has no fewer runs, so a matrix refused with it is refused without it."""
+    With causal, no pair above the diagonal needs an interval. So causal is tried first, and dropped at the first pair above the
+    diagonal that attends. Without causal, a column has at least as many runs. So a matrix that is refused with causal would
+    also be refused without it."""
     *_, tq, tk = shape
     last = torch.arange(tq, device=device)[:, None] + (tk - tq)  # the last column that causal lets a row attend to
     for causal in (True, False):
@@ -230,10 +233,10 @@ def _intervals_of(
 
 
 def _runs(masked: Tensor) -> tuple[Tensor, Tensor]:
-    """How many runs of True each column has, (B, H, N), and the first and the last run, (B, H, N, 4) int32; they are found only
-    if no column has more than MOST.
+    """The number of runs of True in each column, (B, H, N), and the first and the last run, (B, H, N, 4) int32. The runs are
+    found only if no column has more than MOST.
 
-    A single run is the second interval unless it starts at row 0, so that neighbouring columns have similar intervals; the
+    A single run is the second interval unless it starts at row 0, so that neighbouring columns have similar intervals. The
     other interval is then 0 to 0."""
     b, h, tq, n = masked.shape
     if not tq:
@@ -270,7 +273,8 @@ def _chunks(shape: tuple[int, ...]) -> Iterator[range]:
 
 
 def _blocks(count: Tensor, indices: Tensor) -> Tensor:
-    """Which blocks a BlockMask lists, (B, H, row blocks, column blocks) bool: the first `count` of `indices` in each row."""
+    """(B, H, row blocks, column blocks) bool, True for the blocks that a BlockMask lists: the first `count` of `indices` in
+    each row."""
     n = indices.shape[-1]
     listed = torch.arange(n, device=count.device) < count[..., None]
     found = torch.zeros(*indices.shape[:-1], n + 1, dtype=torch.bool, device=count.device)
@@ -278,7 +282,7 @@ def _blocks(count: Tensor, indices: Tensor) -> Tensor:
 
 
 def _integers(name: str, x: Integers, device: torch.device | str | None) -> Tensor:
-    """(B, N) int64; one dimension is one row."""
+    """x as (B, N) int64. A tensor with one dimension has B = 1."""
     numbers: Any = torch.as_tensor(x, device=device)
     kinds = (torch.int32, torch.int64)
     require(numbers.dtype in kinds, name, numbers.dtype, "integers (int32, int64, or a list of ints)", TypeError)

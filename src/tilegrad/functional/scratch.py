@@ -39,8 +39,8 @@ number_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.
 def borrow(
     number: int, type: BufferType, nbytes: int, device: torch.device
 ) -> tuple[Tensor, AttentionBufferManager | None]:
-    """Uninitialised bytes, and the manager to return them to by `deallocate`; None if they are from torch. A manager that no
-    longer exists, because its module was deleted before the backward, counts as none."""
+    """Uninitialised bytes, and the manager whose `deallocate` takes them back, or None if they are from torch. A manager that
+    no longer exists, because its module was deleted before the backward, counts as none."""
     manager = _managers.get(number) if number else None
     if manager is not None and nbytes:
         return manager.allocate(type, (nbytes,), torch.uint8, device, zero_init=False), manager

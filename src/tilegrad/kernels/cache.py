@@ -1,12 +1,12 @@
 """The caches of calls, with one eviction rule: a full cache is cleared.
 
-A cache is a module-level dict, read by `.get`; `remember` adds to it. If sizes change at every call, memory stays bounded.
-Entries still in use are computed again after a clear. A call of attention uses five caches:
+A cache is a module-level dict, read by `.get`; `remember` adds an entry. So memory stays bounded even if sizes change at every
+call. After a clear, entries that are still in use are computed again. A call of attention uses five caches:
 
     mask.py          masks without tensors, by their numbers
     attention/api    prepared calls, by the signature of a call
-    eager.cpp        the same in C++, if it was built
-    cuda_launch.py   launches bound to addresses and a stream (in eager.cpp if that runs the call)
+    eager.cpp        prepared calls in C++, if eager.cpp was built
+    cuda_launch.py   launches bound to addresses and a stream; eager.cpp caches those of its own calls
     hopper, triton   compiled kernels, by what changes their code
 
 Constants of a process or a device (functools.cache) do not count as caches here.

@@ -1,4 +1,4 @@
-"""Checks of tensor arguments that several ops share: form, parameters, contiguous columns."""
+"""Checks of tensor arguments that several ops share: shapes and dtypes, parameters, contiguous columns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .scratch import accumulation_dtype
 
 
 def check_tensor(name: str, x: Any, shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> None:
-    """Checks a tensor whose form follows from the other arguments: outputs, their gradients, scratch."""
+    """Checks a tensor whose shape and dtype follow from the other arguments, for example an output."""
     if tuple(x.shape) != shape or x.dtype != dtype or x.device != device:
         got = f"{x.dtype} {tuple(x.shape)} on {x.device}"
         raise ValueError(f"{name}: got {got}; accepted: {dtype} {shape} on {device}")
@@ -25,15 +25,15 @@ def check_given(device: Any, *given: tuple[str, Tensor | None, tuple[int, ...], 
 
 
 def check_param(name: str, p: Tensor, shape: tuple[int, ...], x: Tensor) -> None:
-    """Checks that a parameter has x's dtype, or on a CPU the accumulation dtype: the op rounds it, so no rounded copy is
-    kept."""
+    """Checks that a parameter has x's dtype. On a CPU it may also have the accumulation dtype, and the op rounds it. So no
+    rounded copy is kept."""
     unrounded = x.device.type == "cpu" and p.dtype == accumulation_dtype(x.dtype)
     check_tensor(name, p, shape, p.dtype if unrounded else x.dtype, x.device)
 
 
 def check_range(first: Tensor, rounded: Tensor | None, **tensors: Tensor) -> int:
     """Checks a range of the arenas: flat tensors of one length, in the accumulation dtype and on the device of `first`.
-    `rounded`, the copy that layers compute with, may have any dtype. Returns the length."""
+    `rounded` is the copy that layers compute with, and may have any dtype. Returns the length."""
     p = next(iter(tensors.values())).numel()
     for name, x in tensors.items():
         check_tensor(name, x, (p,), accumulation_dtype(first.dtype), first.device)

@@ -9,16 +9,16 @@ standard deviations of its n rounded partial sums:
 
     √n · √(4 (Σt)² + 2 Σt²)
 
-With e = x − x64, each tensor has three tests; m is its number of distinct values (equal ones round alike):
+With e = x − x64, each tensor has three tests; m is its number of distinct values, because equal values have equal errors:
 
     max     |e| ≤ 6 σ + a B + 1.01 z |x64|                                      for each number
     mean    rms(e) ≤ (1.5 + 6/√m) · rms(√(σ² + (a B / 3)² + (z x64)² / 3))
     slope   |⟨e − r, x64⟩| ≤ 6 · sd⟨e − r, x64⟩ + Σ (a B / 3) |x64|              finds a wrong factor: rounding has no sign
 
 r is the error of rounding x64 itself to the output's dtype. It is known, and it is biased if exact numbers are close to numbers
-of that dtype: for every large h, gelu'(h) da is slightly larger than da, which has that dtype. Infinities must be in the same
+of that dtype: for large h, gelu'(h) da is always slightly larger than da, which has that dtype. Infinities must be in the same
 places, and there must be no NaN. The rule never compares with another kernel or with the largest number of a call, and no
-tensor is exempt. Below the smallest normal number tiny, a rounding errs by up to z · tiny.
+tensor is exempt. Below tiny, the smallest normal number, a rounding errs by up to z · tiny.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ SIGMAS = 6.0
 
 
 class Bound(NamedTuple):
-    """How far the numbers of one tensor may be from the oracle, before the output itself is rounded."""
+    """How far the numbers of one tensor may be from the oracle, without the rounding of the output itself."""
 
     sigma: Tensor  # standard deviation of each number's error, float64, shaped as the output
     accumulated: Tensor  # a B, in the same shape
-    slope: Tensor | None = None  # sd⟨e, x64⟩ if numbers share roundings; None: independent, √(Σ σ² x64²)
+    slope: Tensor | None = None  # sd⟨e, x64⟩; None if no two numbers share a rounding: √(Σ σ² x64²)
 
 
 def roundoff(dtype: torch.dtype) -> float:

@@ -4,14 +4,14 @@
     Plan     the launches of all calls of one signature: constants are packed once, addresses at each call
 
 Triton's own launcher binds, specialises and parses every argument at every launch: 60 to 200 µs. This module uses Triton's
-compiler but not its launcher. A kernel takes its parameters in order, without constexprs, then two scratch addresses, which are
-null:
+compiler but not its launcher. The parameters of a kernel are its arguments in order, without constexprs, and then two scratch
+addresses, which are null:
 
     pointer    8 bytes            tensor descriptor    a tensor map of 128 bytes, the shape in int32, the strides in int64
     number     in its own type
 
-The driver copies parameters at a launch, so a launch may be captured in a CUDA graph, and repeated. A plan caches packed
-launches by stream and addresses, which are the same in every training step.
+The driver copies the parameters at a launch, so a launch may be repeated, and captured in a CUDA graph. A plan caches packed
+launches by stream and addresses. These are the same in every training step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from . import triton_version
 from .cache import remember
 
 MAP_BYTES = 128  # size and alignment of a tensor map
-NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: no call of the CUDA runtime was made in this thread yet
+NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: this thread has not called the CUDA runtime yet
 NUMBERS = {
     "i1": "b", "u1": "B", "i8": "b", "u8": "B", "i16": "h", "u16": "H", "i32": "i", "u32": "I", "i64": "q", "u64": "Q",
     "fp32": "f", "fp64": "d",
@@ -111,7 +111,7 @@ def _raise(code: int, call: str) -> NoReturn:
 
 
 def refusal(compiled: Any) -> str | None:
-    """Why only Triton can launch a kernel that it compiled; None if this module can."""
+    """Why this module cannot launch a kernel that Triton compiled; None if it can."""
     unknown = triton_version.parameters_refusal()
     if unknown:
         return f"cannot be launched here: this launcher {unknown}"
@@ -124,7 +124,7 @@ def refusal(compiled: Any) -> str | None:
 
 
 class Launch:
-    """A compiled kernel with its arguments. It holds its tensors until a plan takes them and binds addresses instead."""
+    """A compiled kernel with its arguments. It keeps its tensors until a plan takes them, and binds addresses instead."""
 
     def __init__(self, compiled: Any, grid: Sequence[int], arguments: Sequence[Any], device: int) -> None:
         unfit = refusal(compiled)
@@ -132,7 +132,7 @@ class Launch:
             raise RuntimeError(f"kernel: got {compiled.metadata.name}, which {unfit}; accepted: {ACCEPTED}")
         self.device, self._compiled, self._grid = device, compiled, (*grid, 1, 1)[:3]
         self._numbers, self._offsets = bytearray(), list[int]()
-        self._pointers, self._maps = list[int](), list[tuple[int, Encoder]]()  # their offsets in the packed parameters
+        self._pointers, self._maps = list[int](), list[tuple[int, Encoder]]()  # offsets in the packed parameters
         pointers, bases = list[Tensor](), list[Tensor]()
         metas = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
         for kind, x in zip(compiled.src.signature.values(), arguments, strict=True):
@@ -208,7 +208,7 @@ _kept: dict[tuple[object, ...], tuple[_Call, ...]] = {}  # (plan, stream, addres
 
 
 class HasTensors(Protocol):
-    """A call, with the tensors whose addresses its launches need."""
+    """A call that lists the tensors whose addresses its launches need."""
 
     @property
     def tensors(self) -> Sequence[Tensor]: ...
@@ -217,9 +217,9 @@ class HasTensors(Protocol):
 class Plan:
     """The launches of all calls whose tensors have the sizes, strides, dtypes and alignment of the tensors of `call`.
 
-    The tensors of a call are distinct objects, though two may have one address. An argument of a kernel is one of these
-    tensors, or a view of a tensor in `viewed`. A view is found by its address: the viewed tensor is contiguous and shares no
-    memory with other tensors, or it starts at the same address as the view.
+    The tensors of a call are distinct objects, although two may have the same address. An argument of a kernel is one of these
+    tensors, or a view of a tensor in `viewed`. The viewed tensor is found by the address of the view. So it must start at that
+    address, or be contiguous and share no memory with other tensors.
     """
 
     def __init__(
@@ -246,14 +246,14 @@ class Plan:
                 _call(each, device, "a launch")
 
     def numbers(self, stream: int, addresses: Sequence[int]) -> tuple[list[list[int]], object]:
-        """The launches of a call, for eager.cpp: each is the address of a function and its four arguments. Also returns the
+        """Returns the launches of a call for eager.cpp, each as the address of a function and its four arguments, and the
         objects that must stay alive while the launches are used."""
         calls = self._bound(stream, addresses)
         return [[_number(x) for x in (_address(f), *arguments)] for f, arguments in calls], calls
 
     def answered(self, code: int) -> None:
-        """Handles the error code of a launch: makes a CUDA context if this thread has none, so that the caller can try again;
-        raises for any other code."""
+        """Handles the error code of a launch. If this thread has no CUDA context, makes one, and the caller launches again. Any
+        other code raises."""
         if code != NO_CONTEXT:
             _raise(code, "a launch")
         _make_context(self._device)
@@ -278,7 +278,7 @@ def _slot(x: Tensor, numbers: dict[int, int], viewed: Sequence[Tensor]) -> tuple
         return number, 0
     address = x.data_ptr()
     starts = [whole.data_ptr() for whole in viewed]
-    if address in starts:  # an expanded bias can only be recognised by its first address
+    if address in starts:  # an expanded bias can be recognised only by its first address
         return numbers[id(viewed[starts.index(address)])], 0
     (whole,) = (w for w, start in zip(viewed, starts, strict=True) if start < address < start + w.nbytes)
     return numbers[id(whole)], address - whole.data_ptr()

@@ -8,7 +8,7 @@ end of the previous kernel and its first load. A kernel that is launched with `d
     wait_for_previous(DEPENDENT)     waits until the previous kernel has ended, and its results are visible
     …                                reads what earlier kernels wrote, and writes
 
-Each kernel of a chain waits before it ends, so it also ends after all kernels before the previous one.
+Each kernel waits before it ends. So if a kernel of the chain has ended, all kernels before it have ended too.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -20,7 +20,7 @@ import triton.language as tl
 from .gpu import capability
 from .scratch import TensorLike
 
-MOST_ROWS = 64  # with more rows the start of a kernel is a small part of its time
+MOST_ROWS = 64  # with more rows, the start of a kernel is a small part of its time
 
 
 @triton.jit
@@ -36,7 +36,7 @@ def wait_for_previous(DEPENDENT: tl.constexpr):
 
 
 def dependent(x: TensorLike, rows: int) -> dict[str, bool]:
-    """Constants and options of a launch: whether the kernel may start before the previous one has ended."""
+    """The constants and options of a launch that say whether the kernel may start before the previous one has ended."""
     if x.device.type != "cuda" or rows > MOST_ROWS or capability(x.device) < (9, 0):
         return {"DEPENDENT": False}
     return {"DEPENDENT": True, "launch_pdl": True}

@@ -1,13 +1,12 @@
 """An exponential moving average of parameters.       params, ema (P,): one range of the arenas
 
-    w = 1                                    if t ≤ 1                     t: the updates done, this one included
+    w = 1                                    if t ≤ 1                     t: the number of updates, with this one
     w = 1 − min(d, (1 + t) / (10 + t))       if norm is finite            d: the decay
     w = 0                                    else
     ema += w · (params − ema)
 
 So the average begins with the parameters after the first update, and early averages decay faster than with d. A step whose norm
-is not finite changes no parameter and is not averaged. The device decides this, so the host does not
-wait.
+is not finite changes neither the parameters nor the average. The device decides this, so the host does not wait.
 
 `swap` exchanges the bits of two ranges by three exclusive ors: it needs no memory, and a second swap restores every bit.
 """
@@ -32,7 +31,8 @@ def ema_workspace(params: TensorLike) -> Shapes:
 def ema_step(
     params: list[Tensor], norm: Tensor, step: Tensor, decay: float, *, ema: list[Tensor], scratch: Scratch | None = None
 ) -> None:
-    """Updates ema, a range for each of params. step (0-d float32) is t, norm (0-d) the norm of this step's gradients."""
+    """Updates ema, which has a range for each range of params. step (0-d float32) is t. norm (0-d) is the norm of this step's
+    gradients."""
     first = params[0]
     for x, average in zip(params, ema, strict=True):
         check_tensor("params", x, tuple(x.shape), accumulation_dtype(x.dtype), first.device)
@@ -52,7 +52,7 @@ def ema_step(
 
 
 def swap(a: Tensor, b: Tensor) -> None:
-    """Exchanges the contents of two tensors of one form."""
+    """Exchanges the contents of two tensors of the same shape and dtype."""
     check_tensor("b", b, tuple(a.shape), a.dtype, a.device)
     x, y = (each.view(torch.int64 if each.dtype == torch.float64 else torch.int32) for each in (a, b))
     x.bitwise_xor_(y)

@@ -23,12 +23,12 @@ from .op import op
 from .scratch import Form, Shapes, TensorLike, below, of, views
 from .table import Where
 
-CHUNK, LEAST, OF_X = 1 << 28, 1 << 25, 6  # bytes of a chunk's logits: LEAST or, if more, OF_X times x's; at most CHUNK
-SMALLEST = 1e-30  # scale of dl without any target
+CHUNK, LEAST, OF_X = 1 << 28, 1 << 25, 6  # bytes of a chunk's logits: OF_X times those of x, from LEAST to CHUNK
+SMALLEST = 1e-30  # least scale of dl, for a batch without a target
 
 
 def _rows(n: int, c: int, v: int) -> int:
-    """Rows of a chunk: a multiple of EVEN, or all."""
+    """The rows of a chunk: a multiple of EVEN, or all rows."""
     size = min(CHUNK, max(LEAST, OF_X * n * c * 2))
     return max(min(n, EVEN), most_rows(n, v, 2, size, even=EVEN))
 
@@ -40,7 +40,7 @@ def _chunks(n: int, c: int, v: int) -> Iterator[slice]:
 def fp8_cross_entropy_workspace(
     x: TensorLike, w: TensorLike, *, backward: bool, accumulate: bool = True, kernel: str | None = None
 ) -> Shapes:
-    """Name → (shape, dtype) of the scratch; x (N, C) and w (V, C) as before rounding. accumulate: as in the step."""
+    """Name → (shape, dtype) of the scratch; x (N, C) and w (V, C) are not rounded yet. accumulate is as in the step."""
     (n, c), v = x.shape, w.shape[0]
     rows = _rows(n, c, v)
     row = CROSS_ENTROPY.select(Problem(x, w), kernel)

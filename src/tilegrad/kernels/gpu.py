@@ -77,8 +77,8 @@ class JITKernel(Protocol):
 def launch(
     kernel: JITKernel, grid: tuple[int, ...], x: torch.Tensor, /, *arguments: object, **constants: object
 ) -> None:
-    """kernel[grid](x, *arguments, **constants) on the device of x. Does nothing for an empty grid. `constants` may replace a
-    launch option."""
+    """kernel[grid](x, *arguments, **constants) on the device of x. Does nothing for an empty grid. `constants` may override a
+    default launch option."""
     if all(grid):
         with torch.cuda.device_of(x):
             kernel[grid](x, *arguments, **{**launch_options(), **constants})

@@ -2,7 +2,7 @@
 
     norm     ← NaN           if loss is not finite, or in_a_row ≥ most
     in_a_row ← in_a_row + 1  if norm is not finite, else 0
-    step     ← step + 1      if norm is finite            (only if AdamW, which counts steps itself, updates nothing)
+    step     ← step + 1      if norm is finite            (only if AdamW does not run: AdamW counts the steps itself)
 
 AdamW and Muon change nothing if norm is not finite, so a non-finite step is skipped. After `most` such steps in a row all
 later steps are skipped too: a host that reads results late finds the weights unchanged.

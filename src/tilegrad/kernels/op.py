@@ -1,14 +1,15 @@
 """How every op is called, and how calls are observed.
 
 An op is a function that never allocates: positional tensors are read, keyword-only tensors are written. `@op` marks it. While
-an observer is set, a call is passed to it as a `Call` instead of being run. There are two observers. The memory trace derives
-live ranges from calls. `poison_dead` (memory/planned/arena.py) runs each call, then fills every dead buffer with NaN to expose
-wrong live ranges. A name observer gets only the op's name and a function that runs it, which costs a microsecond per call:
-`follow` (dist/schedule.py) uses it to start collectives between ops. Without an observer the op runs directly.
+an observer is set, a call is passed to the observer as a `Call` instead of being run. For example, the memory trace derives
+live ranges from calls, and `poison_dead` (memory/planned/arena.py) runs each call, then fills every dead buffer with NaN to
+expose wrong live ranges. An observer of names receives only the op's name and a function that runs the op, at a cost of a
+microsecond per call. `follow` (dist/schedule.py) is one: it starts collectives between ops. Without an observer the op runs
+directly.
 
 `record` lists the calls of kernels that a program makes on fixed buffers, so that they can be repeated without checks and
-selection. It does on a CPU what a CUDA graph does on a device. A kernel in C++ returns its call of the native library,
-which is then repeated without the kernel's Python.
+selection. It does on a CPU what a CUDA graph does on a GPU. A kernel in C++ returns its call of the native library, so that a
+repetition skips the kernel's Python code.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Call:
     name: str
     reads: tuple[Any, ...]
     writes: tuple[Any, ...]
-    accumulates: tuple[Any, ...]  # tensors of `writes` whose old value is also read
+    accumulates: tuple[Any, ...]  # the tensors of `writes` whose old values are also read
     run: Callable[[], None]
 
 
@@ -64,7 +65,8 @@ def observe(observer: Observer) -> Iterator[None]:
 
 @contextmanager
 def observe_names(observer: NameObserver) -> Iterator[None]:
-    """Passes the name of every op called inside, and a function that runs it, to `observer` instead of running it."""
+    """Passes the name of every op called inside to `observer`, with a function that runs the op. The op runs only if `observer`
+    calls this function."""
     token = _observer.set(_ByName(observer))
     try:
         yield
@@ -74,9 +76,9 @@ def observe_names(observer: NameObserver) -> Iterator[None]:
 
 @contextmanager
 def record() -> Iterator[Calls]:
-    """Runs every op called inside, and lists the calls. Calling these in order repeats the ops, as long as the tensors, the
-    number of threads and TILEGRAD_ISA do not change. An op with `one_kernel` is listed as its kernel's call, any other as
-    itself."""
+    """Runs every op called inside, and lists the calls. Running the listed calls in order repeats the ops, as long as the
+    tensors, the number of threads and TILEGRAD_ISA do not change. An op with `one_kernel` is listed as the call of its kernel,
+    any other op as the call of the op."""
     calls: Calls = []
     token = _observer.set(_Recorder(calls))
     try:
@@ -86,8 +88,7 @@ def record() -> Iterator[Calls]:
 
 
 def run_and_list(call: Callable[[], Callable[[], None] | None]) -> None:
-    """Runs the call of a kernel, and lists it inside `record`. If the call returns a function that repeats it, that is
-    listed."""
+    """Runs the call of a kernel. Inside `record`, lists the function that the call returned to repeat it, or else the call."""
     again = call()
     observer = _observer.get()
     if isinstance(observer, _Recorder):
@@ -103,8 +104,8 @@ def emitter() -> Observer | None:
 def op(
     *, accumulates: tuple[str, ...] = (), adds: tuple[str, ...] = (), one_kernel: bool = False
 ) -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """Marks a function as an op. Written arguments are overwritten, except those named in `accumulates` (parameter gradients:
-    accumulated unless the call passes accumulate=False) and in `adds` (the residual stream: always accumulated).
+    """Marks a function as an op. Written arguments are overwritten, except two kinds: those named in `accumulates` (parameter
+    gradients) are accumulated unless the call passes accumulate=False, and those named in `adds` (the residual stream) always.
     one_kernel: after its checks, the op only calls `Table.run` or `run_and_list`, once."""
 
     def mark(fn: Callable[P, None]) -> Callable[P, None]:

@@ -1,9 +1,9 @@
-"""Whether two tensors share memory, exactly, for any strides.
+"""An exact test whether two tensors share memory, for any strides.
 
 Parts of one buffer may interleave without sharing a byte, like q, k and v of a fused (B, T, 3, H, D). Two tensors share a byte
 if Σ strideₐ · iₐ − Σ strideᵦ · jᵦ equals the distance of their addresses for some indices i and j in range. A stride of both
-tensors is one term, with index i − j. The search starts with the largest stride: the smaller ones reach only a short distance,
-so few of its indices are possible.
+tensors is one term, with index i − j. The search starts with the largest stride. The smaller strides reach only a short
+distance, so few indices of the largest are possible.
 """
 
 from __future__ import annotations

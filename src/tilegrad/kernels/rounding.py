@@ -3,12 +3,13 @@
     r(x) = the bfloat16 below x in magnitude, or the one above: above with probability (|x| − below) / (above − below)
 
 A bfloat16 is the upper half of a float32. So r adds 16 random bits to the bits of x, and clears the lower half. The mean of
-r(x) is x. A bfloat16 stays as it is, and so do NaN and infinity. A finite x above the largest bfloat16 becomes the largest
-bfloat16, not infinity.
+r(x) is x. A bfloat16, a NaN and an infinity do not change. A finite x above the largest bfloat16 becomes the largest bfloat16,
+not infinity.
 
     word(i) = word i mod 4 of Philox4×32-10(counter = (i div 4 mod 2³², i div 2³⁴, step, stream), key = seed)
 
-i numbers the elements of all parameters as in a run of one process. So the bits do not depend on ranks, shards or buckets.
+i is the number of the element among all parameters in a run of one process. So the bits do not depend on ranks, shards or
+buckets.
 
     stream     MOMENTS                        PARAMETERS
     bits       low half: m, high half: v      low half: the parameter
@@ -25,14 +26,14 @@ from torch import Tensor
 from .philox import Keys, philox
 from .scratch import Scratch, Shapes
 
-MOMENTS, PARAMETERS = 0x4D4F4D53, 0x50415253  # the last word of the counter: no other draw with the run's seed has it
+MOMENTS, PARAMETERS = 0x4D4F4D53, 0x50415253  # the last word of the counter; no other draw with the run's seed has it
 HALF = 16
 _LARGEST, _INFINITY, _NAN = 0x7F7F0000, 0x7F800000, 0x7FC00000  # bits of float32; _LARGEST is the largest bfloat16
 _SIZE, _UPPER = 0x7FFFFFFF, -0x10000
 
 
 class Place(NamedTuple):
-    """The elements of a range from `start` on, until the next place, have the numbers element, element + 1, …"""
+    """From `start` to the next place, the elements of a range have the numbers element, element + 1, …"""
 
     start: int
     element: int
@@ -42,7 +43,7 @@ Places = tuple[Place, ...]
 
 
 def rounding_workspace(elements: int) -> Shapes:
-    """Name → (shape, dtype) of the scratch for `elements` elements at once, a multiple of 4."""
+    """Name → (shape, dtype) of the scratch. `elements`, a multiple of 4, is how many are rounded at once."""
     return {
         "philox": ((6, elements // 4), torch.int64),
         "bits": ((elements,), torch.int32),
@@ -52,7 +53,7 @@ def rounding_workspace(elements: int) -> Shapes:
 
 
 def draw_words(first: int, n: int, step: Tensor, stream: int, keys: Keys, *, scratch: Scratch) -> list[Tensor]:
-    """Words of n elements from `first` on, a multiple of 4: tensor k has the words of elements 4j + k, in int64."""
+    """The words of n elements from number `first` on, a multiple of 4. Tensor k has the words of elements 4j + k, in int64."""
     quads = -(-n // 4)
     c0, c1, c2, c3, low, high = (x[:quads] for x in scratch["philox"])
     torch.arange(first // 4, first // 4 + quads, out=low)

@@ -51,7 +51,7 @@ class Form:
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums, row statistics and parameter gradients: float64 for float64, float32 for the rest."""
+    """The dtype of sums, row statistics and parameter gradients: float64 for float64, float32 for all other dtypes."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -66,7 +66,7 @@ def of(owner: str, scratch: Mapping[str, T]) -> dict[str, T]:
 
 
 def larger(a: Shapes, b: Shapes) -> Shapes:
-    """Buffers for calls that need a and calls that need b: the larger one of each name."""
+    """Buffers that are enough for a and for b: the larger one of each name."""
     for name in a.keys() & b.keys():
         if a[name][1] != b[name][1]:
             raise ValueError(f"scratch[{name!r}]: got {a[name][1]} and {b[name][1]}; accepted: one dtype per name")
@@ -113,8 +113,8 @@ def separate(names: Iterable[str]) -> Views:
 def views(
     scratch: Scratch | None, needed: Shapes, device: Any, op: str, *, kernel: str | None = None, more: str = ""
 ) -> Scratch:
-    """The needed buffers as views of the caller's scratch, which may be larger. The buffers of a kernel are looked up under its
-    name. `more` is appended to the error text."""
+    """The needed buffers as views of the caller's scratch, which may be larger. With `kernel`, the names in the scratch begin
+    with the kernel's name. `more` is appended to the error text."""
     out = {}
     for own, (shape, dtype) in needed.items():
         name = own if kernel is None else f"{kernel}.{own}"
@@ -137,11 +137,11 @@ def rows_per_block(x: TensorLike, elements: Mapping[str, int]) -> int:
 
 
 def rows_of(x: Tensor, i: slice) -> Tensor:
-    """x[i]; x itself if i covers all rows, because indexing is a large part of the time of a small op."""
+    """x[i], or x itself if i covers all rows: indexing would be a large part of the time of a small op."""
     return x if i.start == 0 and i.stop == x.shape[0] else x[i]
 
 
 def blocks(n: int, size: int) -> Iterator[slice]:
-    """0 … n cut into slices of at most `size`."""
+    """Slices of at most `size` that cover 0 … n."""
     for start in range(0, n, size):
         yield slice(start, min(start + size, n))

@@ -4,8 +4,9 @@ A row that refuses gives a reason, and there is no silent fallback: a kernel req
 rows are public.
 
 A problem is a call as its table sees it: a NamedTuple whose fields are the positional arguments of a kernel's `workspace`. The
-first field is a tensor on the call's device. Only shapes, dtypes, devices and options are used, so a kernel can be selected
-before a tensor exists. `NORM.explain(Problem(x))` says what would run; `tilegrad doctor --kernels` prints this for every op.
+first field is a tensor on the call's device. The table reads only shapes, dtypes, devices and options, so a kernel can be
+selected before a tensor exists. `NORM.explain(Problem(x))` says what would run; `tilegrad doctor --kernels` prints this for
+every op.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class Where(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A row. `refuses` returns why this kernel cannot run a problem, or None. `by_name_only`: why it is no default.
+    """A row. `refuses` returns the reason why this kernel cannot run a problem, or None. If the kernel runs only if requested
+    by name, `by_name_only` is the reason.
 
     `module`, a dotted name below tilegrad.kernels, offers `workspace` and the functions that the op's `__init__` lists.
     """
@@ -59,7 +61,7 @@ def _load(module: str) -> ModuleType:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The kernel that would run ("none" if none takes the call), and a reason for every kernel; str() is a table."""
+    """The kernel that would run ("none" if no kernel takes the call), and a reason for every kernel. str() is a table."""
 
     kernel: str
     reasons: dict[str, str]
@@ -96,7 +98,7 @@ class Table:
         )
 
     def explain(self, problem: Any, kernel: str | None = None) -> Explanation:
-        """What `select` returns, with a reason for every row; also for a call that no row takes."""
+        """The name of the row that `select` returns ("none" for a call that no row takes), and a reason for every row."""
         if kernel is None and not any(row.by_name_only is None and row.refuses(problem) is None for row in self.rows):
             return Explanation("none", {row.name: row.refuses(problem) or row.by_name_only or "" for row in self.rows})
         chosen = self.select(problem, kernel).name
@@ -108,7 +110,7 @@ class Table:
         return Explanation(chosen, reasons)
 
     def workspace(self, *problems: Any, kernel: str | None = None, **options: bool) -> Shapes:
-        """Scratch that is enough for every one of `problems`; the buffers of each kernel are under its name.
+        """Scratch that is enough for each of `problems`. The names of a kernel's buffers begin with the kernel's name.
 
         `options` (backward=…, deterministic=…) are the keywords of a kernel's `workspace`.
         """

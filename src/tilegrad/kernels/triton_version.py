@@ -1,22 +1,22 @@
-"""The Triton versions that the kernels support, where they rely on more than the language.
+"""The Triton versions that the kernels support. Two parts of the code rely on more than the language:
 
     parameters   how a compiled kernel takes its parameters (cuda_launch.py)
     Gluon        names and compiler of attention's Hopper kernels; attention/hopper/gluon_names.py has the renamed ones
 
-Versions 3.6 to 3.9 were tested on an H200. A newer version may change either without an error, so code that relies on one
-refuses the newer version with a message.
+Versions 3.6 to 3.9 were tested on an H200. A newer version may change either part without an error, so both parts refuse a
+newer version with a message.
 
 Compiled for sm_90, Hopper's backward of plain bfloat16 calls spills 8 bytes at D 64, outside of its loop; with Triton 3.8 the
-forward spills 12 bytes at D 256. Triton 3.9 has the ptxas of CUDA 13.4. With Triton's option --regAllocOptLevel=2 (since 3.7)
-it spills more, although less of q and v is then in registers (`takes_more_registers`):
+forward spills 12 bytes at D 256. Triton 3.9 has the ptxas of CUDA 13.4. With the option --regAllocOptLevel=2, which Triton
+passes since 3.7, this ptxas spills more, although the kernels then keep less of q and v in registers (`takes_more_registers`):
 
     bytes stored and loaded   hopper: backward at D 96: 116, at D 256: 108; forward at D 128: 148, at D 256: 280
     bytes of the stack        triton: dk and dv at D 64: 16, at D 128: 48; forward at D 256: 56; norm's backward at C 8192: 24
 
-With ptxas's default level, 4, it spills less: when Hopper's backward at D 64 still spilled, it was 4 % faster in full attention
-(benchmarks/2026-11-17-triton.md). Triton chose 2 because of a bug in CUDA 13's ptxas. Level 4 was close to the reference in
-three calls on an H200. No other calls were compared, so it is not used. 3.9 also warns if a launch leaves fused multiply-adds
-to the default.
+At ptxas's default level, 4, this ptxas spills less. Before the backward at D 64 kept less in registers, level 4 made its full
+attention 4 % faster (benchmarks/2026-11-17-triton.md). Triton chose 2 because of a bug in CUDA 13's ptxas. Level 4 was close to
+the reference in three calls on an H200. No other calls were compared, so level 4 is not used. Triton 3.9 also warns if a launch
+does not say whether multiply-adds are fused.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _refusal(version: str, known: tuple[Version, Version]) -> str | None:
 
 
 def takes_more_registers() -> bool:
-    """Whether ptxas, as this Triton calls it, leaves fewer registers to main loops: with 3.9 they spill values that fit in
+    """Whether the ptxas of the installed Triton leaves fewer registers to main loops. With 3.9 they spill values that fit in
     registers with 3.6 to 3.8."""
     return (_number(installed()) or (0, 0)) >= (3, 9)
 
@@ -70,5 +70,5 @@ def gluon_refusal() -> str | None:
 
 
 def parameters_refusal() -> str | None:
-    """Why only Triton itself can launch a kernel that it compiled; None if cuda_launch.py can."""
+    """Why cuda_launch.py cannot launch a kernel that the installed Triton compiled; None if it can."""
     return _refusal(installed(), PARAMETERS)

@@ -6,7 +6,7 @@ token.
     both      logits = n W'        tokens are drawn from the logits as `settings` say               n (B, C)   logits (B, V)
 
 Both are declared on handles, traced and planned together, so they share the memory of their activations. A prefill may read
-prompts for some sequences only: the others have `draws` = −1, and their tokens stay as they are.
+prompts for some sequences only. The other sequences have `draws` = −1, and their tokens do not change.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Sampler:
     """The head of a decoder: rows of ln_f's output → logits → `state.tokens`.
 
     last     (B, 1) int64, in a prefill: the row of each prompt's last token
-    draws    (B,) int64: how many tokens each sequence has drawn; −1: this sequence draws none
+    draws    (B,) int64: how many tokens each sequence has drawn, or −1 if it draws none now
     """
 
     w: Param
@@ -80,7 +80,7 @@ class Sampler:
     last: Buffer | None
     draws: Buffer
     n: Buffer | None
-    rounded: Buffer | None  # bfloat16 on a CPU: the logits as the product writes them
+    rounded: Buffer | None  # for bfloat16 on a CPU: the logits that the product writes
     logits: Buffer  # in the accumulation dtype
     gather_scratch: Scratch
     product_scratch: Scratch

@@ -1,9 +1,9 @@
-"""What float8 products need: factors, as rows, transposed or both, and the scales that round them (kernels/fp8_linear).
+"""The operands of float8 products: factors as rows, transposed or both, and the scales that round them (kernels/fp8_linear).
 
     a8 (N, C)   a8t (C, N')   N' = N rounded up to 16
 
 A layer's y = x W' reads x8 and w8, dx = dy W reads dy8 and w8t and, with "fp8-all", dW = dy' x reads dy8t and x8t. Weights are
-rounded once a step. x8t is kept from the forward where x is not recomputed, so x itself is not kept.
+rounded once a step. If x is not recomputed, x8t is kept from the forward, so x itself is not kept.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Rounded:
         )
 
     def of(self, x: Buffer, *, rows: bool = True, columns: bool = True) -> None:
-        """Rounds x, as rows, transposed or both."""
+        """Rounds x: as rows, transposed or both."""
         x8, x8t = self.rows if rows else None, self.columns if columns else None
         fp8_quantize_fwd(x, x8=x8, x8t=x8t, state=self.state)
 
@@ -80,7 +80,7 @@ class Fp8:
     w: RoundedWeight
     shares: bool  # another layer of this x rounds it
     keeps: bool  # x8t is kept from the forward
-    weight_gradient: bool  # in float8
+    weight_gradient: bool  # dW is computed in float8
 
     @classmethod
     def declare(cls, at: Declare, name: str, value: Buffer, shared: Fp8 | None, *, trained: bool, keeps_x: bool) -> Fp8:

@@ -39,7 +39,7 @@ class LinearLayer:
     fp8: Fp8 | None
     forward_scratch: Scratch
     backward_scratch: Scratch
-    added_scratch: dict[str, Scratch]  # of float8 products that are added to dx and to dW
+    added_scratch: dict[str, Scratch]  # for float8 products that are added to dx and to dW
 
     @classmethod
     def declare(
@@ -56,9 +56,9 @@ class LinearLayer:
         per_head: bool = False,
         parts: tuple[int, ...] = (),
     ) -> LinearLayer:
-        """bias=None: as in the config. shared: another layer of the same x. keeps_x: x is not recomputed in the backward.
-        per_head: head h's D outputs read only its own D inputs, weight (H, D, D) = (head, out, in), bias (H, D).
-        parts: the outputs of each of several layers that are computed as one."""
+        """bias=None: as in the config. shared: another layer that reads the same x. keeps_x: x is not recomputed in the
+        backward. per_head: head h's D outputs read only its own D inputs, weight (H, D, D) = (head, out, in), bias (H, D).
+        parts: if this layer computes several layers as one, the number of outputs of each."""
         shape = (at.config.n_head, at.config.head_dim, at.config.head_dim) if per_head else (outputs, inputs)
         has_bias = at.config.bias if bias is None else bias
         rows = shape[1:2] * shape[0] if per_head else parts or (outputs,)
@@ -115,8 +115,8 @@ class LinearLayer:
     def backward_input(
         self, dy: Buffer, *, dx: Buffer, accumulate: bool = False, adapter: Adapter | None = None
     ) -> None:
-        """dx = dy W, or dx += dy W; adapter: this input's adapter; its du A is added too. In float8 it rounds dy, also for
-        `backward_weight`."""
+        """dx = dy W, or dx += dy W if accumulate. With an adapter of this input, du A is added too. A float8 layer rounds dy
+        here, also for `backward_weight`."""
         if self.fp8 is not None:
             dy8, w8 = self.fp8.dy, self.fp8.w.rounded
             dy8.of(dy)
@@ -148,7 +148,7 @@ class LinearLayer:
             adapter.backward_dropped(dx=dx)
 
     def backward_weight(self, dy: Buffer, x: Buffer, *, bias_grad: bool = True) -> None:
-        """dW += dy' x   db += Σ dy if `bias_grad`; else another op forms it. Gradients of frozen parameters are not formed."""
+        """dW += dy' x   db += Σ dy if `bias_grad`, otherwise another op computes db. Frozen parameters get no gradient."""
         run, db = (
             per_head_linear_bwd_weight if self.per_head else linear_bwd_weight,
             self.bias_grad if bias_grad else None,
@@ -188,8 +188,8 @@ class LinearLayer:
 
 
 def _added(at: Declare, site: str, x: TensorLike, w: Param, fp8: Fp8 | None, *, shared: bool) -> dict[str, Scratch]:
-    """The scratch of a layer's float8 products that are added: to dx, if another layer reads the same x, and to dW after the
-    first micro-batch."""
+    """The scratch of a layer's float8 products that are added to dx (if another layer reads the same x) and to dW (after the
+    first micro-batch)."""
     found: dict[str, Scratch] = {"dx": {}, "dw": {}}
     if fp8 is None or fp8.w.rounded.columns is None:
         return found

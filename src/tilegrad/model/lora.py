@@ -4,8 +4,8 @@
     du_i = s dy_i B_i      dB_i += dy_i' u_i         dA += du' drop(x)       dx += drop'(du A)
 Saved: u. The adapted layers save or recompute x; drop(x) is drawn again.
 
-The P layers that read the same x (q, k, v; gate, up) are the parts of one adapter. Their A are stacked, (P·r, Cin), so that
-x is read once; each part has its own B_i (width, r). A starts uniform in ±1/√Cin and B at 0, as in PEFT.
+The P layers that read the same x (q, k, v; gate, up) are the parts of one adapter. Their A are stacked, (P·r, Cin), so that x
+is read once; each part has its own B_i (width, r). A is initialised uniformly in ±1/√Cin, and B to 0, as in PEFT.
 """
 
 from __future__ import annotations
@@ -144,19 +144,19 @@ def adapter_parts(config: ModelConfig, lora: LoraConfig) -> tuple[AdapterParts, 
 
 
 class LowRank(NamedTuple):
-    """What an adapter adds to a layer's output: y_i += u_i B_i' for each part of the output."""
+    """The terms that an adapter adds to a layer's output: y_i += u_i B_i' for each part of the output."""
 
     u: Buffer
     bs: list[Buffer]
     parts: tuple[Part, ...]
     joined: Buffer | None  # [x, u], if it is multiplied by [W, B_i]
-    wb: Buffer | None  # where [W, B_i] is written
+    wb: Buffer | None  # the buffer of [W, B_i]
     scratch: Scratch
 
 
 @dataclass(frozen=True, slots=True)
 class InputDropout:
-    """Dropout of an adapter's input. `dropped` (N, Cin) gets drop(x), and du A in the backward."""
+    """Dropout of an adapter's input. `dropped` (N, Cin) receives drop(x), and in the backward du A."""
 
     p: float
     seed: Buffer
@@ -202,8 +202,8 @@ class Adapter:
         outputs: Mapping[str, tuple[int, int]],
         seed: Buffer | None,
     ) -> Adapter | None:
-        """The adapter of input `name`; None if it has none. layers: the layers that read the input, one for each output.
-        outputs: part → (index of its output, its first column in that output)."""
+        """The adapter of input `name`, or None if that input has none. layers: the layers that read the input, one for each
+        output. outputs: part → (index of its output, its first column in that output)."""
         lora = at.lora
         found = [a for a in adapter_parts(at.config, lora) if a.name == name] if lora is not None else []
         if lora is None or not found:
@@ -261,7 +261,7 @@ class Adapter:
             join_fwd(x, self.u, joined=self.joined)
 
     def of(self, output: int) -> LowRank | None:
-        """What is added to output number `output`; None if nothing is."""
+        """The terms for output number `output`; None if the adapter adds none."""
         chosen = [
             (b.value, at._replace(output=0)) for b, at in zip(self.bs, self.parts, strict=True) if at.output == output
         ]
@@ -271,7 +271,7 @@ class Adapter:
         return LowRank(self.u, list(bs), tuple(parts), self.joined, self.wb[output], self.forward_scratch)
 
     def backward(self, *dys: Buffer) -> None:
-        """du_i = s dy_i B_i   dB_i += dy_i' u_i; dys: the gradients of the outputs"""
+        """du_i = s dy_i B_i   dB_i += dy_i' u_i. dys: the gradients of the outputs"""
         low_rank_bwd(
             list(dys),
             self.u,

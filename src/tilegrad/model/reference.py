@@ -2,9 +2,9 @@
 
     x = wte[tokens] + wpe[start + position]        for each block: x += attention(norm(x)), x += feed_forward(norm(x))
 
-With `lora`, adapters add to the outputs of linear layers (model/lora.py), without dropout. The caller gives the attention
-function. `causal` is differentiable by autograd: with it the model is the reference for the explicit backward (tests,
-`tilegrad gradcheck --against autograd`) and a peer in benchmarks/training.py.
+With `lora`, adapters add to the outputs of linear layers (model/lora.py), without dropout. The caller passes the attention
+function. Autograd can differentiate `causal`. With it the model is the reference for the explicit backward (tests,
+`tilegrad gradcheck --against autograd`), and a peer in benchmarks/training.py.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def per_head(p: Params, name: str, x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Halves of D as real and imaginary parts, times cos + i·sin.       x (…, T, D)   cos, sin (T, D/2)"""
+    """Multiplies x by cos + i·sin, with the halves of D as real and imaginary parts.       x (…, T, D)   cos, sin (T, D/2)"""
     real, imag = x.chunk(2, dim=-1)
     return torch.cat([real * cos - imag * sin, imag * cos + real * sin], -1)
 
@@ -53,8 +53,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def low_rank(
     p: Params, i: int, name: str, x: Tensor, config: ModelConfig, lora: LoraConfig | None
 ) -> dict[str, Tensor]:
-    """s (x A_i') B_i' of each part of block i's adapter `name`; nothing if it has none. Adapters that `lora` does not describe
-    are refused."""
+    """s (x A_i') B_i' of each part of block i's adapter `name`, or {} if the block has no such adapter. Adapters that `lora`
+    does not describe are refused."""
     parts = () if lora is None else adapter_parts(config, lora)
     adapter = next((each for each in parts if each.name == name), None)
     wanted: dict[str, tuple[int, int]] = {}

@@ -1,4 +1,5 @@
-"""Differentiable dilated attention: checks the call, then runs it eagerly, or as registered ops if it is traced."""
+"""Differentiable dilated attention: checks the call, then runs it eagerly, or as torch.library ops if it is traced or
+transformed."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def _backward(ctx: Any, dy: Tensor | None, _dlse: Tensor | None) -> tuple[Tensor
 
 
 def _vmap(op: Callable[..., Any], tensors: int) -> Callable[..., Any]:
-    """With a seed, each sample is a separate call: its dropout mask depends on the seed, not on its place in the batch."""
+    """With a seed, each sample is a separate call, so its dropout mask depends on the seed, not on its place in the batch."""
     return batching_rule(op, tensors, lambda _in_dims, arguments: arguments[tensors] is None)
 
 

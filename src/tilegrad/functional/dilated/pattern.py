@@ -7,7 +7,7 @@ the positions offset, offset + r, … attend to each other. Nothing is gathered:
     rows of a segment        (0, 0, r)     L = ⌈(s − offset) / r⌉ of them
     segments                 (0, 0, s)
     heads of one offset      (0, 1, 0)
-    heads h = c·r + j of offset h mod r = j:     j (0, 1, 1), a head and a position further, and c (0, r, 0)
+    heads h = c·r + j of offset h mod r = j:     j (0, 1, 1), one head and one position, and c (0, r, 0)
     sequences                (1, 0, 0)
 
 Attention takes two axes besides the rows. Two axes can be merged if, in every tensor, the outer stride is the inner stride
@@ -26,7 +26,7 @@ from torch import Tensor
 
 Mode = Literal["head_groups", "longnet"]
 MODES: tuple[str, ...] = get_args(Mode)
-ROWS_PER_CALL = 1 << 19  # rows of all heads: limits the scratch of a call; far fewer fill a GPU
+ROWS_PER_CALL = 1 << 19  # rows of all heads: limits the scratch of a call; far fewer rows keep a GPU busy
 
 Step = tuple[int, int, int]  # over (b, h, t)
 

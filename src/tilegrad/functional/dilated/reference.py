@@ -9,7 +9,7 @@ The bounds of attention apply (kernels/attention/bounds.py), because dilated att
           and the mix of the branches so far
     delta the same roundings of y times do; "head_groups": also the rounding of o = G y
     do    "head_groups": dy / G
-    dq …  "longnet": the share of every branch but the first, and the sum so far
+    dq …  "longnet": the term of every branch but the first, and the sum so far
 
 A product or quotient by a power of two is exact.
 
@@ -160,7 +160,7 @@ def bounds(
 
 
 def _roundings(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """The variance of rounding all parts but the first, and all sums so far but the last."""
+    """The variance of rounding all parts but the first, and all partial sums but the last."""
     total, so_far = torch.zeros_like(parts[0]), parts[0]
     for part in parts[1:]:
         total = total + rounding(part, dtype) + rounding(so_far, dtype)

@@ -1,4 +1,4 @@
-"""Forward and backward of dilated attention on plain tensors: a cached plan per form of a call, and its jobs in order.
+"""Forward and backward of dilated attention on plain tensors. A plan, cached for each signature of a call, lists its jobs.
 
 "head_groups", G branches, the heads of group g:        "longnet", all heads in every branch:
 
@@ -10,7 +10,8 @@ and lse: ds = exp(s − lse) (dy·v − dy·y). Neither o_b nor its gradient is 
 backward with do = dy / G and o = G y.
 
 Tensors that are returned or saved for the backward come from torch: y, lse (B, H, T), and the gradients. Everything else comes
-from the manager: one TEMP buffer per pass and, in a forward of "longnet", one OUTPUT buffer, of the largest call's size.
+from the manager: one TEMP buffer per pass and, in a forward of "longnet", one OUTPUT buffer. Both have the size that the
+largest call needs.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Options(NamedTuple):
 
 
 class Job(NamedTuple):
-    """A call, its kernel in each direction, and the layouts of its buffers. `added`: it adds to the result of earlier
+    """A call, its kernel in each direction, and the layouts of its buffers. A call with `added` adds to the result of earlier
     branches."""
 
     fwd: Selection
@@ -97,7 +98,7 @@ _plans: dict[Signature, Plan] = {}
 
 
 def _plan(qkv: Sequence[Tensor], y: Tensor, lse: Tensor, options: Options) -> Plan:
-    """The plan, cached by everything it depends on."""
+    """The plan of a call, cached by everything that it depends on."""
     forms = [(x.shape, x.stride(), x.data_ptr() % ALIGNED_BYTES) for x in (*qkv, y)]
     patterns = (tuple(options.segments), tuple(options.rates), *options[2:-1])
     key = (*forms, y.dtype, y.device, patterns, torch.get_num_threads(), id(table.ATTENTION))
@@ -150,7 +151,7 @@ _MASKS = {causal: Mask(causal) for causal in (False, True)}
 
 
 def _masks(options: Options, seed: Tensor | None, calls: int) -> list[Mask]:
-    """One mask per call. With dropout each has its own seed."""
+    """One mask per call. With dropout, each mask has a different seed."""
     if seed is None:
         plain = _MASKS[options.causal] if options.scale is None else Mask(options.causal, scale=options.scale)
         return [plain] * calls
@@ -177,7 +178,7 @@ def new_gradients(q: Tensor, k: Tensor, v: Tensor, wanted: Sequence[bool]) -> li
 
 
 def _zero_where_uncovered(plan: Plan, options: Options, *tensors: Tensor) -> None:
-    """Zeros the heads of branches that leave positions out. In "longnet" the first branch covers the most positions."""
+    """Zeros the heads of branches that do not cover all positions. In "longnet" the first branch covers the most positions."""
     found = [b.heads for b in (plan.branches[:1] if options.mode == "longnet" else plan.branches) if not b.covers_all]
     for first, last in _runs(found):
         for x in tensors:
@@ -185,7 +186,7 @@ def _zero_where_uncovered(plan: Plan, options: Options, *tensors: Tensor) -> Non
 
 
 def _runs(heads: Sequence[range]) -> list[tuple[int, int]]:
-    """(first, last + 1) of each run of adjacent ranges: one launch instead of several."""
+    """(first, last + 1) of each run of adjacent ranges, so that a run takes one launch."""
     runs: list[tuple[int, int]] = []
     for own in heads:
         if runs and runs[-1][1] == own.start:

@@ -1,10 +1,10 @@
 """AdamW by torch's fused kernel: one call for the elements with weight decay and one for the others, over all ranges.
 
-The fused kernel takes a float32 clipping factor, but on aarch64 then runs 1.3 times as long. There, and for float64, a separate
-pass scales grads first. On a CPU a factor of 1 is left out. grads is clipped in place.
+The fused kernel accepts a float32 clipping factor, but with one it takes 1.3 times as long on aarch64. On aarch64, and for
+float64, a separate pass scales grads first. On a CPU a factor of 1 is skipped. grads is clipped in place.
 
 Lean states are updated in blocks: each is copied to float32, updated by the equations, and rounded. If norm is not finite, both
-β are 1 and both rates 0, so a block is written as it was.
+β are 1 and both rates 0, so a block is written back unchanged.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from . import Range, Update
 
 _SLOW_FACTOR = platform.machine() == "aarch64"
-BLOCK = 1 << 15  # elements of lean states updated at once
+BLOCK = 1 << 15  # elements of lean states that are updated at once
 SCALARS = ("finite", "clip", "keep1", "take1", "keep2", "take2", "rate", "root", "decay", "eps")
 
 
@@ -93,7 +93,8 @@ def _lean_step(update: Update, ranges: Sequence[Range], step: Tensor, scratch: S
 
 
 def lean_scalars(update: Update, step: Tensor, scratch: Scratch) -> None:
-    """Counts the step, and fills `scalars`, in the order of SCALARS: p −= decay · p, m = keep1 · m + take1 · g, and so on."""
+    """Counts the step, and fills `scalars` in the order of SCALARS. They are the factors in p −= decay · p, m = keep1 · m +
+    take1 · g, …"""
     norm, learning_rate, weight_decay, max_norm, betas, eps, _ = update
     exact = dict(zip(SCALARS, scratch["exact"], strict=True))
     finite = non_finite(norm, out=exact["finite"]).neg_().add_(1.0)

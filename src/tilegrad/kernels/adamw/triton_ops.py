@@ -7,7 +7,7 @@
 Powers of β are computed in float64 because 1 − β^t cancels. If norm is not finite, the programs of the pass return at once.
 grads is only read.
 
-Lean states are read exactly, and their new values rounded stochastically (kernels/rounding.py). One draw of Philox has the
+Lean states are read exactly, and their new values rounded stochastically (kernels/rounding.py). One draw of Philox gives the
 words of four elements. With bfloat16 moments the pass moves 20 bytes per parameter, 22 with the copy; with everything in
 bfloat16 it moves 14.
 """
@@ -63,7 +63,7 @@ def _decide_kernel(
 
 @triton.jit
 def _words(seed, step, index, STREAM: tl.constexpr, TILE: tl.constexpr):
-    """word(index), word(index + 1), …: TILE of them, uint32. `index` is a multiple of 4."""
+    """The TILE words word(index), word(index + 1), …, uint32. `index` is a multiple of 4."""
     quad = index // 4 + tl.arange(0, TILE // 4)
     zero = tl.zeros([TILE // 4], tl.uint32)
     t = tl.load(step).to(tl.uint32)

@@ -1,9 +1,9 @@
 """The attention op: three functions that never allocate, whichever kernel runs.
 
 Positional tensors are read, keyword-only tensors are written. Outputs are overwritten, except `dsinks`: a parameter's gradient
-accumulates. An output given as None is not computed. `scratch` holds the buffers that `attention_workspace` declares.
+accumulates. An output that is None is not computed. `scratch` holds the buffers that `attention_workspace` declares.
 
-No output may share memory with an input or with another output, not even in part; the error names both tensors. Inputs may
+No output may share memory with an input or with another output, not even in part. The error names both tensors. Inputs may
 share memory (q is k), and outputs may be disjoint views of one buffer (dq, dk and dv as slices of dqkv).
 
     q (B, Hq, Tq, D)   k (B, Hkv, Tk, D)   v (B, Hkv, Tk, Dv)   o (B, Hq, Tq, Dv)   lse (B, Hq, Tq)
@@ -12,12 +12,14 @@ share memory (q is k), and outputs may be disjoint views of one buffer (dq, dk a
 lse is float32, float64 for float64 inputs. dk and dv have q's dtype, or both are float32, which context.py needs for sums.
 The equations are in mask.py (scores) and reference.py (the rest).
 
-The table selects a kernel by q, k, v, the mask and, where given, o, do, dq, dk and dv. If a kernel can't read or write the
-layout of one of these (hopper needs rows that start at multiples of 16 bytes), the next kernel runs. A caller with unusual
-layouts passes these tensors to `attention_workspace` too; it assumes layouts that every kernel supports for the rest.
+The table selects a kernel by q, k, v, the mask and, if they are given, o, do, dq, dk and dv. If a kernel can't read or write
+the layout of one of these (hopper needs rows that start at multiples of 16 bytes), the next kernel runs. A caller with unusual
+layouts passes these tensors to `attention_workspace` too. For a tensor that is not passed, `attention_workspace` assumes a
+layout that every kernel supports.
 
-A call is checked, and a kernel selected and prepared, once for each signature: shapes, strides, dtypes, devices, options, and
-the number of threads, because scratch on the CPU grows with it. Every further call costs a dictionary lookup.
+For each signature a call is checked once, and its kernel is selected and prepared once. The signature has shapes, strides,
+dtypes, devices, options, and the number of threads, because scratch on the CPU grows with it. A later call costs a dictionary
+lookup.
 """
 
 from __future__ import annotations
@@ -51,8 +53,8 @@ def attention_workspace(
     """Name → (shape, dtype) of each buffer in `scratch`. Reads shapes, dtypes, devices and, if present, strides and addresses,
     so handles of a memory trace are accepted too.
 
-    Pass o, do, dq, dk and dv if not every kernel can read or write their layouts. Tensors left out count as contiguous, of
-    q's dtype.
+    Pass o, do, dq, dk and dv if not every kernel can read or write their layouts. A tensor that is not passed counts as
+    contiguous, with q's dtype.
     """
     check_options(q, k, v, mask)
     check_tensors(q, k, v, mask)
@@ -67,10 +69,11 @@ prepared_calls: dict[Signature, PreparedCall] = {}
 
 
 def signature(call: tuple[object, ...], tensors: tuple[Any, ...], mask: Mask) -> Signature | None:
-    """The cache key of a call: all that checks, selection and preparation depend on. Values of tensors are not part of it.
+    """The cache key of a call: everything that its checks, selection and preparation depend on. The values of tensors are not
+    in it.
 
-    None if the call can't be cached: handles, tensor subclasses, tensors with a pending negation or without memory, lists, an
-    int seed.
+    None if the call can't be cached, because it has a handle, a tensor subclass, a tensor with a pending negation or without
+    memory, a list, or an int seed.
     """
     if mask.cache_key is None:
         return None
@@ -94,8 +97,8 @@ def signature(call: tuple[object, ...], tensors: tuple[Any, ...], mask: Mask) ->
 
 
 class Selection(NamedTuple):
-    """The kernel that `table` selects for a call, and its scratch by the kernel's own names. `instead` says why q, k, v and
-    the mask alone would select another kernel; "" if they would not."""
+    """The kernel that `table` selects for a call, and its scratch by the kernel's own names. If q, k, v and the mask alone
+    would select another kernel, `instead` says why that kernel does not run; otherwise it is ""."""
 
     table: Table
     kernel: str
@@ -114,7 +117,7 @@ class Selection(NamedTuple):
 
 
 def _own(x: Any) -> Any:
-    """x with every tensor, also those of a mask or a tuple, replaced by a new object on the same memory."""
+    """x with every tensor, also one in a mask or a tuple, replaced by a new object on the same memory."""
     if isinstance(x, Mask):
         return replace(x, **{name: _own(getattr(x, name)) for name in MASK_TENSORS}) if x.has_tensors else x
     if isinstance(x, tuple):
@@ -124,8 +127,8 @@ def _own(x: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedCall:
-    """A selected kernel, prepared for all calls of one signature. The other fields are for callers that allocate: forms of o
-    and lse, whether torch.empty_like(q) is right for o, and the bytes of one buffer for all scratch."""
+    """A selected kernel, prepared for all calls of one signature. The other fields are for callers that allocate: the shapes,
+    strides and dtypes of o and lse, whether torch.empty_like(q) is right for o, and the bytes of all scratch in one buffer."""
 
     selection: Selection
     run: Run
@@ -135,7 +138,7 @@ class PreparedCall:
 
 
 def recall(key: Signature | None) -> PreparedCall | None:
-    """The cached call of a signature; None if there is none, or if the table has been replaced since."""
+    """The cached call of a signature. None if there is none, or if the table has been replaced since."""
     found = None if key is None else prepared_calls.get(key)
     return found if found is not None and found.selection.table is table.ATTENTION else None
 
@@ -206,8 +209,8 @@ def attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, *,
     o: Tensor | None, lse: Tensor | None, scratch: Scratch | None = None, kernel: str | None = None, invariant: bool = False,
 ) -> None:  # fmt: skip
-    """Computes o and lse. The backward needs both. invariant: a row of o has the same bits in any batch and in
-    `cache_attention_fwd`, with the kernels that the tables select on the device."""
+    """Computes o and lse. The backward needs both. invariant: with the kernels that the tables select, a row of o has the same
+    bits in any batch, and in `cache_attention_fwd`."""
     key = signature(("fwd", kernel, torch.get_num_threads(), _aligned(scratch), invariant), (q, k, v, o, lse), mask)
     prepared, writes, how = recall(key), {"o": o, "lse": lse}, {"backward": False, "invariant": invariant}
     selection = prepared.selection if prepared else select(q, k, v, mask, writes, kernel, **how)
@@ -238,7 +241,8 @@ _checked: dict[tuple[object, ...], bool] = {}  # addresses of calls whose output
 
 
 def _aligned(scratch: Scratch | None) -> bool:
-    """Whether all scratch is aligned: part of the signature, because Triton specialises on it. `views` checks the rest."""
+    """Whether all scratch is aligned. This is in the signature, because Triton specialises on it. `views` checks the rest of
+    scratch."""
     buffers = () if scratch is None else scratch.values()
     return not any(x.data_ptr() % ALIGNED_BYTES for x in buffers if isinstance(x, Tensor))
 

@@ -12,7 +12,7 @@ Let var(x) = u² x² / 3 be the variance of one rounding, and g = 1 − tanh²(x
     σ²(dbias)  = Σ σ²(deltaᵢ) pᵢⱼ²                                          (Σⱼ pᵢⱼ)² for a bias that is broadcast over columns
     σ²(dsinks) = Σ σ²(deltaᵢ) p_sinkᵢ²
 
-The elements of a row share these roundings. The slope's variance counts each rounding once, times its effect on ⟨x, x64⟩:
+The elements of a row share these roundings. The slope's variance counts each rounding once, with its effect on ⟨x, x64⟩:
 
     o, dv      Σ var(rᵢⱼ) (oᵢ·vⱼ)²,  Σ var(rᵢⱼ) (doᵢ·dvⱼ)²
     dq, dk     Σ var(dxᵢⱼ) cᵢⱼ² + Σᵢ σ²(deltaᵢ) (Σⱼ (p g)ᵢⱼ cᵢⱼ)²             cᵢⱼ = scale dqᵢ·kⱼ,  scale qᵢ·dkⱼ
@@ -27,20 +27,20 @@ B is six standard deviations of an error that a row shares. A sum of n terms t r
     B(lse)   = 6 √Σⱼ pᵢⱼ² (V(s) + V(exp)) + B(Σ p) + |lse| + 4
 
 **Large scores.** The error δ of a score s can be |s| a, but p must err less. The forward's maximum, lse and the backward's p
-are computed from the same rounded scores, bit for bit. So lse contains the errors δ too, and the relative error of pᵢⱼ is
-δⱼ − Σₖ pᵢₖ δₖ: 0 if one key has all probability of a row, however large its score. Only the rounding of lse remains. The row's
-maximum m has the accumulator's dtype, so rounding m + log Σ errs by at most log Σ = −log max p:
+are computed from the same rounded scores, bit for bit. So lse contains the errors δ too. The relative error of pᵢⱼ is thus
+δⱼ − Σₖ pᵢₖ δₖ. It is 0 if one key has all the probability of a row, however large its score is. Only the rounding of lse
+remains. The row's maximum m has the accumulator's dtype, so rounding m + log Σ errs by at most log Σ = −log max p:
 
     B(row)   = B(Σ p) + 4 + min(|lse|, −log max p / a)                      shared: relative error of every p of the row
     V(o)     = Σⱼ pᵢⱼ² (V(s) + V(exp)) (keepᵢⱼ vⱼ − oᵢ)²                      effect of a row's errors of s and exp on o
     B(delta) = 6 √Σⱼ pᵢⱼ² (V(s) + V(exp)) (dpᵢⱼ − do·o)² + B(row) |do·o| + B(Σ do o) + |delta|
                                                                             shared: dsᵢⱼ errs by −pᵢⱼ times this error
-    V(p)/p²  = (1 − pᵢⱼ)² V(sᵢⱼ) + Σ_{k≠j} pᵢₖ² V(sᵢₖ) + Σₖ pᵢₖ² V(exp)         of the backward, without its own exp
-    V(dq)    = scale² (Σⱼ V(sᵢⱼ) (dxᵢⱼ kⱼ − pᵢⱼ Σₖ dxᵢₖ kₖ)² + Σₖ pᵢₖ² V(exp) (Σₖ dxᵢₖ kₖ)²)      likewise
+    V(p)/p²  = (1 − pᵢⱼ)² V(sᵢⱼ) + Σ_{k≠j} pᵢₖ² V(sᵢₖ) + Σₖ pᵢₖ² V(exp)         the backward's p, without its exp
+    V(dq)    = scale² (Σⱼ V(sᵢⱼ) (dxᵢⱼ kⱼ − pᵢⱼ Σₖ dxᵢₖ kₖ)² + Σₖ pᵢₖ² V(exp) (Σₖ dxᵢₖ kₖ)²)      without its exp
     V(ds)    = ds² (V(exp) + 1) + p² (V(dp) + (dp² + delta²) / 3)             ds² · V(p)/p² is added to it
 
 A GPU flushes p and ds below the accumulator's smallest normal number to 0. That adds Σⱼ rᵢⱼ |vⱼ| over the flushed pairs to the
-error of o, and likewise to dv, dq, dk and dbias. Any output below that number may itself be flushed to 0.
+error of o, and similar sums to those of dv, dq, dk and dbias. Any output below that number may itself be flushed to 0.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def bounds(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask, exact: Exact, exp_error: float = 0.0
 ) -> dict[str, Bound]:
     """The bound of every output by name, from whole T×T matrices in float64. `exact` has the oracle's outputs, which the slope
-    test compares with. `exp_error` is the relative error of the kernel's exp if it is larger than 4 a."""
+    test compares with. `exp_error` is the relative error of the kernel's exp if that is larger than 4 a."""
     exp = max(4.0, exp_error / roundoff(accumulation_dtype(q.dtype)))
     if mask.varlen:
         return _bounds_varlen(q, k, v, do, dlse, mask, exact, exp)
@@ -77,7 +77,7 @@ def _bounds(
     # Longer than 60 lines: the formulas of the docstring in their order, which share many intermediate results.
     dtype, a, kv = q.dtype, roundoff(accumulation_dtype(q.dtype)), k
     if dtype == torch.float64:
-        a *= 2  # the oracle is in float64 too, and rounds as much
+        a *= 2  # the oracle is in float64 too, and its roundings are as large
     q, k, v, do = (x.double() for x in (q, k, v, do))
     k, v = reference._heads_of(k, like=q), reference._heads_of(v, like=q)
     (tq, d), (tk, dv), scale = q.shape[2:], (k.shape[2], v.shape[3]), mask.scale_for(q.shape[3])

@@ -5,14 +5,14 @@
     backward   K, V = all-gather of k, v          for each run a: dq[a], dK_a, dV_a
                dk, dv = reduce-scatter of Σ dK_a, Σ dV_a, summed in the accumulation dtype
 
-Rows and columns are aligned at the bottom right (mask.py), so a run needs no offset: its K and V end where it ends. Tiles of
-columns start at column 0, as in one call on the whole sequence, so without a window o and dq have the same bits as there.
+Rows and columns are aligned at the bottom right (mask.py), so a run needs no offset: its K and V end where the run ends. Tiles
+of columns start at column 0, as in one call on the whole sequence. So without a window, o and dq have the bits of that call.
 
     q (B, Hq, t, D)   k (B, Hkv, t, D)   v (B, Hkv, t, Dv)   o, do (B, Hq, t, Dv)   lse, dlse (B, Hq, t)      t = T / N = 2·c
 
 dsinks is this rank's part, to be summed over the ranks like every gradient of a parameter. A rank sends its k and v N − 1 times
-in the forward and again in the backward, which also sends N − 1 times as many float32 numbers. K and V exist only
-during an op.
+in the forward, and again in the backward. The backward also sends N − 1 times the gradients of k and v, in float32. K and V
+exist only during an op.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .checks import require
 from .mask import Mask
 from .problem import FEW_ROWS
 
-BUFFERS = ("parts", "k", "v", "dparts", "dk", "dv", "run_dk", "run_dv")  # of the scratch: sent, received or summed
+BUFFERS = ("parts", "k", "v", "dparts", "dk", "dv", "run_dk", "run_dv")  # what is sent, received or summed
 
 
 class Ranks(Protocol):
@@ -42,7 +42,7 @@ class Ranks(Protocol):
     @property
     def world(self) -> int: ...
     def all_gather(self, part: Tensor, *, out: Tensor) -> Any:
-        """out = the parts of all ranks in rank order. `part` may be this rank's slice of `out`."""
+        """out = the parts of all ranks, in rank order. `part` may be this rank's slice of `out`."""
 
     def reduce_scatter(self, x: Tensor, *, out: Tensor) -> Any:
         """x has `world` equal parts; out = Σ over ranks of this rank's part. `out` may be a slice of x."""
@@ -69,11 +69,11 @@ def positions_of(rank: int, world: int, t: int) -> tuple[slice, slice]:
 
 def check_mask(mask: Mask) -> None:
     """Refuses masks that a sequence split among ranks does not support."""
-    require(mask.causal, "causal", mask.causal, "True where ranks share a sequence")
-    require(mask.bias is None, "bias", "a tensor", "None where ranks share a sequence", show=str)
-    require(mask.intervals is None, "intervals", "a tensor", "None where ranks share a sequence", show=str)
-    require(not mask.dropout_p, "dropout_p", mask.dropout_p, "0.0 where ranks share a sequence")
-    require(not mask.varlen, "cu_seqlens_q", "a tensor", "None where ranks share a sequence", show=str)
+    require(mask.causal, "causal", mask.causal, "True if ranks share a sequence")
+    require(mask.bias is None, "bias", "a tensor", "None if ranks share a sequence", show=str)
+    require(mask.intervals is None, "intervals", "a tensor", "None if ranks share a sequence", show=str)
+    require(not mask.dropout_p, "dropout_p", mask.dropout_p, "0.0 if ranks share a sequence")
+    require(not mask.varlen, "cu_seqlens_q", "a tensor", "None if ranks share a sequence", show=str)
 
 
 def _buffers(q: Any, k: Any, v: Any, world: int, *, backward: bool) -> Shapes:
@@ -132,7 +132,8 @@ def _gather(k: Tensor, v: Tensor, group: Ranks, buffers: Scratch) -> None:
 
 
 def _scatter(dk: Tensor, dv: Tensor, group: Ranks, buffers: Scratch) -> None:
-    """dk, dv = gradients of this rank's rows, summed over ranks and runs. The last run's columns include the first run's."""
+    """dk, dv = the gradients of this rank's rows, summed over ranks and runs. The columns of the last run include those of the
+    first."""
     dparts, c = buffers["dparts"], dk.shape[2] // 2
     first, last = runs_of(group.rank, group.world)
     sources = ((buffers["dk"], buffers["run_dk"]), (buffers["dv"], buffers["run_dv"]))
@@ -155,7 +156,7 @@ def _scatter(dk: Tensor, dv: Tensor, group: Ranks, buffers: Scratch) -> None:
 def gather_attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, group: Ranks, *, o: Tensor | None, lse: Tensor | None, scratch: Scratch
 ) -> None:
-    """o and lse of this rank's rows."""
+    """Computes o and lse of this rank's rows."""
     check_mask(mask)
     buffers = views(scratch, _buffers(q, k, v, group.world, backward=False), q.device, "gather_attention")
     _gather(k, v, group, buffers)
@@ -177,7 +178,7 @@ def gather_attention_bwd(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask, group: Ranks, *,
     dq: Tensor, dk: Tensor, dv: Tensor, dsinks: Tensor | None = None, scratch: Scratch, deterministic: bool = False,
 ) -> None:  # fmt: skip
-    """dq, dk and dv of this rank's rows, from the loss on all ranks. dsinks is from this rank's rows only."""
+    """Computes dq, dk and dv of this rank's rows. dk and dv are sums over all ranks. dsinks is this rank's part."""
     check_mask(mask)
     buffers = views(scratch, _buffers(q, k, v, group.world, backward=True), q.device, "gather_attention")
     _gather(k, v, group, buffers)

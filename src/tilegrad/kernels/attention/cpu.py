@@ -1,11 +1,12 @@
 """Attention on the CPU in C++: one library without torch, with register tiles written for each instruction set.
 
-The loops over tiles are in forward.h and backward.h of cpu/csrc/attention (amx_forward.h and amx_backward.h for bfloat16
-where a processor has AMX), the equations in mask.py and reference.py. A tile costs two GEMMs in the forward and five in the
+The loops over tiles are in forward.h and backward.h of cpu/csrc/attention, or in amx_forward.h and amx_backward.h for bfloat16
+on a processor with AMX. The equations are in mask.py and reference.py. A tile costs two GEMMs in the forward and five in the
 backward. Tiles that the band or a bias masks out are skipped, and so are masked-out strips of tiles on the band's edges. Sums
 are float32 (float64 for float64 inputs). Scratch is O(threads · (G·T·(2·D + Dv) + tile · D)), G = Hq / Hkv. It has a T×T matrix
 only for the gradient of a T×T bias that is broadcast over heads or sequences and whose dtype is not the dtype of sums. Results
-have the same bits on any number of threads (cpu/csrc/threads/work_queue.h). On x86 results below the least normal number are 0.
+have the same bits on any number of threads (cpu/csrc/threads/work_queue.h). On x86, results below the smallest normal number
+are 0.
 
 A call uses torch.get_num_threads() of torch's own threads (cpu/csrc/threads/thread_pool.h) and releases the GIL.
 cpu/library.py chooses the instruction set, cpu/abi.py packs the arguments.
@@ -33,8 +34,8 @@ _ABSENT = (0, 0, 0, 0, 0)  # address and strides of an absent tensor
 
 
 def exp_error(dtype: torch.dtype) -> float:
-    """The relative error of exp if it exceeds the default of bounds.py, else 0. With AMX exp is a short polynomial (amx.h): its
-    error is far below the rounding of p to bfloat16, but above the rounding of lse to float32."""
+    """The relative error of exp if it exceeds the default of bounds.py, else 0. With AMX, exp is a short polynomial (amx.h).
+    Its error is far below the rounding of p to bfloat16, but above the rounding of lse to float32."""
     return 3e-6 if dtype == torch.bfloat16 and ISAS[isa()] == "amx" else 0.0
 
 
@@ -120,7 +121,7 @@ def _pairs(x: Tensor | None) -> tuple[int, ...]:
 
 
 def _interval_form(x: Any) -> tuple[int, ...]:
-    """The part of `_intervals` that the scratch depends on, from the shape alone."""
+    """The fields of `_intervals` that the scratch depends on, from the shape alone."""
     return _ABSENT if x is None else (1, int(x.shape[0] > 1), int(x.shape[1] > 1), x.shape[3], 1)
 
 
@@ -170,8 +171,8 @@ _AT = {field[0]: getattr(Call, field[0]).offset // 8 for field in Call._fields_}
 
 
 class NativeRun:
-    """Runs calls of one signature. What the calls share is packed once; addresses, the instruction set and the seed are
-    written at each call. eager.cpp does the same with `program`."""
+    """Runs calls of one signature. Fields with the same value in all these calls are packed once. Addresses, the instruction
+    set and the seed are written at each call. eager.cpp does the same with `program`."""
 
     def __init__(self, direction: int, fields: dict[str, Any], call: Forward | Backward, views: Views) -> None:
         mask, dbias = call.mask, call.dbias if isinstance(call, Backward) else None

@@ -7,7 +7,7 @@ Rows i < Tq and columns j < Tk are aligned at the bottom right: row i is at colu
                      and i in no interval of column j  intervals (B or 1, Hkv or 1, Tk, 2·n), n = 1 or 2: start ≤ i < end
     s(i, j)        = scale · q_i·k_j                   scale defaults to 1/√D
                    → c · tanh(s / c)                   softcap c > 0
-                   → s + bias(i, j)                    a bool bias masks out where it is False, −inf does too
+                   → s + bias(i, j)                    masked out where a bool bias is False or a float bias is −inf
                    → s − alibi_slopes[h] · |distance|
                    → −∞ where masked out
 """
@@ -28,7 +28,7 @@ Window = tuple[int | None, int | None]
 NO_WINDOW: Window = (None, None)
 # In the order of `Mask.tensors`. A seed may be an int too.
 MASK_TENSORS = ("bias", "alibi_slopes", "sinks", "seed", "cu_seqlens_q", "cu_seqlens_k", "intervals")
-NEVER = 2**31 - 1  # a row that no call has
+NEVER = 2**31 - 1  # larger than the index of any row
 NUMBERS = frozenset((bool, int, float, NoneType))
 _interned: dict[tuple[object, ...], Mask] = {}  # by numbers and their types, because 1 == True
 
@@ -40,7 +40,7 @@ def interned_mask(
     softcap: float,
     dropout_p: float,
 ) -> Mask:
-    """The mask with these options, from the cache if it is there."""
+    """The mask with these options, from the cache if the cache has it."""
     found = None
     if not torch.compiler.is_compiling() and (window is None or type(window) is tuple):
         values = (causal, *(NO_WINDOW if window is None else window), scale, softcap, dropout_p, 0, 0)
@@ -69,7 +69,7 @@ class Mask:
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
     intervals: Tensor | None = None  # (B or 1, Hkv or 1, Tk, 2 or 4) int32: rows that do not attend to a column
-    # The interned mask of the same numbers; None: calls with this mask are not cached.
+    # The interned mask with the same numbers, or None if calls with this mask are not cached.
     cache_key: Mask | None = field(init=False, repr=False)
     has_tensors: bool = field(init=False, repr=False)  # also True for an int seed
 
@@ -152,7 +152,7 @@ class Mask:
         return range(first, max(first, last))
 
     def whole(self, rows: range, columns: range, tq: int, tk: int) -> bool:
-        """True if the band masks nothing out of this tile."""
+        """True if the band masks out no pair of this tile."""
         left, right = self.band
         nearest = rows.start + tk - tq - (columns.stop - 1)
         farthest = rows.stop - 1 + tk - tq - columns.start
@@ -176,7 +176,7 @@ def attends(mask: Mask, gap: Tensor) -> Tensor:
 
 
 def masked_by(intervals: Tensor, rows: Tensor) -> Tensor:
-    """Where an interval masks a pair out: intervals (B, H, N, 2·n) of N columns and rows (M,) → (B, H, M, N) bool."""
+    """(B, H, M, N) bool, True where an interval masks a pair out.       intervals (B, H, N, 2·n) of N columns   rows (M,)"""
     starts, ends = intervals.unflatten(-1, (-1, 2)).unbind(-1)  # (B, H, N, n)
     i = rows[:, None, None]
     masked: Tensor = (i >= starts[:, :, None]) & (i < ends[:, :, None])
@@ -215,7 +215,7 @@ def edges_of_tile(columns: Tensor, *, empty: Tensor, edges: Tensor) -> None:
 
 
 def four_dims(bias: Tensor) -> Tensor:
-    """A view of a bias, or of its gradient, with all of (B, Hq, Tq, Tk), each possibly 1."""
+    """A view of a bias, or of its gradient, with the four dimensions (B, Hq, Tq, Tk), each of which may be 1."""
     return bias[(None,) * (4 - bias.ndim)]
 
 

@@ -42,9 +42,9 @@ class Inputs(NamedTuple):
 
 
 class Problem(Inputs):
-    """A call of attention as the table of kernels reads it. `others`: o, do, dq, dk and dv by name, if known, because
-    a kernel may be unable to read or write their layouts. invariant, for a forward: a row of o must have the bits that
-    attention over a cache gives it, in any batch."""
+    """A call of attention as the table of kernels reads it. `others` has o, do, dq, dk and dv by name, if they are known,
+    because a kernel may be unable to read or write their layouts. invariant (forward only): a row of o must have the same bits
+    in any batch, and in attention over a cache."""
 
     others: dict[str, Any]
     invariant: bool
@@ -61,8 +61,8 @@ class Problem(Inputs):
 
 
 class Forward(NamedTuple):
-    """The arguments of a forward on tensors. `memory` is the scratch: the buffers that the kernel declares, in their order,
-    or one buffer for all of them (scratch.Layout)."""
+    """The arguments of a forward on tensors. `memory` is the scratch: the buffers in the order in which the kernel declares
+    them, or one buffer for all of them (scratch.Layout)."""
 
     q: Tensor
     k: Tensor
@@ -108,9 +108,9 @@ class Backward(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """With packed sequences, batch is their number, and tq and tk are the longest lengths.
+    """For packed sequences, batch is the number of sequences, and tq and tk are the longest lengths.
 
-    left and right are the band of mask.py, None where nothing is masked out on that side.
+    left and right are the band of mask.py, None if nothing is masked out on that side.
     """
 
     batch: int
@@ -175,7 +175,7 @@ def four_dims(x: Any, *, varlen: bool) -> tuple[list[int], list[int]]:
 
 
 def row_strides(x: Tensor | None, *, varlen: bool) -> tuple[int, int, int]:
-    """Strides of sequences, heads and rows of a tensor like q; with packed sequences the first is 0."""
+    """The strides of sequences, heads and rows of a tensor like q. For packed sequences the first is 0."""
     if x is None:
         return 0, 0, 0
     return (0, x.stride(1), x.stride(0)) if varlen else (x.stride(0), x.stride(1), x.stride(2))
@@ -189,7 +189,7 @@ def lse_strides(x: Tensor | None, *, varlen: bool) -> tuple[int, int, int]:
 
 
 def _aligned_step(n: int, stride: int, itemsize: int) -> bool:
-    """True unless n > 1 and the stride is 0 or not a multiple of ALIGNED_BYTES."""
+    """True if n ≤ 1, or if the stride is a multiple of ALIGNED_BYTES and not 0."""
     return n <= 1 or stride != 0 and stride * itemsize % ALIGNED_BYTES == 0
 
 
@@ -207,7 +207,8 @@ def rows_aligned(x: Tensor) -> bool:
 
 
 def tma_refusal(name: str, x: Any, *, varlen: bool) -> str | None:
-    """Why TMA can't address x, or None. Strides and the address are checked only if x has them; a handle may not."""
+    """Why TMA can't address x, or None. Strides and the address are checked only if x has them, because a handle may have
+    none."""
     itemsize = x.dtype.itemsize
     if x.shape[-1] * itemsize % ALIGNED_BYTES:
         return f"{name}: rows of {x.shape[-1]} elements are not a multiple of {ALIGNED_BYTES} bytes, which TMA needs"

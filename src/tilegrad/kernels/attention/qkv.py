@@ -3,7 +3,7 @@
     qkv (B, T, (Hq + 2·Hkv)·D), the columns of q, then k, then v         o, do (B, T, Hq·D)        lse (B, Hq, T)
 
 `qkv_attention_*` takes one buffer, `q_k_v_attention_*` three. They pass views to the op of api.py, so nothing is copied. They
-are separate ops so that a memory trace records the model's own buffers. The backward is deterministic by default, so that a
+are separate ops so that a memory trace records the buffers of the model. The backward is deterministic by default, so that a
 resumed run has the same bits. If a sequence is split over the ranks of a `group` (context.py), T counts the rows of one rank.
 invariant is as in `attention_fwd`; the engine refuses it for a split sequence.
 
@@ -39,12 +39,12 @@ def _heads(x: Any, n_head: int, *, packed: bool) -> Any:
 
 
 def _statistic(lse: Tensor, *, packed: bool) -> Tensor:
-    """(B, Hq, T), or its memory as (Hq, B·T) if packed."""
+    """lse (B, Hq, T), or a view of its memory as (Hq, B·T) if packed."""
     return lse.view(lse.shape[1], -1) if packed else lse
 
 
 def split(qkv: Any, n_head: int, n_kv_head: int, *, packed: bool = False) -> tuple[Any, Any, Any]:
-    """q (B, Hq, T, D), k and v (B, Hkv, T, D), views of one buffer; (B·T, H, D) if packed."""
+    """q (B, Hq, T, D), k and v (B, Hkv, T, D) as views of one buffer; (B·T, H, D) if packed."""
     heads = _heads(qkv, n_head + 2 * n_kv_head, packed=packed)
     return heads[:, :n_head], heads[:, n_head : n_head + n_kv_head], heads[:, n_head + n_kv_head :]
 
@@ -150,7 +150,7 @@ def qkv_rope_bwd(
 def _rotated(
     qkv: Tensor, cos: Tensor, sin: Tensor, rotated: int, head_dim: int, group: Ranks | None
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """(heads, cos, sin) of the whole sequence or, with a group, of each of the rank's two runs."""
+    """(heads, cos, sin) for the whole sequence or, with a group, for each of the rank's two runs."""
     b, t, c = qkv.shape
     heads = qkv.view(b, t, c // head_dim, head_dim)[:, :, :rotated]
     if group is None:

@@ -16,8 +16,8 @@ Backward, with do = ∂L/∂o and dlse = ∂L/∂lse:
     dq = scale · dx k                       dk = scale · dxᵀ q
 
 `forward` and `backward` compute in the dtype of their inputs. In float64 they are the oracle; bounds.py says how far a kernel
-may be from it. As the kernel "reference" they run in float64, allocate, round each result once, and run only by name.
-A row that attends to no key has p = 0, and lse = −inf or, with a sink, the sink's logit.
+may be from it. The kernel "reference" runs them in float64, allocates, rounds each result once, and runs only by name. A row
+that attends to no key has p = 0, and lse = −inf or, with a sink, the sink's logit.
 """
 
 from __future__ import annotations

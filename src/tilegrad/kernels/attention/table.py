@@ -11,10 +11,10 @@ from .problem import FEW_ROWS, Problem, tma_refusal
 
 MOST_HEADS = 65535  # programs on the second axis of a CUDA grid
 HOPPER_ROWS = 128  # rows of a tile
-HOPPER_WIDEST = 256  # head dimension
-WIDEST_FLOAT32 = 256  # head dimension that triton takes in float32 on every GPU
-FEW_TILES = 64  # row tiles: fewer leave multiprocessors idle; triton splits the columns among programs instead
-# Rows, packed sequences: with more sequences of fewer rows, hopper spends most of the time in its tile scheduler.
+HOPPER_WIDEST = 256  # largest head dimension
+WIDEST_FLOAT32 = 256  # largest head dimension that triton takes in float32 on every GPU
+FEW_TILES = 64  # with fewer row tiles some multiprocessors are idle; triton splits the columns among programs
+# With more than MANY_SEQUENCES packed sequences of up to SHORT rows, hopper spends most of the time in its tile scheduler.
 SHORT, MANY_SEQUENCES = 64, 256
 
 
@@ -25,7 +25,8 @@ def _triton_refuses(problem: Problem) -> str | None:
 
 
 def _too_wide(problem: Problem) -> str | None:
-    """Why tiles of a float32 head do not fit in shared memory: the backward needs 128 KiB, with products in float64 192 KiB."""
+    """Why tiles of a float32 head do not fit in shared memory: the backward needs 128 KiB, or 192 KiB with products in
+    float64."""
     q, widest = problem.q, max(problem.q.shape[-1], problem.v.shape[-1])
     if q.device.type != "cuda" or q.dtype != torch.float32 or widest <= WIDEST_FLOAT32:
         return None

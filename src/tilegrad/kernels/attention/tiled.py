@@ -1,8 +1,8 @@
 """Tiled attention in plain torch ops: O(T) memory, every feature, every device, no allocation.
 
 A *slab* is a number of sequences × kv heads that are computed at once. The rows of the G = Hq / Hkv query heads of a kv head
-are stacked: a tile of scores is (slab, G·M, N), and one GEMM sums the gradient of a kv head over its query heads. Tiles
-outside the band are not computed, nor tiles that intervals mask out in the whole slab. Only tiles on an edge are masked.
+are stacked: a tile of scores is (slab, G·M, N), and one GEMM sums the gradient of a kv head over its query heads. Tiles outside
+the band, and tiles that intervals mask out in the whole slab, are not computed. Only tiles on an edge are masked.
 
     forward, for each tile of rows:                      backward, for each tile of columns:
       row_max = sink, row_sum = 1 (or lowest, 0)           for each tile of rows that attends:
@@ -16,9 +16,9 @@ outside the band are not computed, nor tiles that intervals mask out in the whol
       o = acc / row_sum / (1 − dropout_p)                    dk += scale · dsᵀ q
       lse = row_max + log row_sum                        delta = rowsum(do ∘ o) − dlse, before the loop
 
-row_max starts at the dtype's lowest number, not at −inf: a row that attends to nothing ends with row_sum = 0, o = 0, lse = −inf
-and no NaN. Tiles are copied into the scratch in the accumulation dtype (float32; float64 for float64), so any strides are
-accepted. Scratch is O(slab · tile + T · D); there is no T×T matrix.
+row_max starts at the dtype's lowest number, not at −inf. So a row that attends to nothing ends with row_sum = 0, o = 0,
+lse = −inf and no NaN. Tiles are copied into the scratch in the accumulation dtype (float32; float64 for float64), so any
+strides are accepted. Scratch is O(slab · tile + T · D); there is no T×T matrix.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .problem import Backward, Forward, Sizes, sizes_of
 TILE = 256  # rows, and columns, of a tile
 SLAB = 1 << 21  # scores computed at once
 
-Edges = list[list[int]]  # of the intervals of a tile of columns: `interval_edges` of mask.py
+Edges = list[list[int]]  # the edges of the intervals of a tile of columns: `interval_edges` of mask.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,7 @@ class Slab:
     first: int
     keys: list[tuple[Key, Key]]
     scratch: Scratch
-    edges: list[Edges] = field(default_factory=list)  # of every TILE columns, if the mask has intervals
+    edges: list[Edges] = field(default_factory=list)  # the edges of every TILE columns, if the mask has intervals
 
     def __post_init__(self) -> None:
         if self.mask.intervals is not None:
@@ -269,7 +269,7 @@ class Slab:
         return s
 
     def masked_out(self, gap: Tensor) -> Tensor:
-        """True where the band masks a pair out, (M, N)."""
+        """(M, N), True where the band masks a pair out."""
         left, right = self.mask.band
         far, near = self.buffer("masked_out", 2, *gap.shape).unbind()
         far.zero_() if left is None else torch.gt(gap, left, out=far)
@@ -317,7 +317,7 @@ class Slab:
             s.masked_fill_(inside[:, :, None], -torch.inf)
 
     def dropped(self, i: range, j: range) -> Tensor:
-        """True where dropout drops a pair, (slab, G·M, N)."""
+        """(slab, G·M, N), True where dropout drops a pair."""
         h = self.query_heads
         shape = (len(self.batch), h.stop - h.start, len(i), len(j))
         index, dropped = self.scratch["index"], self.buffer("dropped", *shape)
@@ -427,7 +427,8 @@ def _bwd(
 def _bwd_delta(
     slab: Slab, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, *, lse_rows: Tensor, delta: Tensor
 ) -> None:
-    """delta = rowsum(do ∘ o) − dlse, 0 in rows that attend to nothing. lse_rows is lse, but finite: exp(−inf − lse) = 0."""
+    """delta = rowsum(do ∘ o) − dlse, and 0 in rows that attend to nothing. lse_rows is lse with the lowest finite number for
+    −inf."""
     every = range(slab.tq)
     lse_rows.copy_(slab.rows(lse, every))
     for i in _tiles(every):

@@ -2,9 +2,9 @@
 
     k_cache, v_cache (B, Hkv, capacity, D)       q, o (B, Hq·D)   k, v (B, Hkv·D)   positions (B,), slots (N,) int64
 
-    prefill    cache_write_fwd        for each row n, s = slots[n]:  k_cache[s // capacity, :, s % capacity] = k[n], v likewise
+    prefill    cache_write_fwd        for each row n, s = slots[n]:  k_cache[s // capacity, :, s % capacity] = k[n], same for v
     one token  cache_attention_fwd    for each sequence b, p = positions[b], the number of tokens in its cache:
-                                      k_cache[b, :, p] = k[b], v likewise, then
+                                      k_cache[b, :, p] = k[b], same for v, then
                                       o[b] = attention of q[b] to columns 0 … p of k_cache[b] and v_cache[b]
 
 The equations of attention/mask.py apply with Tq = 1 and Tk = p + 1: window, softcap, ALiBi slopes, sinks and scale are
@@ -43,7 +43,7 @@ LONGEST = 2**31 - 1  # largest capacity
 
 
 class Problem(NamedTuple):
-    """cache is k_cache or v_cache; rows: N of a prefill, None for one token of each sequence."""
+    """cache is k_cache or v_cache. rows is N in a prefill, and None for one token of each sequence."""
 
     cache: TensorLike
     n_head: int

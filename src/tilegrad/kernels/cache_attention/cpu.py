@@ -1,4 +1,4 @@
-"""Attention over a cache in C++: the forward of attention/cpu.py with lengths from `positions`, which also appends the new
+"""Attention over a cache in C++: the forward of attention/cpu.py, which takes the lengths from `positions` and appends the new
 rows.
 
 The loops run in the order of the training forward (cpu/csrc/attention/forward.h and amx_forward.h), so the bits are the same. A

@@ -31,7 +31,7 @@ BLOCK = 1 << 24  # most elements of a tile of k on a GPU
 
 
 def _sequences(cache: TensorLike) -> int:
-    """Number of sequences that are computed together."""
+    """The number of sequences that are computed together."""
     b, hkv, capacity, d = cache.shape
     if cache.device.type == "cpu":
         return min(1, b)
@@ -72,8 +72,8 @@ def _inside(x: Tensor, end: int, scratch: Scratch) -> Tensor:
 
 
 def write(k: Tensor, v: Tensor, slots: Tensor, *, k_cache: Tensor, v_cache: Tensor, scratch: Scratch) -> None:
-    """A row whose slot is outside the cache writes the last row of its block with a slot inside, again. If all slots of a block
-    are outside, the old numbers of one slot are written back."""
+    """Every row must write, so a row whose slot is outside the cache repeats the last row of its block whose slot is inside. If
+    all slots of a block are outside, the old numbers of one slot are written back."""
     b, hkv, capacity, d = k_cache.shape
     for i in blocks(len(k), ROWS):
         n = i.stop - i.start
@@ -121,7 +121,8 @@ def _append(new: Tensor, positions: Tensor, cache: Tensor, scratch: Scratch) -> 
 
 
 def _columns(positions: Tensor, mask: Mask, capacity: int) -> Iterator[slice]:
-    """Tiles of columns that a row of the block may attend to. On a CPU the position of its one sequence limits them."""
+    """Tiles of the columns that a row of the block may attend to. On a CPU a block is one sequence, and its position limits
+    them."""
     start, stop, left = 0, capacity, mask.band[0]
     if positions.device.type == "cpu":
         position = int(positions)

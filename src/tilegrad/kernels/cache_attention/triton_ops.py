@@ -6,13 +6,13 @@
 
 The functions are in attention/triton (scores.py, softmax.py). Splits have SPLIT columns and tiles are `ordered`, so a row has
 the same bits in any batch and for any capacity. Half-precision rows of q, k and v that do not start at multiples of 16 bytes
-have another tile, and so other bits. The programs of splits outside a row's columns return at once.
+use another tile, so their bits differ. The programs of splits outside a row's columns return at once.
 
-The tile with the new column loads that column from k and v instead of the cache, and its program writes it to the cache.
+The tile with the new column loads this column from k and v instead of the cache. Its program writes the column to the cache.
 
 A program reads its position on the device, so the launches can be captured. The cache is read once, up to the position. Sums
-are float32; for float32 inputs on devices with fast float64 (attention/triton/fit.py) they are float64. p is rounded to v's
-dtype, except where sums are float64.
+are float32. For float32 inputs on devices with fast float64 (attention/triton/fit.py) they are float64. p is rounded to v's
+dtype, unless the sums are float64.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -48,7 +48,8 @@ COPIED, WARPS = 1024, 4  # COPIED: most elements of a row that a program of `_wr
 
 @triton.jit
 def _columns_of(positions, b, capacity, left):
-    """(first, last) column that the new token of sequence b attends to; (0, −1) if its position is outside the cache."""
+    """The first and the last column that the new token of sequence b attends to; (0, −1) if its position is outside the
+    cache."""
     position = tl.load(positions + b)
     position = tl.where((position >= 0) & (position < capacity), position, -1).to(tl.int32)
     first = position * 0

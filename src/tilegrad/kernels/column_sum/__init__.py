@@ -2,8 +2,8 @@
 
     sums += Σ_n x        (accumulate=False: sums = Σ_n x)
 
-Rows may be strided, columns must be contiguous. `COLUMN_SUM` is the table of kernels: each module offers `workspace` and
-`fwd`. On CUDA torch's product with ones has a higher memory bandwidth than the Triton kernel, so it comes first.
+Rows may be strided, columns must be contiguous. `COLUMN_SUM` is the table of kernels: each module offers `workspace` and `fwd`.
+On CUDA torch's product with ones has a higher memory bandwidth than the Triton kernel, so `torch` comes before `triton`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..scratch import Scratch, Shapes, TensorLike, accumulation_dtype, blocks, rows_of
 
-ROWS, COLS = 512, 1024  # tile of bfloat16 on a CPU; ROWS also limits the length of a running sum there
+ROWS, COLS = 512, 1024  # a tile of bfloat16 on a CPU; on a CPU a running sum adds at most ROWS rows
 
 
 def _in_tiles(x: TensorLike) -> bool:

@@ -3,8 +3,8 @@
     partials[p] = Σ x[n] over the row tiles p, p + P, p + 2P, …      one program per p and tile of columns
     sums (+)= Σ_p partials[p]                                        one program per tile of columns
 
-Sums are float32, in the order of the grid: the same bits each time, and no atomics. x is read once. partials, at most PROGRAMS
-rows of a column tile per multiprocessor, stay in the L2 cache.
+Sums are float32, in the order of the grid and without atomics, so the bits are the same each time. x is read once. partials has
+at most PROGRAMS rows of a column tile per multiprocessor, and stays in the L2 cache.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..scratch import Scratch, Shapes, TensorLike
 
 TILE, COLUMNS = 4096, 256  # elements of a tile, most columns of a tile
 PROGRAMS = 8  # per multiprocessor
-PARTIALS_ROWS, PARTIALS_COLUMNS = 128, 32  # of a tile of partials
+PARTIALS_ROWS, PARTIALS_COLUMNS = 128, 32  # a tile of partials
 WARPS = 4
 STAGES = 3  # tiles whose loads are in flight
 

@@ -18,7 +18,7 @@ import torch
 
 # `Dtype` of csrc/dtype.h
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3, torch.bool: 4}
-NO_DTYPE = -1  # of an absent tensor
+NO_DTYPE = -1  # the dtype of an absent tensor
 
 _INT, _INT32, _POINTER, _DOUBLE = ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p, ctypes.c_double
 _CODES = {_INT: "q", _INT32: "i", _POINTER: "P", _DOUBLE: "d"}  # format characters of struct.Struct
@@ -87,7 +87,7 @@ class LeanAdamW(ctypes.Structure):
 
 class Gemm(ctypes.Structure):
     _fields_ = [
-        *_fields("transpose_a transpose_b m n k lda ldb ldc accumulate threads", _INT32),  # as BLAS takes them
+        *_fields("transpose_a transpose_b m n k lda ldb ldc accumulate threads", _INT32),  # BLAS takes int32
         *_fields("a b c", _POINTER),
     ]
 

@@ -1,7 +1,7 @@
 """The native library at run time: loaded if it matches the sources, and run on torch's threads with the best instruction set.
 
-TILEGRAD_ISA=portable, avx2, avx512 or amx selects another instruction set; raises if the library or the processor lacks it.
-float64 has portable kernels only. AMX kernels take bfloat16; with amx other dtypes run on AVX-512.
+TILEGRAD_ISA=portable, avx2, avx512 or amx selects another instruction set. A call raises if the library or the processor lacks
+it. float64 has portable kernels only. AMX kernels take bfloat16; with amx other dtypes run on AVX-512.
 """
 
 from __future__ import annotations
@@ -133,8 +133,8 @@ def run_native(function: Callable[[bytes], None], structure: bytes) -> NativeCal
 
 
 def merge_native(calls: Calls) -> Calls:
-    """The same calls, with successive native calls merged into one. Between products that read large weights a call from Python
-    takes about 50 µs, but a norm's kernel only 8."""
+    """The same calls, with successive native calls merged into one. Between products that read large weights, a call from
+    Python takes about 50 µs, and the kernel of a norm only 8 µs."""
     merged: Calls = []
     for _, group in itertools.groupby(calls, lambda call: isinstance(call, NativeCall)):
         listed = list(group)

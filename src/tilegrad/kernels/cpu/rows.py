@@ -1,8 +1,9 @@
-"""Shared by the native kernels over rows: norm/cpu.py, activation/cpu.py and column_sum/cpu.py call csrc/rows/norm_gelu.cpp.
+"""Functions of the native kernels over rows: norm/cpu.py, activation/cpu.py and column_sum/cpu.py, all in
+csrc/rows/norm_gelu.cpp.
 
-They take float32, or bfloat16 converted to float32 in registers. Means, sums and gradients of parameters are float32. They need
-no scratch. Rows (columns for sums over rows, elements for activations) are split among torch.get_num_threads() threads; the
-result does not depend on the split.
+The kernels take float32, or bfloat16 converted to float32 in registers. Means, sums and gradients of parameters are float32.
+They need no scratch. Rows (columns for sums over rows, elements for activations) are split among torch.get_num_threads()
+threads; the result does not depend on the split.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .library import isa, library
 
 DTYPES = {dtype: ALL_DTYPES[dtype] for dtype in (torch.float32, torch.bfloat16)}
 
-_CPU = torch.device("cpu")  # comparing whole devices takes a tenth of the time of `x.device.type`
+_CPU = torch.device("cpu")  # comparing two devices takes a tenth of the time of reading `x.device.type`
 
 
 def refusal(x: TensorLike) -> str | None:

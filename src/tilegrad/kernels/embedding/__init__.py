@@ -4,8 +4,8 @@
                                                (accumulate=False: dwte and dwpe are overwritten; rows without a token become 0)
     packed rows   positions (B, T) int64 replace t:  x[n] = wte[tokens[n]] + wpe[positions[n]]     dwpe[positions[n]] += dx[n]
 
-Sums are in the gradients' dtype (float32; float64 for float64) and in a fixed order: the same bits each time. `EMBEDDING` is
-the table of kernels: each module offers `workspace`, `fwd` and `bwd`.
+Sums are in the gradients' dtype (float32; float64 for float64) and in a fixed order, so the bits are the same each time.
+`EMBEDDING` is the table of kernels: each module offers `workspace`, `fwd` and `bwd`.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def embedding_fwd(
     x: Tensor,
     **where: Unpack[Where],
 ) -> None:
-    """x = wte[tokens] + wpe[position]. On a CPU a token out of range raises, and wte and wpe may be float32 for a bfloat16 x:
-    then the sum is rounded, which needs scratch."""
+    """x = wte[tokens] + wpe[position]. On a CPU a token out of range raises. There wte and wpe may be float32 for a bfloat16 x:
+    the sum is then rounded, which needs scratch."""
     _check(tokens, x, "x")
     t, c = tokens.shape[1], x.shape[1]
     check_param("wte", wte, (wte.shape[0], c), x)

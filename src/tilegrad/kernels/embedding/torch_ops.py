@@ -1,5 +1,5 @@
-"""Embeddings by torch's indexing: any device, any dtype. On CUDA `index_put_` sorts the tokens, which allocates about 50 bytes
-per token from torch's allocator.
+"""Embeddings by torch's indexing: any device, any dtype. On CUDA `index_put_` sorts the tokens, and torch's allocator provides
+about 50 bytes per token for this.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ BLOCK = {"cpu": 1 << 20, "cuda": 1 << 24}  # elements of dx converted at once
 
 
 def workspace(x: TensorLike, *, converts: bool = True, packed: bool = False) -> Shapes:
-    """x32: rows in the accumulation dtype, needed if rows are converted and x has another dtype. wpe: rows of wpe, for packed
-    rows."""
+    """x32 has rows in the accumulation dtype: it is needed if rows are converted and x has another dtype. wpe has rows of wpe,
+    for packed rows."""
     acc = accumulation_dtype(x.dtype)
     names = ("x32",) * (converts and x.dtype != acc) + ("wpe",) * packed
     return dict.fromkeys(names, ((rows_per_block(x, BLOCK), x.shape[1]), acc))
@@ -81,7 +81,7 @@ def _add_all(index: Tensor, dx: Tensor, scratch: Scratch, *, table: Tensor) -> N
 
 
 def add_rows(index: Tensor, rows: Tensor, *, table: Tensor) -> None:
-    """table[index[n]] += rows[n], the same bits every time.       index (n,) int64   rows (n, C)   table (V, C)"""
+    """table[index[n]] += rows[n], with the same bits each time.       index (n,) int64   rows (n, C)   table (V, C)"""
     if table.device.type == "cpu":
         table.index_add_(0, index, rows)
     else:

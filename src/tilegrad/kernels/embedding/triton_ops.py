@@ -1,14 +1,14 @@
 """Embeddings in Triton, and their gradient without atomics: rows are added in the order of the sorted tokens.
 
     forward    one program per row of x
-    dwpe       one program per position, which adds its rows, sequence after sequence; for packed rows like dwte, by `positions`
+    dwpe       one program per position adds its rows, sequence after sequence; packed rows are added as in dwte, by `positions`
     sort       ordered = token[order], a stable sort by torch, which allocates about 50 bytes per token
     runs       one program per RUN entries of `order`. Whenever the token changes, the program adds its sum to dwte. The sum of
                a run of equal tokens that began in an earlier program goes to parts instead
     join       the program in which a run began adds the parts of the later programs that the run spans
 
-The order of every sum depends only on the tokens: the same bits each time. Scratch: 16 bytes per token, and N / RUN rows of
-float32.
+The order of every sum depends only on the tokens, so the bits are the same each time. Scratch: 16 bytes per token, and N / RUN
+rows of float32.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"

@@ -5,17 +5,18 @@
     q(a) = round(clamp(a / s, ±L))           s = max|a| / L of the previous step: delayed scaling
     y  = (q(x) q(w)ᵀ) · s_x s_w + b          dx = (q(dy) q(w)) · s_dy s_w          dw += (q(dy)ᵀ q(x)) · s_dy s_x
 
-x and w are rounded to e4m3 (L = 448, 4 significant bits), dy to e5m2 (L = 57,344, 3 significant bits): within one gradient,
-magnitudes differ by more than e4m3's 2¹⁸. A magnitude below 2⁻⁶ s (e5m2: 2⁻¹⁴ s) is rounded to a multiple of 2⁻⁹ s (2⁻¹⁶ s).
+x and w are rounded to e4m3 (L = 448, 4 significant bits). dy is rounded to e5m2 (L = 57,344, 3 significant bits), because the
+magnitudes within one gradient differ by more than e4m3's 2¹⁸. In e4m3, a magnitude below 2⁻⁶ s is rounded to a multiple of 2⁻⁹
+s; in e5m2, one below 2⁻¹⁴ s to a multiple of 2⁻¹⁶ s.
 
 cuBLAS multiplies rows by rows, so a factor is kept in one order or in both: a8 (N, C), and a8t (C, N'), whose columns after N
-are 0. `fp8_quantize_fwd` reads a once and writes both; `fp8_activation_fwd` computes a = act(h) on the way.
+are 0. `fp8_quantize_fwd` reads a once and writes both. `fp8_activation_fwd` does the same for a = act(h), from h.
 
     y = x8 · w8         dx = dy8 · w8t         dw = dy8t · x8t         A · B = A Bᵀ, by `fp8_product_fwd`
 
-The `state` of a tensor (state.py) has s and the largest magnitudes since s was set, which rounding updates.
-`fp8_scale_step`, called once at the beginning of a step, computes the next s from them, so all products of a step use the same
-s and have the same bits. If the largest magnitude is 0 or not finite, s does not change. A tensor whose magnitude
+The `state` of a tensor (state.py) has s and the largest magnitudes since s was set, which rounding updates. `fp8_scale_step`,
+called once at the beginning of a step, computes the next s from these. So s does not change within a step, and rounding a
+tensor again gives the same bits. If the largest magnitude is 0 or not finite, s stays the same. Each tensor whose magnitude
 grew more than 100-fold in one step is counted.
 
 `FP8_LINEAR` is the table of kernels: each module offers `workspace`, `product`, `quantize`, `activation` and `scale_step`.
@@ -43,8 +44,8 @@ Factor = Literal["x", "w", "dy"]
 
 
 class Problem(NamedTuple):
-    """A product as the table sees it: the shape of its second factor, what it is added to, and the device of x. w=None: only a
-    rounding, which takes any size."""
+    """A product as the table sees it: its second factor w, the output that it is added to, and the device of x. w=None means a
+    rounding without a product. A rounding takes any size."""
 
     x: TensorLike
     w: TensorLike | None
@@ -115,7 +116,7 @@ def fp8_activation_fwd(
     state: Tensor,
     kernel: str | None = None,
 ) -> None:
-    """a8 = q(act(h))   a8t = q(act(h))ᵀ, h contiguous; updates the magnitudes of act(h) in state. swiglu: h = [up, gate]."""
+    """a8 = q(act(h))   a8t = q(act(h))ᵀ; updates the magnitudes of act(h) in state. h is contiguous. swiglu: h = [up, gate]."""
     if kind not in (*KINDS, "swiglu"):
         raise ValueError(f"kind: got {kind!r}; accepted: one of {', '.join(map(repr, (*KINDS, 'swiglu')))}")
     if not h.is_contiguous():
@@ -152,7 +153,7 @@ def fp8_product_fwd(
 
 @op(accumulates=("states",))
 def fp8_scale_step(*, states: Sequence[Tensor], jumps: Tensor, kernel: str | None = None) -> None:
-    """s = largest magnitude / L of each state; its magnitudes are reset to 0. jumps = the number of states whose largest
+    """For each state, s = largest magnitude / L, and the magnitudes are reset to 0. jumps = the number of states whose largest
     magnitude grew more than 100-fold in one step."""
     for state in states:
         check_tensor("states", state, STATE, torch.float32, jumps.device)
@@ -161,7 +162,7 @@ def fp8_scale_step(*, states: Sequence[Tensor], jumps: Tensor, kernel: str | Non
 
 
 def fill_state(state: Tensor, factor: Factor) -> None:
-    """The state before the first step, with an assumed magnitude."""
+    """Sets the state before the first step, with an assumed magnitude."""
     state.zero_()
     state[0], state[FORMAT] = FIRST[factor] / LARGEST[factor], LARGEST[factor]
 

@@ -1,9 +1,9 @@
 """Rounding to float8 by Triton, in one pass and in both orders, and the step of the scales.
 
-PARTS programs loop over the tiles of a tensor, and each stores the largest magnitude of its tiles in its own element: no
-atomics. A NaN counts as infinite there, so that it is not lost in the maximum. An activation is first rounded to its own
-dtype, because the backward recomputes that value. A tile is transposed in shared memory, so reads and both writes are whole
-rows of 64 or 128 bytes.
+PARTS programs loop over the tiles of a tensor. Each program stores the largest magnitude of its tiles in a separate element of
+the state, so no atomics are needed. In this maximum a NaN counts as infinite, so that it is not lost. An activation is first
+rounded to h's dtype, because the backward recomputes that value. A tile is transposed in shared memory, so the read and both
+writes are whole rows of 64 or 128 bytes.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -32,7 +32,7 @@ FOLLOWED, FORMAT = tl.constexpr(states.FOLLOWED), tl.constexpr(states.FORMAT)
 
 @triton.jit
 def _activated(x, at, here, a, C, KIND: tl.constexpr, EXACT: tl.constexpr):
-    """act(h), not rounded; swiglu: a is up, and gate is C columns further."""
+    """act(h), not rounded. For swiglu, a is up, and gate is C columns after it."""
     if KIND == "swiglu":
         gate = tl.load(x + at + C, mask=here, other=0.0).to(tl.float32)
         of_g, _ = sigmoids_next_to_1(gate, EXACT)
@@ -106,7 +106,7 @@ def _quantize(x: Tensor, kind: str, n: int, c: int, *, x8: Tensor | None, x8t: T
 
 
 def scale_step(*, states: Sequence[Tensor], jumps: Tensor, scratch: Scratch) -> None:
-    """Takes one launch if the states are equally far apart, as in an arena."""
+    """Takes one launch if the addresses of the states are equally spaced, as in an arena."""
     jumps.zero_()
     at = [state.data_ptr() for state in states]
     apart = {b - a for a, b in pairwise(at)}

@@ -6,10 +6,10 @@
 
 from __future__ import annotations
 
-PARTS = 1056  # programs, each with its largest magnitude
+PARTS = 1056  # programs; each stores the largest magnitude that it found
 JUMPS, FOLLOWED, FORMAT = 1, 2, 3
 FIRST_PART = 4  # keeps scales aligned to 16 bytes, which cuBLAS requires
 STATE = (FIRST_PART + PARTS,)
 LARGEST = {"x": 448.0, "w": 448.0, "dy": 57344.0}  # the largest number of e4m3, and of e5m2
 FIRST = {"x": 16.0, "w": 1.0, "dy": 1.0}  # magnitude assumed before the first step
-JUMP = 100.0  # growth of a magnitude in one step that is counted
+JUMP = 100.0  # a magnitude that grows by more than this factor in one step is counted

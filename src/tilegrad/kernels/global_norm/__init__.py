@@ -1,9 +1,9 @@
 """The norm for gradient clipping.       grads (P,): a flat range of float32, float64 or bfloat16, or a list of ranges
                                       norm 0-d: float32, or float64 for float64
 
-    norm = ‖grads‖₂        inf or NaN if an element is; for a list the norm over all ranges
+    norm = ‖grads‖₂        inf or NaN if an element is; over all ranges of a list
 
-Computed as the norm of the norms of parts: each sum is short, so float32 is accurate enough. `GLOBAL_NORM` is the table of
+The norm is computed from the norms of parts: each sum is short, so float32 is accurate enough. `GLOBAL_NORM` is the table of
 kernels: each module offers `workspace` and `fwd`.
 """
 

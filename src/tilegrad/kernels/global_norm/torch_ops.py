@@ -1,4 +1,4 @@
-"""The norm by torch's vector_norm, of blocks and then of their norms: any device, any dtype."""
+"""The norm by torch's vector_norm: first of blocks, then of the norms of the blocks. Any device, any dtype."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..scratch import Scratch, Shapes, TensorLike, accumulation_dtype
 
-BLOCK = 1 << 16  # elements whose norm is taken at once
+BLOCK = 1 << 16  # elements of a block
 
 
 def workspace(grads: TensorLike, others: Sequence[TensorLike] = ()) -> Shapes:

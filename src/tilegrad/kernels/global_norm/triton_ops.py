@@ -1,7 +1,7 @@
 """The norm in Triton: the sums of squares of parts, then one program that adds them.
 
-A program reads PART numbers, TILE at a time. The time is the time to read the 4 · P bytes of grads. The order of every sum
-depends only on P: the same bits each time.
+A program reads PART numbers, TILE at a time. The kernels take as long as reading the 4 · P bytes of grads. The order of every
+sum depends only on P, so the bits are the same each time.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"

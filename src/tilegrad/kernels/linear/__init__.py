@@ -1,12 +1,12 @@
-"""y = x wᵀ + b, dense and one matrix per head.
+"""y = x wᵀ + b, with one matrix for all columns or one matrix per head.
 
     x (N, Cin)   w (Cout, Cin)   b (Cout,)   y (N, Cout)
     dx = dy w    dw += dyᵀ x     db += Σ_n dy              accumulate=False: dw = dyᵀ x, db = Σ_n dy
     scale=s: y = s x wᵀ, dx = s dy w                       only without b, and with accumulate=False
 
 `linear_bwd` is the whole backward. `linear_bwd_input` computes only dx, and may add to it. `linear_bwd_weight` computes only dw
-and db. A program may run other ops between these two. Rows may be strided, columns must be contiguous. For bfloat16, dw and db
-are float32; on a CPU w and b may be float32 too. On CUDA y may be float32 (the logits of a loss). db is computed by
+and db. A program may run other ops between the last two. Rows may be strided, columns must be contiguous. For bfloat16, dw and
+db are float32. On a CPU w and b may be float32 too. On CUDA y may be float32 (the logits of a loss). db is computed by
 `column_sum`, which has its own table.
 
 invariant=True: the bits of a row of y depend only on that row of x, on w and on b, not on the other rows, their number or the
@@ -36,8 +36,8 @@ from ..table import Kernel, Table, Where
 from ..table import Problem as SumProblem
 
 NO_BIAS, BIAS = {"bias": False}, {"bias": True}  # options of a `workspace`
-FEW_ROWS = 12  # up to this many rows fixed_order is faster than a BLAS, which copies w, or reads w slower for one row
-FEW_ROWS_ELEMENTS = 1 << 16  # fewest elements of w for that: a smaller w is in the caches
+FEW_ROWS = 12  # up to this many rows fixed_order is faster than a BLAS, which copies w, or reads it slowly for one row
+FEW_ROWS_ELEMENTS = 1 << 16  # and only if w has at least this many elements: a smaller w is in the caches
 FEW_ROWS_ON_CUDA = 4  # up to this many rows few_rows is faster than cuBLAS
 
 
@@ -161,7 +161,7 @@ def linear_workspace(
     invariant: bool = False,
     kernel: str | None = None,
 ) -> Shapes:
-    """Name → (shape, dtype) of the scratch. For w (H, D, D) it is the scratch of one head, because heads run one by one."""
+    """Name → (shape, dtype) of the scratch. For w (H, D, D) this is the scratch of one head, because heads run one by one."""
     shapes = LINEAR.workspace(Problem(x, w, invariant and not backward, backward), kernel=kernel, bias=bias)
     if backward and bias:
         dy = Form((x.shape[0], w.shape[-2]), x.dtype, x.device)
@@ -222,7 +222,7 @@ def linear_bwd_weight(
     dy: Tensor, x: Tensor, w: Tensor, *,
     dw: Tensor | None = None, db: Tensor | None = None, accumulate: bool = True, **where: Unpack[Where],
 ) -> None:  # fmt: skip
-    """dw += dyᵀ x   db += Σ_n dy; accumulate=False: overwritten. Only the shape and dtype of w are used."""
+    """dw += dyᵀ x   db += Σ_n dy; accumulate=False: dw and db are overwritten. Only the shape and dtype of w are used."""
     (n, cin), cout, acc = x.shape, w.shape[0], accumulation_dtype(x.dtype)
     check_param("w", w, (cout, cin), x)
     check_tensor("dy", dy, (n, cout), x.dtype, x.device)

@@ -1,6 +1,6 @@
-"""Products of float32 matrices on a CPU by torch's BLAS, in pieces that threads take from a queue: cpu/csrc/gemm.
+"""Products of float32 matrices on a CPU by torch's BLAS. Threads take parts of a product from a queue (cpu/csrc/gemm).
 
-On any number of threads the bits are the same as of torch's product on one thread.
+On any number of threads the result has the bits of torch's product on one thread.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def bwd_weight(dy: Tensor, x: Tensor, *, dw: Tensor, accumulate: bool, scratch: 
 
 
 def product(a: Tensor, b: Tensor, *, out: Tensor, accumulate: bool) -> None:
-    """out += a b if accumulate, else out = a b. BLAS is column-major, so it computes outᵀ = bᵀ aᵀ."""
+    """out += a b if accumulate, else out = a b. BLAS is column-major, so the call is outᵀ = bᵀ aᵀ."""
     by_columns, ldc = _layout(out)
     if by_columns:
         a, b, out = b.t(), a.t(), out.t()

@@ -1,8 +1,8 @@
 """y = x wᵀ + b for a few rows of x, in Triton.       x (N, K)   w (M, K)   b (M,)   y (N, M)
 
-The time is the time to read w once. A program computes BLOCK_M columns of y from as many rows of w, BLOCK_K columns at
-a time, and reads the next tile of w while it multiplies the current one. The first tile of w is read before the program waits
-for the previous kernel, so no kernel of the chain may write w (dependent_launch.py). Products and sums are float32.
+The kernel takes as long as reading w once. A program computes BLOCK_M columns of y from as many rows of w, BLOCK_K columns at a
+time, and reads the next tile of w while it multiplies the current one. The first tile of w is read before the program waits for
+the previous kernel, so no kernel of the chain may write w (dependent_launch.py). Products and sums are float32.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -18,9 +18,9 @@ from ..gpu import ceil_div, launch, multiprocessors, padded
 from ..scratch import Scratch, Shapes, TensorLike
 
 TILE, WARPS = 8192, 4  # elements of a tile of w
-LARGE, LARGE_TILE, LARGE_WARPS = 1 << 23, 4096, 2  # for w with at least LARGE elements: more programs run at once
-MOST_OUTPUTS, LEAST_OUTPUTS = 4, 2  # of a program
-PROGRAMS = 2  # per multiprocessor: with fewer, a program gets fewer outputs, but at least LEAST_OUTPUTS
+LARGE, LARGE_TILE, LARGE_WARPS = 1 << 23, 4096, 2  # if w has at least LARGE elements: more programs run at once
+MOST_OUTPUTS, LEAST_OUTPUTS = 4, 2  # outputs of a program
+PROGRAMS = 2  # per multiprocessor; if there were fewer programs, each gets fewer outputs, at least LEAST_OUTPUTS
 
 
 @triton.jit

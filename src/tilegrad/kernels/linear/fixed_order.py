@@ -1,4 +1,4 @@
-"""Products with a fixed order of additions in C++: cpu/csrc/gemm/fixed_order.cpp. float32 and bfloat16, on a CPU.
+"""Products of float32 and bfloat16 on a CPU, in C++ and with a fixed order of additions (cpu/csrc/gemm/fixed_order.cpp).
 
 The bits of a row of y depend only on that row of x, on w and on b, because each element of y has a separate register of partial
 sums. For up to STREAMED rows, x and w are read in place, and w is read from memory once. More rows are multiplied in panels in
@@ -17,7 +17,7 @@ from ..cpu.rows import DTYPES, address, rows
 from ..scratch import Scratch, Shapes, TensorLike
 
 STREAMED = 12  # most rows that are multiplied without panels
-LEAST = 1 << 15  # multiplications for which one more thread is used
+LEAST = 1 << 15  # one more thread is used for each LEAST multiplications
 
 
 def workspace(x: TensorLike, w: TensorLike, invariant: bool = False, backward: bool = False, *, bias: bool) -> Shapes:

@@ -1,5 +1,6 @@
-"""Products of bfloat16 on a CPU without bf16 instructions, where torch's bfloat16 product is about 100 times slower than
-float32. Tiles of the operands are copied to float32, and the table's float32 kernel multiplies them. A float32 w is not copied.
+"""Products of bfloat16 on a CPU without bf16 instructions. On such a CPU torch's bfloat16 product is about 100 times slower
+than its float32 product. Tiles of the operands are copied to float32, and the table's float32 kernel multiplies them. A float32
+w is not copied.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from torch import Tensor
 from ..scratch import Scratch, Shapes, TensorLike, accumulation_dtype, blocks
 from . import LINEAR, Problem
 
-ROWS, COLS = 512, 1024  # of a tile of y
+ROWS, COLS = 512, 1024  # a tile of y
 
 
 def workspace(x: TensorLike, w: TensorLike, invariant: bool = False, backward: bool = False, *, bias: bool) -> Shapes:

@@ -1,5 +1,5 @@
 """Products with a fixed order of additions by torch's elementwise ops: every dtype, on a CPU. This kernel is for float64 and
-for machines without a compiler. It writes and reads N · Cin · Cout products: about a hundred times as slow as a BLAS.
+for machines without a compiler. It writes and reads N · Cin · Cout products, and is about a hundred times slower than a BLAS.
 
 The products of a row are added in a tree: element i + h to element i, where h is half the padded number of columns, then a
 quarter of it, and so on. An elementwise product or sum is rounded once, so the bits do not depend on the number of rows, on

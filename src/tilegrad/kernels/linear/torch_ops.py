@@ -1,8 +1,8 @@
 """Products by one torch op each: every dtype and device except bfloat16 on a CPU.
 
 On a CPU y is computed as yᵀ = w xᵀ, because `addmm(b, x, w.t())` copies w on aarch64. On CUDA a bfloat16 product writes a
-float32 output directly. There cuBLAS is about 4 times slower if the number of outputs is odd (GPT-2's 50,257 logits), so the
-last outputs have a separate product if the rows of y are aligned.
+float32 output directly. cuBLAS is about 4 times slower if the number of outputs is odd, as for GPT-2's 50,257 logits. So if the
+rows of y are aligned, the last outputs are a separate product.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..scratch import Scratch, Shapes, TensorLike
 
-ALIGNED = 64  # outputs, and elements from one row of y to the next
+ALIGNED = 64  # outputs of the first product, and the row stride of y, are multiples of this
 
 
 def workspace(x: TensorLike, w: TensorLike, invariant: bool = False, backward: bool = False, *, bias: bool) -> Shapes:

@@ -5,7 +5,7 @@
 Each s_i is computed by tl.dot in steps of BLOCK_K. The order of additions in s_i, and the order in which the s_i are added,
 depend only on K. So a row has the same bits for any N:
 
-    N ≤ FEW    a program computes one s_i of a tile of yᵀ, so there are enough programs to read w at the bandwidth of memory.
+    N ≤ FEW    a program computes one s_i of a tile of yᵀ, so there are enough programs to read w at full memory bandwidth.
                `_add_splits_kernel` adds the s_i
     N > FEW    a program computes all s_i of its tile one after another, and adds them
 
@@ -42,7 +42,7 @@ def _product_kernel(
     SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Writes one s_i to parts (splits, N, M) float32 or, if parts is None, y."""
+    """Writes one s_i to parts (splits, N, M) float32, or y if parts is None."""
     start_next(DEPENDENT)
     wait_for_previous(DEPENDENT)
     outputs = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -90,7 +90,7 @@ def _add_splits_kernel(parts, b, y, y_n, n, m, splits, BLOCK: tl.constexpr, DEPE
 
 
 def workspace(x: TensorLike, w: TensorLike, invariant: bool = False, backward: bool = False, *, bias: bool) -> Shapes:
-    """Never empty, because a program that is planned for more than FEW rows may also run with fewer."""
+    """Never empty, because a caller that declares scratch for more than FEW rows may also run fewer."""
     (n, k), m = x.shape, w.shape[-2]
     return {"parts": ((ceil_div(k, SPLIT), min(n, FEW), m), torch.float32)}
 

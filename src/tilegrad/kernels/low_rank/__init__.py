@@ -3,13 +3,13 @@
     u = s x aᵀ           y = x wᵀ + b,  then y_i += u_i b_iᵀ             u_i: r columns of u      y_i: width_i columns of y
     du_i = s dy_i b_i    db_i += dy_iᵀ u_i    dx = dy w + du a    da += duᵀ x          (accumulate=False: db_i = dy_iᵀ u_i)
 
-u and du include the scale s, so no other product applies it. A part says where its columns begin: `Part(0, 16, 128)` is
-u[:, 16 : 16 + r], and columns 128 to 128 + width of the first of several outputs. A w (H, D, D) is one matrix per head.
-`linear` computes all products except du, db and da, which read all of dy or x for a small result. `LOW_RANK` is the table
-of kernels for these: each module offers `workspace`, `bwd` and `bwd_a`.
+u and du include the scale s, so no other product applies it. A part says where its columns begin: `Part(0, 16, 128)` has the
+columns u[:, 16 : 16 + r], and the columns 128 to 128 + width of output 0. A w (H, D, D) is one matrix per head. `linear`
+computes all products except du, db and da, which read all of dy or x for a small result. `LOW_RANK` is the table of kernels for
+these: each module offers `workspace`, `bwd` and `bwd_a`.
 
-A product of rank r does few FLOPs and reads and writes all of y. Where y is much wider than x, one product of joined matrices
-moves less memory, because only x and w are copied:
+A product of rank r does few FLOPs but reads and writes all of y. If y is much wider than x, one product of joined matrices
+moves less memory, because joining copies only x and w:
 
     y = [x, u] [w, b_i]ᵀ + b          dx = [dy, du] [w; a]          b_i is in rows y_i and columns u_i; the rest is 0
 """
@@ -50,7 +50,7 @@ LOW_RANK = gpu.triton_else_torch("low_rank", _triton_refuses)
 
 
 class Part(NamedTuple):
-    """Where a part is: the index of its output, and the first of its columns in u and in that output."""
+    """The place of a part: the index of its output, and its first column in u and in that output."""
 
     output: int
     rank_start: int
@@ -60,7 +60,7 @@ class Part(NamedTuple):
 def joins(w: TensorLike, dtype: torch.dtype, inputs: int, outputs: int) -> bool:
     """Whether one product of joined matrices moves less memory than two products. Joining copies the inputs; a second product
     reads and writes the outputs. The number of rows is not considered, so that every batch runs the same ops. On a CPU w may
-    have another dtype than x; then nothing is joined."""
+    have another dtype than x; such matrices are not joined."""
     return len(w.shape) == 2 and w.dtype == dtype and outputs >= 2 * inputs
 
 
@@ -106,7 +106,7 @@ def low_rank_linear_fwd(
 
 @op()
 def join_fwd(x: Tensor, u: Tensor, *, joined: Tensor) -> None:
-    """joined = x with the columns of u next to it"""
+    """joined = [x, u]"""
     check_tensor("u", u, (x.shape[0], u.shape[1]), x.dtype, x.device)
     check_tensor("joined", joined, (x.shape[0], x.shape[1] + u.shape[1]), x.dtype, x.device)
     _copy(x, joined[:, : x.shape[1]])
@@ -117,7 +117,7 @@ def join_fwd(x: Tensor, u: Tensor, *, joined: Tensor) -> None:
 def joined_linear_fwd(
     xu: Tensor, w: Tensor, b: Tensor | None, bs: list[Tensor], parts: tuple[Part, ...], *, y: Tensor, wb: Tensor
 ) -> None:
-    """y = xu · wbᵀ + b, where wb is w with the columns of b_i next to it; overwrites wb"""
+    """y = xu · wbᵀ + b with xu = [x, u] and wb = [w, b_i]; overwrites wb"""
     check_tensor("wb", wb, (w.shape[0], xu.shape[1]), w.dtype, w.device)
     inputs = w.shape[1]
     _check(xu[:, inputs:], bs, parts, [y], "y")
@@ -134,7 +134,7 @@ def joined_linear_fwd(
 def joined_linear_bwd_input(
     dy: Tensor, w: Tensor, du: Tensor, a: Tensor, *, dx: Tensor, joined: Tensor, wa: Tensor
 ) -> None:
-    """dx = joined · wa, where joined is dy with du next to it, and wa is w with a below it; overwrites both"""
+    """dx = joined · wa with joined = [dy, du] and wa = [w; a]; overwrites joined and wa"""
     rows = w.shape[0]
     check_tensor("wa", wa, (rows + a.shape[0], w.shape[1]), w.dtype, w.device)
     join_fwd(dy, du, joined=joined)
@@ -144,7 +144,7 @@ def joined_linear_bwd_input(
 
 
 def _copy(x: Tensor, y: Tensor) -> None:
-    """y = x, eight bytes at a time: on a GPU twice as fast as two bytes at a time. Rows are contiguous."""
+    """y = x, eight bytes at a time, which is twice as fast on a GPU as two bytes at a time. Rows are contiguous."""
     wide = 8 // x.element_size()
     sizes = (x.shape[1], x.stride(0), y.stride(0), x.storage_offset(), y.storage_offset())
     if wide > 1 and not any(size % wide for size in sizes):

@@ -1,4 +1,4 @@
-"""The gradients as products by `linear`, on any device, in any dtype. dy is read twice."""
+"""The gradients du, db and da as products by `linear`: any device, any dtype. dy is read twice."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""The gradients in Triton: dy, or x for da, is read once.       dy (N, W)   u, du (N, r)   b, db (W, r)
+"""The gradients in Triton. They read dy, or x for da, once.       dy (N, W)   u, du (N, r)   b, db (W, r)
 
     program (s, j)   reads the columns of tile j in the row tiles s, s + S, s + 2S, …
                      writes du_parts[j] = dy b of its rows and columns, and db_parts[s] = dyᵀ u of its rows
     then             du = scale · Σ_j du_parts[j]         db (+)= Σ_s db_parts[s]
 
-da is dbᵀ with x instead of dy and du instead of u. Sums are float32, in a fixed order without atomics: the same bits each
-time. du_parts has 4 r / BLOCK_W bytes for each element of dy, which is r / 128 of dy's bytes: an eighth for r = 16.
+da is dbᵀ with x instead of dy and du instead of u. Sums are float32, in a fixed order without atomics, so the bits are the same
+each time. du_parts has 4 r / BLOCK_W bytes for each element of dy, which is r / 128 of dy's bytes: an eighth for r = 16.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -21,7 +21,7 @@ from ..scratch import Scratch, Shapes, TensorLike
 
 BLOCK_N, BLOCK_BYTES = 64, 512  # rows of a tile of dy, and bytes of its rows
 PROGRAMS, WARPS, STAGES = 2, 8, 3  # PROGRAMS: per multiprocessor
-SUMMED = 32  # rows of the output of `_sum_parts_kernel` per program
+SUMMED = 32  # rows of the output that a program of `_sum_parts_kernel` computes
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def _low_rank_kernel(
     dy, u, b, du_parts, db_parts, dy_n, u_n, b_w, n, w,
     R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """u None: no db; b None: no du. Loads outside (n, w) and R return 0."""
+    """Computes no db if u is None, and no du if b is None. Loads outside (n, w) and R return 0."""
     s, splits, j = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
     columns, ranks = j * BLOCK_W + tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_R)
     inside = (columns < w)[:, None] & (ranks < R)[None, :]

@@ -8,7 +8,7 @@
     rounded = params, in rounded's dtype                                  (if there is a bfloat16 copy)
 
 orthogonal(u) approximates the polar factor U Vᵀ of u, where u = U S Vᵀ is the singular value decomposition. The last two
-equations here run five times. If x has more rows than columns, A is xᵀ x, and multiplies x from the right:
+equations below run five times. If x has more rows than columns, A is xᵀ x, and multiplies x from the right:
 
     x = u / (margin ‖u‖ + 1e-7)      A = x xᵀ      x = a x + (b A + c A²) x
 
@@ -102,7 +102,7 @@ class MuonConfig:
 
 
 class Matrix(NamedTuple):
-    """The elements [start, start + rows · columns) of a range are this matrix."""
+    """A matrix: the elements [start, start + rows · columns) of a range."""
 
     start: int
     rows: int
@@ -117,7 +117,8 @@ Matrices = tuple[Matrix, ...]
 
 
 class Problem(NamedTuple):
-    """What the selection of a kernel depends on: the dtype and device of params, the matrices of all ranges, and `cautious`."""
+    """The properties of a step that select a kernel: the dtype and device of params, the matrices of all ranges, and
+    `cautious`."""
 
     params: TensorLike
     matrices: Matrices

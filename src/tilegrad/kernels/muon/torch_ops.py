@@ -80,7 +80,7 @@ def step(
 
 
 def _orthogonalize(updates: list[Tensor], muon: MuonConfig, scratch: Scratch) -> None:
-    """Overwrites each of these matrices, which have one shape, with scale · orthogonal(matrix)."""
+    """Overwrites each matrix with scale · orthogonal(matrix). All matrices have the same shape."""
     n, (rows, columns) = len(updates), updates[0].shape
     wide, side = rows <= columns, min(rows, columns)
     x, following = (_part(scratch[name], n, rows, columns) for name in ("x", "next_x"))
@@ -91,7 +91,7 @@ def _orthogonalize(updates: list[Tensor], muon: MuonConfig, scratch: Scratch) ->
         torch.linalg.vector_norm(update, out=size.view(()))
     x.div_(norms.mul_(MARGINS[muon.orthogonalization]).add_(1e-7))
     for first, third, fifth in COEFFICIENTS[muon.orthogonalization]:
-        # A is symmetric, so writing a.mT writes A. On aarch64, torch.bmm allocates unless `out` is column-major.
+        # A is symmetric, so a.mT receives A as well. On aarch64, torch.bmm allocates unless `out` is column-major.
         torch.bmm(*((x, x.mT) if wide else (x.mT, x)), out=a.mT)
         torch.baddbmm(a, a, a, beta=third, alpha=fifth, out=b)
         torch.baddbmm(x, *((b, x) if wide else (x, b)), beta=first, out=following)

@@ -8,12 +8,13 @@
     g = dy ∘ w   dx += rstd ∘ (g − Σ_c g / C − x̂ Σ_c (g ∘ x̂) / C)   (RMS norm: without Σ_c g)
     dw += Σ_n dy ∘ x̂   db += Σ_n dy   dx_sum += Σ_n dx      (accumulate=False: dw = …; dx is always accumulated)
 
-dx accumulates because the norm is on a branch of the residual stream. The backward can also recompute y (same bits, y may be
-dy) and write dx_sum, the column sum of the final dx. dx_sum is the bias gradient of the projection whose output was last added
-to the stream. Statistics and sums are in the accumulation dtype (float32, float64 for float64); on a CPU w and b may be too.
+dx accumulates because the norm is on a branch of the residual stream. The backward can also recompute y, with the same bits (y
+may be dy), and write dx_sum, the column sum of the final dx. dx_sum is the bias gradient of the projection whose output was
+last added to the stream. Statistics and sums are in the accumulation dtype (float32, float64 for float64); on a CPU w and b may
+have that dtype too.
 
-`NORM` is the table of kernels: each module offers `workspace`, `fwd` and `bwd`. There, mean=None means RMS norm, and
-f=None means a forward without residual.
+`NORM` is the table of kernels: each module offers `workspace`, `fwd` and `bwd`. In these functions, mean=None means RMS norm,
+and f=None means a forward without residual.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Statistics(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Outputs of a backward, (C,) except dx and y (N, C); None: not computed."""
+    """Outputs of a backward: dx and y (N, C), the others (C,). An output that is None is not computed."""
 
     dx: Tensor | None
     dw: Tensor | None

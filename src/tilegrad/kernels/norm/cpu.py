@@ -1,5 +1,5 @@
-"""Norms in C++: one pass over memory, where torch ops need five to ten. The loops are in cpu/csrc/rows/norm_gelu.cpp. dx_sum
-and the recomputed y are separate passes over cached data."""
+"""Norms in C++, in one pass over memory; torch ops need five to ten. The loops are in cpu/csrc/rows/norm_gelu.cpp. dx_sum and
+the recomputed y are separate passes over cached data."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Norms as torch ops on blocks of rows that stay in cache: any device and dtype, computed in the accumulation dtype.
 
-bfloat16 is copied into scratch of the accumulation dtype, because only a copy converts without allocating. The backward's
+bfloat16 rows are copied into scratch of the accumulation dtype, because only a copy converts without allocating. The backward's
 sums are matrix × vector products (Σ_n dy ∘ x̂ = (dy ∘ (x − mean))ᵀ rstd), which read the matrix once.
 """
 
@@ -41,7 +41,7 @@ def _converted(rows: int, c: int, acc: torch.dtype, *names: str) -> Shapes:
 
 
 def _load(x: Tensor, name: str, scratch: Scratch) -> Tensor:
-    """x in the accumulation dtype: x itself, or a copy in the scratch."""
+    """x itself if it has the accumulation dtype, otherwise a copy in the scratch."""
     return scratch[name][: x.shape[0]].copy_(x) if name in scratch else x
 
 

@@ -4,9 +4,9 @@
     backward   P programs; program p has the row tiles p, p + P, p + 2P, …: it adds to dx, writes y, and writes
                partials[:, p] = Σ dy ∘ x̂, Σ dy, Σ dx of its rows, if requested; then dw, db, dx_sum (+)= Σ_p partials
 
-A whole row is in registers, in float32. Only x1, y and dx are rounded; sums and norms use the rounded numbers. Sums are in
-the order of the grid: the same bits each time. With STAGES > 1 the backward prefetches tiles (cp.async). It spills some
-registers with 16384 columns, and four with 1024 columns if y is written; otherwise none.
+A whole row is in registers, in float32. Only x1, y and dx are rounded; sums and norms use the rounded numbers. Sums are in the
+order of the grid, so the bits are the same each time. With STAGES > 1 the backward prefetches tiles (cp.async). The backward
+spills some registers with 16384 columns, and four with 1024 columns if y is written. With other sizes it spills none.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Tile(NamedTuple):
     programs: int = 0  # per multiprocessor, if programs loop over tiles
 
 
-# key: columns of a padded row; the first key that is large enough applies
+# the key is the number of columns of a padded row; the first key that is large enough applies
 FORWARD = {
     16: Tile(128, 4),
     64: Tile(32, 4),
@@ -94,7 +94,7 @@ def _norm_bwd_kernel(
     DW: tl.constexpr, DB: tl.constexpr, DX_SUM: tl.constexpr, C: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Outside (n, C) dy is loaded as 0 and adds nothing to the sums."""
+    """Outside (n, C), dy is loaded as 0, so it adds nothing to the sums."""
     p, programs = tl.program_id(0), tl.num_programs(0)
     columns = tl.arange(0, BLOCK_C)
     weights = tl.load(w + columns, columns < C, 0.0).to(tl.float32)[None, :]

@@ -5,7 +5,7 @@
 
 x (B, T, H, D) may have any strides, so q and k can be views of the fused projection. Tables and arithmetic are in the
 accumulation dtype (float32, float64 for float64). In packed rows `positions` (B, T) int64 replace t. `ROPE` is the table of
-kernels: each module offers `workspace` and `rotate`; sign = −1 rotates back.
+kernels: each module offers `workspace` and `rotate`, which rotates back with sign = −1.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def rope_workspace(x: TensorLike, *, packed: bool = False, kernel: str | None = 
 
 @op()
 def rope_table(theta: float, d: int, t: int, scaling: RopeScaling | None = None, *, cos: Tensor, sin: Tensor) -> None:
-    """cos, sin (T, D/2) of the angles of frequencies.py, computed in float64. Called once, before the first step. The only
-    function here that allocates: 8·T bytes per column."""
+    """cos, sin (T, D/2) of the angles of frequencies.py, computed in float64. It is called once, before the first step. It
+    allocates 8·T bytes per column; the other functions here allocate nothing."""
     if not theta > 0.0:
         raise ValueError(f"theta: got {theta!r}; accepted: a number > 0")
     if d % 2:

@@ -1,11 +1,12 @@
-"""Angles of rotary positions: position · frequency[i], i < D/2, and how models change frequencies for longer texts.
+"""Angles of rotary positions, position · frequency[i] with i < D/2, and how models change the frequencies for longer texts.
 
 default   f_i = theta^(−2i/D)
 linear    f_i / factor
-llama3    wavelengths 2π/f longer than original/low are divided by factor, those shorter than original/high are kept;
+llama3    f/factor for wavelengths 2π/f longer than original/low, f for wavelengths shorter than original/high;
           between: (1 − m) · f/factor + m · f,  m = (original/wavelength − low) / (high − low)
-yarn      f/factor from the i on that rotates beta_slow times in `original` tokens, f up to the i that rotates beta_fast
-          times, and linear between; cos and sin are multiplied by attention_factor, by default 0.1 · ln(factor) + 1
+yarn      f for every i up to the one that rotates beta_fast times in `original` tokens, f/factor for every i from the one that
+          rotates beta_slow times, linear between; cos and sin are multiplied by attention_factor, 0.1 · ln(factor) + 1 by
+          default
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Literal, get_args
 
 Kind = Literal["linear", "llama3", "yarn"]
 _TURNS = ("low", "high", "beta_fast", "beta_slow")
-_MOST = 1e9  # limit of every number; the largest published `original` is 262,144
+_MOST = 1e9  # the limit of every field; the largest published `original` is 262,144
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class RopeScaling:
 
 
 def rope_frequencies(theta: float, d: int, scaling: RopeScaling | None) -> tuple[list[float], float]:
-    """(frequencies, factor of cos and sin)."""
+    """(the frequencies, the factor of cos and sin)"""
     plain = [theta ** (-2.0 * i / d) for i in range(d // 2)]
     if scaling is None:
         return plain, 1.0
@@ -83,5 +84,5 @@ def _llama3(f: float, s: RopeScaling) -> float:
 
 
 def _turning(turns: float, theta: float, d: int, tokens: int) -> float:
-    """The fractional i at which the angle makes `turns` rotations in `tokens` tokens."""
+    """The fractional i whose angle makes `turns` rotations in `tokens` tokens."""
     return d * math.log(tokens / (turns * 2 * math.pi)) / (2 * math.log(theta))

@@ -2,7 +2,7 @@
 
     settings = temperature T, top_k (0 = all), top_p (1 = all), min_p (0 = all), repetition_penalty (1 = none)
 
-    y   = l · penalty if l < 0, else l / penalty        for tokens in seen, else y = l; finite stays finite
+    y   = l · penalty if l < 0, else l / penalty        for tokens in seen, else y = l; a finite l gives a finite y
     z   = (y − max y) / T        e = exp(z)             after the temperature
     kept by top_k     fewer than top_k tokens have a larger y
     kept by top_p     the tokens with a larger e sum to less than top_p · Σ e, both over the tokens that top_k kept
@@ -88,8 +88,8 @@ def sample_fwd(
     tokens: Tensor, logprobs: Tensor, seen: Tensor | None = None, **where: Unpack[Where],
 ) -> None:  # fmt: skip
     """Draws tokens (B,) int64 with their logprobs (B,), and sets seen[b, token] to 1. seeds, sequences, drawn are (B,) int64.
-    drawn is the number of tokens that a sequence has drawn before. A row with drawn = −1 draws none, and its token and logprob
-    stay as they are. Without `seen` there is no repetition penalty."""
+    drawn is the number of tokens that a sequence has drawn before. A row with drawn = −1 draws no token, and its token and
+    logprob do not change. Without `seen` there is no repetition penalty."""
     _check_logits(logits, logprobs)
     (b, v), device = logits.shape, logits.device
     check_given(
@@ -114,8 +114,9 @@ def sample_fwd(
 
 @op()
 def logprobs_fwd(logits: Tensor, targets: Tensor, *, logprobs: Tensor, **where: Unpack[Where]) -> None:
-    """logprobs (N,) = log softmax(logits)[target]; 0 where the target is −1; NaN in a row with a NaN or a +inf, or with only
-    −inf. `sample_fwd` gives the same bits.       logits (N, V)   targets (N,) int64"""
+    """logprobs (N,) = log softmax(logits)[target]. A row without a target (−1) gives 0. A row with a NaN or a +inf, or with
+    only
+    −inf, gives NaN. `sample_fwd` gives the same bits.       logits (N, V)   targets (N,) int64"""
     _check_logits(logits, logprobs)
     n, v = logits.shape
     check_tensor("targets", targets, (n,), torch.int64, logits.device)

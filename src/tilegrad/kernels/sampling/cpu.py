@@ -1,5 +1,5 @@
-"""Sampling in C++ (cpu/csrc/rows/sampling.cpp), one thread for each row. The smallest kept key, the bits of y or e, is found by
-histograms of the tokens' masses over 11 bits of the keys at a time. Noise is drawn for the kept tokens only."""
+"""Sampling in C++ (cpu/csrc/rows/sampling.cpp), one thread for each row. A key is the bits of y or of e. Histograms of the
+tokens' masses find the smallest kept key, 11 bits at a time. Noise is drawn for the kept tokens only."""
 
 from __future__ import annotations
 

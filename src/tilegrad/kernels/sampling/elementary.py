@@ -6,7 +6,7 @@
                      log(x) = ((2 s · (q (1/3 + q (1/5 + …))) + k · LN2_LOW) + 2 s) + k · LN2_HIGH
 
 x must be a normal number in log. k · LN2_HIGH and n · LN2_HIGH are exact. The last bit of torch's own exp and log depends on
-the device, and on whether vector instructions compute the column. triton_ops.py and cpu/csrc/rows/sampling.cpp have the same
+the device, and on whether vector instructions compute the element. triton_ops.py and cpu/csrc/rows/sampling.cpp have the same
 functions.
 """
 
@@ -22,7 +22,8 @@ LOG2E = math.log2(math.e)
 
 
 class Constants(NamedTuple):
-    """exp_terms and log_terms: 1/i! and 1/(2 i + 1), the highest i first. root: the bits of √½. exp(x) is 0 below `least`."""
+    """exp_terms and log_terms: 1/i! and 1/(2 i + 1), from the highest i down. root: the bits of √½. exp(x) is 0 below
+    `least`."""
 
     integer: torch.dtype
     mantissa: int

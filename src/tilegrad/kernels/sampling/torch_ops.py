@@ -1,8 +1,8 @@
 """Sampling by torch ops on any device, a block of rows at a time. On CUDA the host reads nothing, so a step can be captured.
 
-Unlike the other kernels this one sorts y for top_k and e for top_p. torch.sort allocates memory, 8 · V bytes on a CPU. On a CPU
-a sort that no row needs is skipped. Every operation is rounded once or is on integers, so a row's bits do not depend on other
-rows.
+Unlike the other kernels, this one sorts y for top_k and e for top_p. torch.sort allocates memory, 8 · V bytes on a CPU. On a
+CPU a sort that no row needs is skipped. Every operation is rounded once, or is on integers. So a row's bits do not depend on
+other rows.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def fwd(
         tokens[i].masked_fill_(bad, -1)
         logprobs[i].masked_fill_(bad, 0.0)
         bad.logical_or_(idle)
-        if seen is not None:  # a row without a new token keeps its flags
+        if seen is not None:  # the flags of a row without a new token do not change
             one, at = part["bits"].view(torch.uint8)[:, :1], torch.clamp(tokens[i], min=0, out=part["row_integers"][0])
             torch.gather(seen[i], 1, at[:, None], out=one)
             one.bitwise_or_(torch.logical_not(bad, out=bad)[:, None])

@@ -89,14 +89,14 @@ def order_key(y):
 
 @triton.jit
 def number_of(key):
-    """The y whose integer of `order_key` is the key."""
+    """The inverse of `order_key`."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def smallest_kept(row, V, bound, scale, MASSES: tl.constexpr, TILE: tl.constexpr):
-    """The smallest t such that the keys above t have a total mass below `bound`. `row` has e, each with its mass, or y, each of
-    mass 1. t is found two bits at a time, the highest first. For y the first of them is the sign, which is reversed."""
+    """The smallest t such that the keys above t have a total mass below `bound`. `row` has e with their masses, or y with mass
+    1 each. t is found two bits at a time, from the highest down. For y the highest bit is the sign, which counts in reverse."""
     cols = tl.arange(0, TILE)
     t = tl.full([], 0 if MASSES else LEAST_KEY, tl.int32)
     counted: tl.constexpr = tl.int64 if MASSES else tl.int32
@@ -125,8 +125,8 @@ def smallest_kept(row, V, bound, scale, MASSES: tl.constexpr, TILE: tl.constexpr
 
 @triton.jit
 def kth_largest(key, n, k, most):
-    """The k-th largest of n keys in registers, found two bits at a time; the others are LEAST_KEY. Ends earlier, with a smaller
-    number, if at most `most` keys are larger than or equal to it. One sum adds three counts of 20 bits each."""
+    """The k-th largest of n keys in registers, found two bits at a time; the other elements are LEAST_KEY. Stops early, with a
+    smaller t, if at most `most` keys are larger than or equal to t. One sum adds three counts of 20 bits each."""
     t = tl.full([], LEAST_KEY, tl.int32)
     shift = tl.full([], 30, tl.int32)
     kept = n
@@ -146,8 +146,8 @@ def kth_largest(key, n, k, most):
 
 @triton.jit
 def smallest_kept_mass(e, mass, bound):
-    """The smallest t such that the e above t have a total mass below `bound`, found four bits at a time. All are in registers.
-    Not a positive number if the total mass of all e is below `bound`."""
+    """The smallest t such that the e above t have a total mass below `bound`, found four bits at a time. All e are in
+    registers. t is not a positive number if the total mass of all e is below `bound`."""
     digits, key = tl.arange(0, 16), e.to(tl.int32, bitcast=True)
     t = tl.full([], LEAST_KEY, tl.int32)
     for step in range(8):

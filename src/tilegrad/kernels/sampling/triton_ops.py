@@ -8,19 +8,21 @@
     choose    for each row      from the list: the smallest y that top_k keeps, the smallest e that top_p keeps, argmax of z + g
 
 The bound of top_k is at most the k-th largest maximum of a segment. So at least k tokens are candidates, among them every token
-that top_k keeps. The bound of top_p alone is at most the middle one of the maxima. Then the list is enough if the smallest kept
-e is larger than the e of every token below the bound. A token with y < max y − 88 T has e = 0, so it is no candidate.
+that top_k keeps. With top_p but no top_k, the bound is at most the median of these maxima. The list is then enough if the
+smallest kept e is larger than the e of every token below the bound. A token with y < max y − 88 T has e = 0, so it is no
+candidate.
 
-If the list is too long or not enough, `choose` reads the whole row several times, TILE logits at a time:
+If there are too many candidates for the list, or the list is not enough, `choose` reads the row several times, TILE logits at a
+time:
 
     top_k     a pass that writes y to scratch, then 16 passes, each for two bits of the smallest kept y
     top_p     a pass that writes e to scratch, then 15 passes, each for two bits of the smallest kept e
     pass      argmax of z + g over the kept tokens
 
-This is much slower. It happens if top_k is more than about a thousand, if more than LISTED tokens are equal, and if the tokens
-that top_p keeps are more than about a thousand. The programs append candidates in any order, but the token does not depend on
-it: masses are integers, and the smallest index of equal scores is taken. Fused multiply-adds are off, so the results have the
-bits of the other kernels.
+This is much slower. It happens if top_k is more than about a thousand, if more than LISTED tokens are equal, or if top_p keeps
+more than about a thousand tokens. The programs append candidates in any order, but the token does not depend on this order:
+masses are integers, and the smallest index of equal scores is taken. Fused multiply-adds are off, so the results have the bits
+of the other kernels.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -67,8 +69,8 @@ FEW = 1 << 9  # a list of at most FEW candidates takes fewer registers and less 
 LISTED = 1 << 11  # most candidates of a list
 
 NO_EXPONENT = tl.constexpr(88.0)  # exp(−x) is 0 if x is more than 87
-LEAST_FINITE_KEY = tl.constexpr(-2139095040)  # of −LARGEST
-MARGIN = tl.constexpr(1.000001)  # more than the error of two exp
+LEAST_FINITE_KEY = tl.constexpr(-2139095040)  # the key of −LARGEST
+MARGIN = tl.constexpr(1.000001)  # more than the relative error of two exp
 
 
 @triton.jit
@@ -96,7 +98,7 @@ def _logprobs_kernel(logits, targets, logprobs, logits_n, V, scale, TILE: tl.con
 
 @triton.jit
 def _settings(settings, b, V):
-    """random, whether T > 0; divisor, T or 1; k, 0 without a top_k; top_p, min_p and the penalty."""
+    """(T > 0; T, or 1 if T = 0; top_k, or 0 if it removes no token; top_p; min_p; the penalty)"""
     row = settings + b * 5
     temperature, top_k = tl.load(row), tl.load(row + 1)
     random = temperature > 0.0
@@ -112,7 +114,7 @@ def _top(maxima, b, P, PARTS: tl.constexpr):
 
 @triton.jit
 def _first_of_largest(score, index, V):
-    """(largest score, the smallest of its indices)"""
+    """(the largest score, the smallest index that has it)"""
     best = tl.max(score, 0)
     return best, tl.min(tl.where(score == best, index, V), 0)
 
@@ -405,7 +407,7 @@ def fwd(
     most = max(1, PROGRAMS * multiprocessors(logits.device) // max(b, 1))
     chunk = tile * ceil_div(parts, min(parts, most))
     p = ceil_div(v, chunk)
-    flags = tokens if seen is None else seen  # tokens instead of seen, which is not read
+    flags = tokens if seen is None else seen  # any address: without seen it is not read
     strides = logits.stride(0), 0 if seen is None else seen.stride(0)
     seeing = {"SEEN": seen is not None, **dependent(logits, b)}
     options = {"TILE": tile, "num_warps": min(CHUNK_WARPS, max(1, tile // 32)), "enable_fp_fusion": False, **seeing}

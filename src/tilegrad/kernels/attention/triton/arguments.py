@@ -60,7 +60,7 @@ def score_arguments(sizes: Sizes, mask: Mask, scratch: Scratch) -> Arguments:
 
 
 def interval_arguments(mask: Mask) -> Arguments:
-    """Intervals and their strides; all None in a call without."""
+    """Intervals and their strides. All are None in a call without intervals."""
     x = mask.intervals
     if x is None:
         return dict.fromkeys(("intervals", "intervals_b", "intervals_h"))
@@ -68,7 +68,8 @@ def interval_arguments(mask: Mask) -> Arguments:
 
 
 def list_arguments(mask: Mask, runs: Tensor | None, tiles: int) -> Arguments:
-    """The lists of a kernel's own tiles, `tiles` for each kv head that has intervals of its own; all None without lists."""
+    """The lists of tiles that a kernel visits: `tiles` lists for each kv head with separate intervals. All None without
+    lists."""
     x = mask.intervals
     if x is None or runs is None:
         return dict.fromkeys(("runs", "runs_b", "runs_h"))
@@ -82,7 +83,7 @@ def _step(x: Tensor, axis: int) -> int:
 
 
 def pairs_of(mask: Mask) -> int:
-    """Intervals of a column."""
+    """The number of intervals of a column."""
     return 0 if mask.intervals is None else mask.intervals.shape[3] // 2
 
 
@@ -93,7 +94,7 @@ def exponent_arguments(factor: float, dtype: torch.dtype) -> Arguments:
 
 
 def sequence_arguments(mask: Mask) -> Arguments:
-    """Boundaries of packed sequences; None in a dense call."""
+    """The boundaries of packed sequences. They are None in a dense call."""
     return {"cu_seqlens_q": mask.cu_seqlens_q, "cu_seqlens_k": mask.cu_seqlens_k}
 
 

@@ -5,14 +5,14 @@
               (1) sᵀ = k qᵀ   (2) dpᵀ = v doᵀ   (3) dv += rᵀ do   (4) dk += dxᵀ q
     dq      a program has a tile of rows and loops over the columns they attend to
               (1) s = q kᵀ    (2) dp = do vᵀ    (5) dq += dx k
-    dbias   a program has a tile of the bias itself and loops over everything that the bias is broadcast over. A bias
+    dbias   a program has a tile of the bias and loops over the axes that the bias is broadcast over. A bias that is
             broadcast over columns shifts whole rows: p does not depend on it, but lse and the sink's probability do:
               Σⱼ ds = Σⱼ p ∘ dp − delta Σⱼ p = (delta + dlse) − delta (1 − p_sink) = dlse + p_sink · delta
     dsinks  a program has a head and loops over its rows: dsink −= Σ exp(sink − lse) · delta
 
-scores.py computes r, ds and dx of a tile. scale, and for dv 1/(1 − dropout_p), are applied once at the end. Scores are
-computed twice: 7 GEMMs (8 with separate dk and dv passes) of 2·Tq·Tk·D FLOPs, where a fused loop has 5. That
-avoids atomics and a float32 dq in memory. Scratch is delta and row_lse, float32 (B, Hq, Tq) each.
+scores.py computes r, ds and dx of a tile. scale, and for dv 1/(1 − dropout_p), are applied once at the end. Scores are computed
+twice: 7 GEMMs (8 with separate dk and dv passes) of 2·Tq·Tk·D FLOPs, instead of the 5 of a fused loop. This avoids atomics and
+a float32 dq in memory. Scratch is delta and row_lse, float32 (B, Hq, Tq) each.
 """
 
 from __future__ import annotations
@@ -93,9 +93,9 @@ def _add_rows(
 ):  # fmt: skip
     """Adds the masked or the unmasked row tiles of one query head to dk and dv.
 
-    The sum dp may start from −delta instead of 0. s must not start from −lse, with which every partial sum would be rounded.
-    row_lse and delta are prefetched by hand, because Triton doesn't pipeline such narrow loads. To save registers,
-    loop-invariant code motion is off and the few masked tiles aren't pipelined."""
+    The sum dp may start from −delta instead of 0. s must not start from −lse, because every partial sum would then include lse
+    when it is rounded. row_lse and delta are prefetched by hand, because Triton doesn't pipeline such narrow loads. To save
+    registers, loop-invariant code motion is off, and the few masked tiles aren't pipelined."""
     q_offsets = tile_offsets(q_t, BLOCK_M, k.shape[1], ALIGN, INT64_OFFSETS)
     do_offsets = q_offsets if SAME_OFFSETS else tile_offsets(do_t, BLOCK_M, v.shape[1], ALIGN, INT64_OFFSETS)
     DP_STARTS: tl.constexpr = not IEEE_FP32 and head.seed is None

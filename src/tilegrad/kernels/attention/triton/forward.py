@@ -9,12 +9,13 @@
 
 In a plain call (PLAIN) x is q·k, and p = exp2(c x − c row_max) with c = factor · log2(e) is one fma and one exp2. The fma
 subtracts a rounded c · row_max from an exact c · x. The rounding error is the same for the whole row: it cancels in o, and
-`product_lse` removes it from lse. Where |c · row_max| is very large, p would overflow. From 2²⁶ on c is the next power of two,
-so the product is exact. Distinct scores are then at least 4 apart in the log2 domain, and nearly every p is 0 or 1.
+`product_lse` removes it from lse. But if |c · row_max| is very large, p would overflow. So if it is 2²⁶ or more, c is replaced
+by the next power of two, which makes the product exact. Distinct scores then differ by at least 4 in the log2 domain, and
+nearly every p is 0 or 1.
 
 SPLIT > 0: the order in which a row is summed does not depend on its tile of rows. The columns SPLIT·n … SPLIT·(n + 1) − 1 are
 one part of the softmax, summed tile by tile from the first, and the parts are combined in their order (softmax.py). Every tile
-applies the mask. Tiles and parts that only other rows attend to change no bit: p is 0, and alpha is 1. cache_attention has
+applies the mask. Tiles and parts that only other rows attend to change no bit: p is 0, and alpha is 1. cache_attention sums in
 the same order.
 
 Split-K: with few rows and many columns, `splits` programs share the columns of a row tile. Each writes its own o and lse, in
@@ -67,8 +68,8 @@ def _attend(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr, IEEE_FP32: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds the masked or the unmasked column tiles. To save registers, heads above 256 have neither loop-invariant code motion
-    nor pipelined masked tiles."""
+    """Adds the masked or the unmasked column tiles. For heads above 256, loop-invariant code motion is off and the masked tiles
+    are not pipelined, to save registers."""
     PLAIN: tl.constexpr = head.softcap is None and head.bias is None and head.slope is None
     WIDE: tl.constexpr = q.shape[1] > 256 or acc.shape[1] > 256
     runs = None

@@ -1,18 +1,18 @@
-"""Interval masks on the device: the list of tiles that each tile visits, by two small kernels before a kernel with scores.
+"""Interval masks on the device: two small kernels, before a kernel with scores, list the tiles that each tile visits.
 
     edges   of each tile of columns, for each of the intervals of a column: least start, largest start, least end, largest end
             (mask.interval_edges)
     list    of each tile of rows, the tiles of columns that it visits; or of each tile of columns, the tiles of rows
 
-A pair of a tile of rows [start, stop) and a tile of columns is masked out, and not in the list, if the band masks it out or one
-of the n intervals has all rows in every column: largest start ≤ start and stop ≤ least end. The pair is unmasked if no edge of
-the band crosses it and no interval of a column has any of the rows: stop ≤ least start or largest end ≤ start. All other pairs
-are masked: their elements are tested.
+A pair of a tile of rows [start, stop) and a tile of columns is masked out, and not in the list, if the band masks it out or if
+one of the n intervals contains all these rows in every column: largest start ≤ start and stop ≤ least end. The pair is unmasked
+if no edge of the band crosses it and no interval of a column contains any of the rows: stop ≤ least start or largest end ≤
+start. All other pairs are masked: each of their elements is tested.
 
 A list has at most MOST_RUNS runs of unmasked tiles and as many of masked tiles (scores.py), so its size does not grow with the
-sequence. If there are more runs of either, all further tiles up to the end of the band count as masked, so the list still has
-every pair that attends. The lists of T rows cost T² / (BLOCK_M · BLOCK_N) comparisons and
-4 · (4 · MOST_RUNS + 2) · T / BLOCK_M bytes.
+sequence. If there are more runs of either kind, all later tiles up to the end of the band count as masked, so the list still
+has every pair that attends. The lists of T rows cost T² / (BLOCK_M · BLOCK_N) comparisons and 4 · (4 · MOST_RUNS + 2) · T /
+BLOCK_M bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import triton.language as tl
 from .memory import steps
 from .scores import MOST_RUNS, band_tiles
 
-CHUNK = 256  # tiles that a program of `_list_kernel` tests together
+CHUNK = 256  # tiles that a program of `_list_kernel` tests at once
 BEYOND = tl.constexpr(2**31 - 1)  # after every row
 SIZES = ["intervals_b", "intervals_h", "heads", "row_tiles", "col_tiles", "tq", "tk", "left", "right"]
 
@@ -39,7 +39,7 @@ def _edges_kernel(
     for pair in tl.static_range(PAIRS):
         starts = tl.load(intervals + j * (2 * PAIRS) + 2 * pair, mask=j < tk, other=0)
         ends = tl.load(intervals + j * (2 * PAIRS) + 2 * pair + 1, mask=j < tk, other=0)
-        some = (starts < ends) & (j < tk)  # an empty interval has no row; columns after the last change no edge
+        some = (starts < ends) & (j < tk)  # an empty interval has no row; columns from tk on change no edge
         tl.store(edges + 4 * pair, tl.min(tl.where(some, starts, BEYOND), 0))
         tl.store(edges + 4 * pair + 1, tl.max(tl.where(some, starts, tl.where(j < tk, BEYOND, -1)), 0))
         tl.store(edges + 4 * pair + 2, tl.min(tl.where(some, ends, tl.where(j < tk, -1, BEYOND)), 0))
@@ -48,7 +48,8 @@ def _edges_kernel(
 
 @triton.jit
 def _kinds(edges, cols, starts, stops, n, unmasked, unmasked_end, visited, PAIRS: tl.constexpr):
-    """The kind of tiles n of the other axis: 0 not visited, 1 unmasked, 2 masked. cols, or starts and stops, describe them."""
+    """The kind of each tile n of the other axis: 0 not visited, 1 unmasked, 2 masked. cols, starts and stops describe the
+    pair."""
     whole = n < 0
     some = (n < unmasked) | (n >= unmasked_end)
     for pair in tl.static_range(PAIRS):
@@ -64,14 +65,14 @@ def _kinds(edges, cols, starts, stops, n, unmasked, unmasked_end, visited, PAIRS
 
 @triton.jit
 def _runs_of(kind, previous, runs, MASKED: tl.constexpr):
-    """Where runs of unmasked or of masked tiles begin, and their number there."""
+    """Where runs of masked or unmasked tiles begin, and the number of each run."""
     begins = (kind == MASKED + 1) & (previous != MASKED + 1)
     return begins, runs + tl.cumsum(begins.to(tl.int32), 0) - 1
 
 
 @triton.jit
 def _add_runs(runs, n, kind, begins, number, tiles, count, MASKED: tl.constexpr):
-    """Writes the runs that begin among n. Returns (tiles, runs) so far."""
+    """Writes the runs that begin among the tiles n. Returns the numbers of tiles and of runs so far."""
     of_kind = (kind == MASKED + 1).to(tl.int32)
     before = tiles + tl.cumsum(of_kind, 0) - of_kind
     at = runs + 2 * MOST_RUNS * MASKED + number
@@ -87,7 +88,7 @@ def _list_kernel(
     row_tiles, col_tiles, tq, tk, left, right,
     PAIRS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The list of one tile of rows, or, if COLUMNS, of columns."""
+    """Lists the tiles that one tile of rows visits, or one tile of columns if COLUMNS."""
     own_tiles = col_tiles if COLUMNS else row_tiles
     own = tl.program_id(0) % own_tiles
     edges += steps(tl.program_id(0) // own_tiles, 4 * PAIRS, 1) * col_tiles
@@ -102,7 +103,7 @@ def _list_kernel(
         first, unmasked, unmasked_end, last = band_tiles(
             start, tl.minimum(start + BLOCK_M, tq), tk - tq, left, right, tk, BLOCK_N
         )
-    last = tl.minimum(last, row_tiles if COLUMNS else col_tiles)  # where k, or q, is empty
+    last = tl.minimum(last, row_tiles if COLUMNS else col_tiles)  # if k, or q, is empty
     cut = last  # from here on all tiles count as masked
     tiles = first * 0
     masked_tiles = first * 0

@@ -54,7 +54,7 @@ def _forward_kernel(sizes: Sizes) -> str:
 
 def splits_for(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> int:
     """How many programs share the columns of a row tile: enough for two programs per multiprocessor, each with at least two
-    tiles. 1 unless columns far outnumber rows, as in decoding, so that scratch never grows when a training batch shrinks."""
+    tiles. 1 unless columns far outnumber rows, as in decoding. So scratch never grows when a training batch shrinks."""
     if sizes.tk < 4 * sizes.tq:
         return 1
     tile = tiles_for(_forward_kernel(sizes), sizes, dtype, device)[0]
@@ -82,7 +82,7 @@ def workspace(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, backward: bool, de
 
 
 def _list_shapes(sizes: Sizes, mask: Mask) -> Shapes:
-    """Buffers of intervals.py, for tiles of any size, because fit.py may replace a tile by a smaller one."""
+    """Buffers of intervals.py. They fit tiles of any size, because fit.py may replace a tile by a smaller one."""
     if mask.intervals is None:
         return {}
     own = mask.intervals.shape[0] * mask.intervals.shape[1]
@@ -94,7 +94,7 @@ def _list_shapes(sizes: Sizes, mask: Mask) -> Shapes:
 def _with_lists(
     calls: list[KernelCall], scratch: Scratch, sizes: Sizes, mask: Mask, *, columns: bool
 ) -> list[KernelCall]:
-    """`calls` of one kernel, after the calls that list the tiles which each of its own tiles visits."""
+    """The calls that list the tiles that each tile of a kernel visits, then `calls` of the kernel."""
     if mask.intervals is None or not calls:
         return calls
     blocks = {name: calls[0].arguments[name] for name in ("BLOCK_M", "BLOCK_N")}
@@ -140,7 +140,7 @@ Call = TypeVar("Call", Forward, Backward)
 def _prepared(
     call: Call, views: Views, kernel_calls: Callable[[Call, Scratch], list[KernelCall]]
 ) -> Callable[[Call], None]:
-    """A plan of launches; in the interpreter, or if only Triton can launch a kernel, a function that calls Triton."""
+    """A plan of launches. In the interpreter, or if only Triton can launch a kernel, a function that calls Triton."""
 
     def run(call: Call) -> None:
         with torch.cuda.device_of(call.q):

@@ -40,7 +40,7 @@ def tile_offsets(x_t, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.const
 
 @triton.jit
 def load_tile(x, offsets, rows, D: tl.constexpr, CHECKED: tl.constexpr):
-    """A tile, 0 from column D on and, if CHECKED, from row `rows` on."""
+    """A tile. It is 0 from column D on and, if CHECKED, from row `rows` on."""
     ROWS: tl.constexpr = offsets.shape[0]
     BLOCK_D: tl.constexpr = offsets.shape[1]
     t = tl.arange(0, ROWS)[:, None] < rows
@@ -59,7 +59,7 @@ def load_tile(x, offsets, rows, D: tl.constexpr, CHECKED: tl.constexpr):
 @triton.jit
 def load_row(x, rows, end, other, DUPLICATES: tl.constexpr):
     """x[rows] as (DUPLICATES, M), one element per thread; `other` from `end` on. Without duplicates there are fewer elements
-    than threads, and in Triton every thread then reads all that it needs (16 words at M = 64) through shared memory."""
+    than threads, and Triton then makes every thread read the elements that it needs (16 at M = 64) from shared memory."""
     offsets = rows[None, :] + tl.zeros([DUPLICATES, 1], tl.int32)
     return tl.load(x + offsets, mask=offsets < end, other=other)
 

@@ -13,7 +13,7 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E_LOW = tl.constexpr(1.9259629911266175e-08)  # log2(e) − float32(log2(e))
-LN2_HEAD = tl.constexpr(0.693359375)  # 9 bits of ln 2, so that its product with an exponent is exact
+LN2_HEAD = tl.constexpr(0.693359375)  # the first 9 bits of ln 2: its product with an exponent is exact
 LN2_TAIL = tl.constexpr(-2.1219444005469057e-04)
 LEAST_EXPONENT = tl.constexpr(-87.0)  # exp below it is 0
 CHAIN = tl.constexpr(32)  # terms that an IEEE float32 dot product sums sequentially
@@ -29,8 +29,8 @@ def to_log2(x, IEEE_FP32: tl.constexpr):
 
 @triton.jit
 def rounded_product(x, y):
-    """x · y, rounded before anything is added to it. The compiler would turn x · y − lse into one fma that subtracts a rounded
-    lse from an exact product: p would err by |lse| · eps. An explicit fma is left as it is."""
+    """x · y, rounded before anything is added to it. The compiler would turn x · y − lse into one fma, which subtracts a
+    rounded lse from an exact product: p would err by |lse| · eps. The compiler does not change an explicit fma."""
     return tl.fma(x, y, 0.0)
 
 
@@ -67,7 +67,8 @@ def exponential(x, IEEE_FP32: tl.constexpr):
 
 @triton.jit
 def scaled_max(row_max, log2_factor, coarse_factor):
-    """(c, c · row_max) for rows of products: c is log2_factor, or coarse_factor beyond LARGE; forward.py says why."""
+    """(c, c · row_max) for rows of products. c is log2_factor, or coarse_factor if the product exceeds LARGE (see
+    forward.py)."""
     c = tl.where(tl.abs(row_max) * log2_factor < LARGE, log2_factor, coarse_factor)
     return c, rounded_product(row_max, c)
 
@@ -96,7 +97,7 @@ def quotient(x, y, IEEE_FP32: tl.constexpr):
 
 @triton.jit
 def ratio(x, y, IEEE_FP32: tl.constexpr):
-    """`quotient` where y may be float64."""
+    """`quotient` for a y that may be float64."""
     return x / y if y.dtype == tl.float64 else quotient(x, y, IEEE_FP32)
 
 
@@ -108,7 +109,7 @@ def add_unfused(a, b):
 
 @triton.jit
 def dot(a, b, acc, IEEE_FP32: tl.constexpr):
-    """acc + a b with a in b's dtype; all in float64 if acc is."""
+    """acc + a b, with a converted to b's dtype. If acc is float64, everything is in float64."""
     if acc.dtype == tl.float64:
         return tl.dot(a, b.to(tl.float64), acc, out_dtype=tl.float64)
     elif IEEE_FP32:
@@ -135,7 +136,8 @@ def dot_transposed(a, b, start, IEEE_FP32: tl.constexpr):
 
 @triton.jit
 def tanh(x, IEEE_FP32: tl.constexpr):
-    """An odd polynomial near 0, where 1 − 2 / (1 + exp(2x)) would cancel. The relative error is 3e-7; with IEEE_FP32, 2e-7."""
+    """tanh(x), by an odd polynomial near 0, where 1 − 2 / (1 + exp(2x)) would cancel. The relative error is 3e-7; with
+    IEEE_FP32, 2e-7."""
     y = x * x
     if IEEE_FP32:
         near = -0.008262742310762405 + y * 0.0022269717883318663

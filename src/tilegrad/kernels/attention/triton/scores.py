@@ -9,8 +9,8 @@ function here works for both.
 
 A negative scale negates q (or k) on load, which is exact; so factor > 0 and max(factor · x) = factor · max(x).
 
-Every kernel rounds a score at the same steps, so the backward subtracts lse from the same bits that lse was computed from. The
-largest score of a row then has p = 1 / row_sum, however large it is.
+Every kernel rounds a score at the same steps. So the backward subtracts lse from the very bits that lse was computed from, and
+the largest score of a row has p = 1 / row_sum, however large the score is.
 
 A range of rows attends to the tiles [first, last) of BLOCK columns, of which [first, unmasked) and [unmasked_end, last) need a
 mask and [unmasked, unmasked_end) don't. The rows that attend to a range of columns are found the same way, with Tq and Tk, left
@@ -27,9 +27,9 @@ import triton.language as tl
 from .memory import steps
 from .numerics import exponential, quotient, rounded_product, tanh
 
-# One query head of one sequence; None where the call lacks the feature. bias points to this head, slope is for ALiBi,
-# inv_keep is 1 / (1 − dropout_p). intervals points to the first interval of column 0 of this kv head, second to its second one.
-# Kernels build it themselves, because a device function can't return None.
+# One query head of one sequence. A field is None if the call lacks the feature. bias points to this head, slope is for ALiBi,
+# inv_keep is 1 / (1 − dropout_p). intervals points to the first interval of column 0 of this kv head, second to the second
+# interval. Kernels build a Head themselves, because a device function can't return None.
 Head = namedtuple(
     "Head",
     "b h tq tk left right factor softcap bias bias_i bias_j slope seed threshold inv_keep intervals second",
@@ -52,7 +52,7 @@ MOST_RUNS = tl.constexpr(32)
 def band_tiles(start, stop, shift, back, ahead, size, BLOCK: tl.constexpr):
     """Tiles (first, unmasked, unmasked_end, last) of the other axis, which has `size` indices, for [start, stop) of this one.
 
-    Index i attends to i + shift − back … i + shift + ahead; back or ahead None: no bound."""
+    Index i attends to i + shift − back … i + shift + ahead. back or ahead is None if that side has no bound."""
     low = start * 0
     unmasked_low = start * 0
     high = size
@@ -86,7 +86,8 @@ def list_runs(visits, MASKED: tl.constexpr):
 
 @triton.jit
 def own_list(runs, runs_b, runs_h, b, kv_head, tile):
-    """The list of a tile. runs_b, runs_h: lists from one sequence, or kv head, to the next; 0 if they share their lists."""
+    """The list of a tile. runs_b and runs_h are the numbers of lists per sequence and per kv head, or 0 if these share
+    lists."""
     return runs + steps(b * runs_b + kv_head * runs_h + tile, 4 * MOST_RUNS + 2, 1)
 
 
@@ -151,7 +152,7 @@ def outside(interval, i, inside):
 
 @triton.jit
 def scores(s, i, j, head, IEEE_FP32: tl.constexpr, MASKED: tl.constexpr):
-    """(x, tanh): x are the scores, or in a plain call the scores divided by factor. tanh is the tanh of the softcap."""
+    """(x, tanh). x are the scores or, in a plain call, the scores divided by factor. tanh is the tanh of the softcap."""
     x = s
     t = s
     PLAIN: tl.constexpr = head.softcap is None and head.bias is None and head.slope is None
@@ -176,7 +177,7 @@ def scores(s, i, j, head, IEEE_FP32: tl.constexpr, MASKED: tl.constexpr):
         if head.right is not None:
             attends &= i + (head.tk - head.tq) - j >= -head.right
         if head.intervals is not None:
-            NUMBERS: tl.constexpr = 2 if head.second is None else 4  # of a column
+            NUMBERS: tl.constexpr = 2 if head.second is None else 4  # numbers of a column
             attends &= outside(head.intervals + j * NUMBERS, i, j < head.tk)
             if head.second is not None:
                 attends &= outside(head.second + j * NUMBERS, i, j < head.tk)

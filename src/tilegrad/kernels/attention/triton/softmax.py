@@ -1,4 +1,4 @@
-"""The running softmax of rows: weights of a tile of scores, and how two parts of a row's columns are combined.
+"""The running softmax of rows: the weights of a tile of scores, and the combination of two parts of a row's columns.
 
     tile      new_max = max(row_max, max x)   p = exp(x − new_max)      alpha = exp(row_max − new_max)
     combine   new_max = max(row_max, part's)  alpha = exp(row_max − new_max)   w = exp(part's − new_max)
@@ -44,7 +44,7 @@ def no_column(row_sum, coarse_factor, PLAIN: tl.constexpr):
 
 @triton.jit
 def with_sink(row_max, sink, factor, log2_factor, coarse_factor, PLAIN: tl.constexpr, IEEE_FP32: tl.constexpr):
-    """(row_max, row_sum) of rows before their first column, with a sink; −inf: no sink"""
+    """(row_max, row_sum) of rows with a sink, before their first column. A sink of −inf is no sink"""
     if PLAIN:
         row_max = tl.maximum(row_max, sink / factor)
         _, largest = scaled_max(row_max, log2_factor, coarse_factor)

@@ -3,15 +3,15 @@
 A row is selected by
 
     architecture      10 · compute capability: 80 Ampere, 90 Hopper, 100 and 120 Blackwell; the nearest one below, or the first
-    bits              of the operands: 16, 32, or 64 where float32 is widened for its GEMMs
+    bits              of the operands: 16, 32, or 64 if float32 is converted to float64 for GEMMs
     head dimension    padded to a power of two
     band              whether the call is causal or has a window; INTERVALS, if it has intervals
 
 The table is committed, so tests run the same tiles as users, and a captured step never tunes. A tile that needs more shared
 memory than the device has is replaced by the next of `SMALLER`.
 
-Architecture 100 (B200) uses Hopper's rows, except for the widest head: accumulators are in tensor memory (TMEM) there, so dk
-and dv need no separate passes. Architecture 120 (RTX 50) has the MMA instructions of 80, without warpgroups or TMEM, and uses
+Architecture 100 (B200) uses Hopper's rows, except for the widest head: its accumulators are in tensor memory (TMEM), so dk and
+dv need no separate passes. Architecture 120 (RTX 50) has the MMA instructions of 80, without warpgroups or TMEM, and uses
 Ampere's tiles.
 """
 
@@ -45,12 +45,13 @@ LEAST = 16  # rows, and columns, of any tile
 SMALLER = (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 1), Tile(16, 16, 4, 1))
 
 # Half-precision rows that are not 16-byte aligned are loaded element by element. With larger tiles such loads gave wrong
-# forwards on an H200 (Triton 3.6, wgmma, D ≠ Dv); these tiles are too small for wgmma.
+# results of the forward on an H200 (Triton 3.6, wgmma, D ≠ Dv). These tiles are too small for wgmma.
 UNALIGNED = (Tile(32, 32, 4, 1), Tile(16, 16, 4, 1))
 
 # The forward of an invariant problem and attention over a cache add in the same order: both use the same tile and the same
-# columns per split for every batch, length and capacity. With 64 rows both use wgmma on Hopper. To tune: n, stages and SPLIT, a
-# multiple of every n. No kernel for sm_90 spills; with n = 64 the forward would, for heads of more than 64.
+# columns per split for every batch, length and capacity. With 64 rows both use wgmma on Hopper. n, stages and SPLIT may be
+# tuned; SPLIT must be a multiple of every n. For sm_90 no kernel spills. With n = 64 the forward would spill for heads above
+# 64.
 SPLIT = 256
 ORDERED = {  # largest head dimension → tile of half precision, of float32
     64: (Tile(64, 64, 4, 3), Tile(16, 32, 4, 2)),
@@ -61,7 +62,7 @@ ORDERED = {  # largest head dimension → tile of half precision, of float32
 
 
 def ordered(bits: int, d: int, dv: int) -> Tile:
-    """The tile for head dimensions. Half-precision heads that can't have 16-byte aligned rows have UNALIGNED's tile."""
+    """The tile for head dimensions. Half-precision heads whose rows can't be 16-byte aligned have UNALIGNED's tile."""
     if bits == 16 and (d % 8 or dv % 8):
         return UNALIGNED[0]
     of_16_bits, of_float32 = ORDERED[min(n for n in ORDERED if n >= max(d, dv))]
@@ -69,7 +70,7 @@ def ordered(bits: int, d: int, dv: int) -> Tile:
 
 
 Key = tuple[int, int, int, int]  # architecture, bits, head dimension (padded), band
-INTERVALS = 2  # a separate band, because these loops hold the runs of a list and the ends of intervals in registers
+INTERVALS = 2  # a separate band, because these loops keep the runs of a list and the ends of intervals in registers
 
 TABLE: dict[Key, Tiles] = {
     # table begins
@@ -120,7 +121,7 @@ TABLE: dict[Key, Tiles] = {
 
 @functools.cache
 def candidates(kernel: str, key: Key) -> tuple[Tile, ...]:
-    """Tiles to try in order."""
+    """The tiles to try, in order."""
     tile: Tile = getattr(row(key), kernel)
     return (tile, *(t for t in SMALLER if t.m <= tile.m and t.n <= tile.n and t != tile))
 
@@ -134,7 +135,8 @@ def set_row(key: Key, tiles: Tiles) -> None:
 
 @functools.cache
 def row(key: Key) -> Tiles:
-    """The nearest row: by bits and head dimension first, then the newest architecture that is not newer, then by band."""
+    """The nearest row: by bits, then by head dimension, then the newest architecture that is not newer than this one, then by
+    band."""
     architecture, bits, head_dim, band = key
 
     def distance(other: Key) -> tuple[bool, int, bool, int, int]:

@@ -15,7 +15,7 @@ using Bf16 = uint16_t;  // the bits of a bfloat16
 
 constexpr int64_t STRIP = 32;  // rows and columns of a block of c: 2 × 2 tiles
 
-// Each thread configures its tiles while it works and releases them afterwards: an idle thread has no tile state.
+// Each thread configures its tiles when it begins to work and releases them afterwards, so an idle thread has no tile state.
 struct TileConfiguration {
     TileConfiguration() {
         struct alignas(64) {

@@ -7,8 +7,8 @@
 //   (4) dk += dsᵀ q          q as pairs of rows
 //   (5) dqᵀ += kᵀ dsᵀ        dsᵀ also stored as pairs of rows; dq stays transposed until its head closes
 //
-// So only q, do and k are ever transposed. All sums are float32. In blocks with an edge of the mask, 32 × 32 squares that are
-// masked out are skipped.
+// So only q, do and k are ever transposed. All sums are float32. In a block that an edge of the mask crosses, 32 × 32 squares
+// that are masked out are skipped.
 #pragma once
 
 #include "attention/amx.h"
@@ -43,7 +43,7 @@ struct AmxBackward {
 
     Slots slots;
     Intervals intervals;
-    IntervalColumns interval_columns;  // of the tile
+    IntervalColumns interval_columns;  // the intervals of the tile's columns
     // Buffers of this thread.
     Bf16 *k, *v, *kt, *pairs, *p, *ds, *ds_pairs;
     float *dk, *dv_, *s, *dp, *row;
@@ -201,7 +201,7 @@ struct AmxBackward {
         advance_order(x.next_tile + r0 / ROWS, intervals.next(head, r0, rows, tile + 1));
     }
 
-    // What a score contains besides the product: nothing, a bias, or any of softcap, slopes and bias.
+    // The terms of a score besides the product: none, only a bias, or any of softcap, slopes and bias.
     enum Form { PRODUCT, BIASED, ANY };
 
     template <bool DROPPING>

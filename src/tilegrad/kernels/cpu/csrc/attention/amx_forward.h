@@ -37,7 +37,7 @@ struct AmxForward {
 
     Slots slots;
     Intervals intervals;
-    IntervalColumns interval_columns;  // of the tile, if intervals cross the block
+    IntervalColumns interval_columns;  // the intervals of the tile's columns, if intervals cross the block
     // Buffers of a thread.
     Bf16 *rows_of_q, *q, *v, *pairs, *p;
     float *s, *acc, *o, *row_max, *row_sum;

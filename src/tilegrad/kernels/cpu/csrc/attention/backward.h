@@ -1,5 +1,5 @@
-// Backward: a thread computes dk and dv of a tile of columns in a loop over the blocks of rows that attend to it. dq is summed
-// in the order of the tiles.
+// Backward: a thread computes dk and dv of a tile of columns in a loop over the blocks of rows that attend to the tile. dq is
+// summed in the order of the tiles.
 //
 //   open a head:     q, do packed; delta = rowsum(do ∘ o) − dlse; dq = 0
 //   tile of columns: k, kᵀ, vᵀ packed; dk = dv = 0
@@ -28,7 +28,7 @@ namespace tilegrad::ISA {
 // Statistics of each row of an open head.
 template <class T>
 struct Statistics {
-    T *lse, *delta;  // a row that attends to no column has lse = +huge, delta = 0: p = ds = 0
+    T *lse, *delta;  // a row that attends to no column has lse = +huge and delta = 0, so p = ds = 0
     int32_t *lo, *hi;
 
     void allocate(BumpAllocator& allocator, int64_t rows) {
@@ -63,7 +63,7 @@ struct Statistics {
         }
     }
 
-    // In double, because dp − delta cancels.
+    // Computed in double, because dp − delta cancels.
     static T dot(const T* a, const T* b, int64_t n) {
         double sums[4] = {};
         int64_t i = 0;
@@ -91,7 +91,8 @@ void store_columns(const View& x, const Format<T>& format, const Head& head, int
     for (int64_t j = 0; j < n; ++j) store_row(x, format, head.b, head.kv, head.s.k0 + j0 + j, rows, j, d, factor);
 }
 
-// A block whose bias is −inf everywhere: ds = 0. `next_tile`: the order of dq, or null; `after`: the block's next tile.
+// Handles a block whose bias is −inf everywhere: ds = 0. `next_tile` is the order of dq, or null. `after` is the block's next
+// tile.
 template <class T>
 void masked_out_block(const BiasGradient<T>& dbias, int32_t* turns, const Head& head, int64_t r0, int64_t m, int64_t j0, int64_t n, T* zeros,
                       int32_t* next_tile, int32_t tile, int32_t after) {
@@ -110,7 +111,7 @@ struct Backward {
         Packed<T> q, g, dq;  // (rows, D), (rows, Dv), (rows, D); g = do
         T* row_sums;         // row sums of ds, for dbias
         Statistics<T> rows;
-        int32_t* next_tile;  // per block of rows: the next tile of columns to add to dq; intervals mask none of them out
+        int32_t* next_tile;  // for each block of rows, the tile of columns that adds to dq next; intervals do not mask it out
     };
 
     const Call& call;
@@ -127,11 +128,11 @@ struct Backward {
 
     Slots slots;
     Intervals intervals;
-    IntervalColumns interval_columns;  // of the tile
+    IntervalColumns interval_columns;  // the intervals of the tile's columns
     Packed<T> k, v, dk, dv_;  // buffers of this thread
     T *kt, *vt, *p, *ds;
     T *rows_of_bias, *ds_of_bias, *column_sums;  // (TILE, TILE); (TILE, TILE), ds before the softcap's derivative; (G, TILE)
-    typename Bias<T>::Rows of_bias{};            // rows_of_bias of the block
+    typename Bias<T>::Rows of_bias{};            // the rows of the bias for the block
 
     Backward(const Call& call, BumpAllocator& allocator, int64_t worker) : call(call), slots(call, allocator, slot_bytes(*this), BiasGradient<T>::turns(call, TILE, TILE)), intervals(call, TILE, allocator) {
         for (int64_t w = 0; w <= worker; ++w) {
@@ -228,7 +229,7 @@ struct Backward {
     void masked_block(const Head& head, const Open& x, int64_t r0, int64_t m, int32_t tile, int64_t n, bool crossed) {
         const int64_t j0 = tile * TILE;
         const int32_t *lo = x.rows.lo + r0, *hi = x.rows.hi + r0;
-        Run strips[TILE / MR];  // of columns that some row of a strip of MR rows attends to
+        Run strips[TILE / MR];  // the columns that some row of a strip of MR rows attends to
         for (int64_t r = 0; r < m; r += MR) {
             Run run{at_least(0, lo[r] - j0), at_most(n, hi[r + MR - 1] - j0)};
             if (crossed) run = interval_columns.without_masked_out(run, head.index(r0 + r), head.index(at_most(r0 + r + MR, head.rows()) - 1));

@@ -5,11 +5,12 @@
 // dbias is summed in an order that does not depend on the number of threads:
 //
 //   no broadcast axis      each element belongs to one block, which stores it
-//   q and k not broadcast  each head adds its block: the block's entry of `turns` is the number of the next head
+//   q and k not broadcast  each head adds its block; the block's entry of `turns` says which head is next
 //   only q broadcast       a tile of columns sums its rows, then heads add their tiles in order
 //   k broadcast            a row sums its columns in the order of dq, then heads add their rows in order when they close
 //
-// A tile waits only for tiles of lower heads, and the queue hands out heads in increasing order: the lowest never waits.
+// A tile waits only for tiles of lower heads, and the queue hands out heads in increasing order. So the lowest head never
+// waits.
 #pragma once
 
 #include "attention/head_rows.h"
@@ -36,7 +37,7 @@ inline char* pair_at(const View& x, int64_t bytes, const Head& head, int64_t r, 
 
 template <class T>
 struct Bias {
-    // Rows of columns with row stride `ld`, which is 0 if all rows are equal. data is null if the whole block is −inf.
+    // The bias of a block, with row stride `ld`, which is 0 if all rows are equal. data is null if the whole block is −inf.
     struct Rows {
         const T* data;
         int64_t ld;
@@ -48,7 +49,7 @@ struct Bias {
     const bool same_in_rows = call.bias.t == 0 && (call.hq == call.hkv || call.bias.h == 0);
     const bool as_it_lies = call.bias_dtype == (sizeof(T) == 4 ? FLOAT32 : FLOAT64) && call.bias.d == 1 && call.hq == call.hkv;
 
-    // Rows r0 … r0 + m, columns j0 … j0 + n; copied to `buffer` if there are fewer than `width` columns or the layout differs.
+    // The bias of rows r0 … r0 + m and columns j0 … j0 + n. It is copied to `buffer` if n < width or if the layout differs.
     Rows load(T* buffer, int64_t width, const Head& head, int64_t r0, int64_t m, int64_t j0, int64_t n) const {
         const int64_t rows = same_in_rows ? 1 : m;
         const char* from = pair_at(call.bias, format.bytes, head, r0, j0);
@@ -75,7 +76,8 @@ struct Bias {
         for (int64_t x = 0; x < n * format.bytes; x += LINE) __builtin_prefetch(row + x);
     }
 
-    // `load` transposed to (width, rows), for lanes that are rows; m ≤ rows. One row if all are equal. False: all are −inf.
+    // Writes the result of `load`, transposed to (width, rows), for lanes that are rows; m ≤ rows. Writes one row if all rows
+    // are equal. Returns false if all elements are −inf.
     bool load_transposed(T* to, int64_t rows, T* buffer, int64_t width, const Head& head, int64_t r0, int64_t m, int64_t j0, int64_t n) const {
         const Rows x = load(same_in_rows ? to : buffer, width, head, r0, m, j0, n);
         for (int64_t r = r0 + m; r < r0 + 2 * m; ++r) prefetch(head, r, j0, n);
@@ -164,7 +166,7 @@ struct BiasGradient {
         advance(turn, head);
     }
 
-    // `block` for a masked-out block, where ds = 0.
+    // The same as `block`, for a masked-out block: ds = 0.
     void masked_out_block(int32_t* turns, const Head& head, int64_t r0, int64_t m, int64_t j0, int64_t n, T* zeros) const {
         if (!by_block) return;
         memset(zeros, 0, n * sizeof(T));
@@ -187,7 +189,7 @@ struct BiasGradient {
         advance(turn, head);
     }
 
-    // row_sums += Σ over columns of ds.
+    // row_sums += the sums of the rows of ds.
     void rows(T* row_sums, int64_t m, int64_t n, const T* ds, int64_t ld) const {
         for (int64_t r = 0; r < m; ++r) {
             double total = 0;

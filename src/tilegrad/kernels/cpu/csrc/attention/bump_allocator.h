@@ -5,7 +5,7 @@
 
 namespace tilegrad::ISA {
 
-// Allocations are aligned to cache lines. If `at` is null, it only counts bytes.
+// Allocations are aligned to cache lines. If `at` is null, the allocator only counts bytes.
 struct BumpAllocator {
     char* at;
     int64_t used = 0;

@@ -74,7 +74,7 @@ inline __attribute__((always_inline)) void philox(U32 (&c0)[N], U32 c1, U32 c2, 
     }
 }
 
-// Which pairs are dropped, and the factor for those kept.
+// Which pairs are dropped, and the factor for the pairs that are kept.
 template <class T>
 struct Dropout {
     const bool on;

@@ -12,9 +12,9 @@
 //   o = acc / row_sum / (1 − dropout_p)        lse = row_max + log row_sum
 //
 // Scores are transposed so that lanes are rows: maxima and sums need no reduction across a register, and pᵀ has the layout that
-// the second product reads. Each row is summed by one thread in a fixed order, whatever the number of threads. The order depends
-// on the row's position alone: tiles begin at multiples of TILE, and pairs that the band masks out add p = 0. So a row has the
-// same bits in any block of rows, and when it is decoded alone (call.h).
+// the second product reads. Each row is summed by one thread in a fixed order, whatever the number of threads. The order
+// depends on the row's position alone: tiles begin at multiples of TILE, and pairs that the band masks out add p = 0. So a row
+// has the same bits in any block of rows, and if it is decoded alone (call.h).
 #pragma once
 
 #include "simd/product.h"
@@ -48,7 +48,7 @@ struct Forward {
     T *rows_of_bias, *bias_t;  // (STRIP, TILE), (TILE, STRIP)
     T* kt;                     // (d, TILE), for decoding
     RowLanes<T> lanes;
-    IntervalColumns interval_columns;  // of the tile, if intervals cross the block
+    IntervalColumns interval_columns;  // the intervals of the tile's columns, if intervals cross the block
 
     Forward(const Call& call, BumpAllocator& allocator, const Intervals& intervals) : call(call), intervals(intervals) {
         const int64_t rows = at_most(ROWS_OF_BLOCK, round_up(call.tq * (call.hq / call.hkv), STRIP));
@@ -95,7 +95,7 @@ struct Forward {
             few ? columns_of_few(head, m, j0, at_most(TILE, last - j0)) : columns(head, r0, m, j0, at_most(TILE, last - j0));
         for (int64_t r = 0; r < m; ++r) {
             const T divisor = row_sum[r] * T(1 - call.dropout_p);
-            if (divisor != 0)  // a factor 1 / row_sum would add its own rounding error to the whole row
+            if (divisor != 0)  // multiplying by 1 / row_sum would add a rounding error to the whole row
                 change_row(r, [&](Vec<T> x) { return x / divisor; });
             write_row(call, format, head, r0 + r, acc, r, row_max[r] + logarithm(row_sum[r]));
         }
@@ -143,10 +143,10 @@ struct Forward {
             for (int64_t i = 0; i < acc.columns(slice); i += L) store(acc.at(r, slice) + i, f(load(acc.at(r, slice) + i)));
     }
 
-    // `columns` for m ≤ FEW rows without bias and dropout: lanes are columns, so that no lane is without a row. The rows of k and
-    // v are read where they are if they need no conversion.
+    // The same as `columns`, for m ≤ FEW rows without bias and dropout. Lanes are columns, because few rows would leave lanes
+    // unused. The rows of k and v are read in place if they need no conversion.
     void columns_of_few(const Head& head, int64_t m, int64_t j0, int64_t n) {
-        constexpr int64_t UNIT = MR > L ? MR : L;  // registers of columns begin at multiples of it, and end inside the tile
+        constexpr int64_t UNIT = MR > L ? MR : L;  // registers of columns begin at multiples of UNIT, and end inside the tile
         static_assert(TILE % UNIT == 0 && UNIT % 4 == 0, "tiles are made of registers, and four sums of columns");
         const int64_t a = at_least(0, lanes.lo[0] - j0) / UNIT * UNIT, padded = round_up(n, UNIT);
         const bool as_it_lies = call.dtype == (sizeof(T) == 4 ? FLOAT32 : FLOAT64) && call.k.d == 1 && call.v.d == 1 && d == call.d && dv == call.dv;
@@ -173,7 +173,7 @@ struct Forward {
         }
     }
 
-    // `softmax` for row r alone: lanes are columns a … end of the tile. Sums are taken in the same order.
+    // The same as `softmax`, for row r alone. Lanes are columns a … end of the tile. Sums have the same order.
     void softmax_of_row(int64_t r, int64_t j0, int64_t a, int64_t end) {
         typedef T Four __attribute__((vector_size(4 * sizeof(T)), aligned(alignof(T)), may_alias));
         const Score<T> score(call, lanes.slope[r], lanes.position[r], lanes.lo[r], lanes.hi[r]);

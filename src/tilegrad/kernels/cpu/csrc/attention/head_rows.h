@@ -5,8 +5,8 @@
 //
 //   distance(r, j) = i + Tk − Tq − j          row r attends to [lo, hi): −right ≤ distance ≤ left
 //
-// lo and hi never decrease with r. For a strip of rows a tile is *unmasked* if all rows attend to all of its columns, *masked*
-// if some pairs attend, and *masked out* if none does; then it is skipped.
+// lo and hi never decrease with r. For a strip of rows, a tile is *unmasked* if all rows attend to all of its columns, *masked*
+// if only some pairs attend, and *masked out* if none does. A tile that is masked out is skipped.
 #pragma once
 
 #include "attention/bump_allocator.h"
@@ -95,7 +95,7 @@ inline View from_column(View x, int64_t bytes, int64_t slice) {
     return x;
 }
 
-// `pack_rows` and `pack_columns` to rows r … of packed rows; d elements of each.
+// The same as `pack_rows` and `pack_columns`, but the n rows of d elements become rows r, r + 1, … of `to`.
 template <class T>
 void pack_rows(const Packed<T>& to, int64_t r, const View& x, const Format<T>& format, const Head& head, int64_t r0, int64_t n, int64_t padded,
                int64_t d) {
@@ -142,7 +142,7 @@ struct RowLanes {
         alpha = allocator.take<T>(rows);
     }
 
-    // Rows after row m repeat it.
+    // From row m on, the last of the m rows is repeated.
     void fill(const Call& call, const Head& of, int64_t r0, int64_t m, int64_t padded) {
         for (int64_t r = 0; r < padded; ++r) {
             const int64_t row = r0 + at_most(r, m - 1);
@@ -181,7 +181,8 @@ struct Score {
         : scale(T(call.scale)), softcap(T(call.softcap)), slope(all(slope)), position(all(position)), lo(Ints<T>{} + lo), hi(Ints<T>{} + hi) {}
 
     // s of mask.py from products x = q·k and a bias; *derivative = ds/dx / scale. Forward and backward compute the same bits.
-    // So lse is subtracted from the score it was computed from, and the largest score of a row has p = 1 however large it is.
+    // So lse is subtracted from the score that it was computed from, and the largest score of a row has p = 1 / row_sum,
+    // however large the score is.
     Vec<T> of(Vec<T> x, Vec<T> bias, Ints<T> column, Vec<T>* derivative) const {
         Vec<T> s, slope_of_cap = all(T(1));
         if (softcap != 0) {
@@ -205,7 +206,7 @@ struct Score {
     static Ints<T> same(int64_t column) { return Ints<T>{} + Integer(column); }
 };
 
-// row_max and row_sum before the first column: the sink's, if there is one.
+// Sets row_max and row_sum to their values before the first column, which are the sink's if there is one.
 template <class T>
 void start_rows(const Call& call, const Head& head, int64_t r0, int64_t m, int64_t padded, T* row_max, T* row_sum) {
     const T lowest = sizeof(T) == 4 ? T(-__FLT_MAX__) : T(-__DBL_MAX__);
@@ -216,7 +217,7 @@ void start_rows(const Call& call, const Head& head, int64_t r0, int64_t m, int64
     }
 }
 
-// The first d elements of row r of `from` to a row of x.
+// Stores the first d elements of row r of `from` in a row of x.
 template <class T>
 void store_row(const View& x, const Format<T>& format, int64_t b, int64_t h, int64_t t, const Packed<T>& from, int64_t r, int64_t d, T factor) {
     for (int64_t slice = 0; slice < from.width; slice += SLICE)
@@ -224,7 +225,7 @@ void store_row(const View& x, const Format<T>& format, int64_t b, int64_t h, int
                      x.d, factor);
 }
 
-// Row n of `o` and lse belongs to row r of the head.
+// Writes row n of `o`, and lse, to row r of the head.
 template <class T>
 void write_row(const Call& call, const Format<T>& format, const Head& head, int64_t r, const Packed<T>& o, int64_t n, T lse, T factor = 1) {
     const int64_t h = head.query_head(r), t = head.token(r);

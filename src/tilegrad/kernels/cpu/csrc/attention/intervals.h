@@ -1,15 +1,16 @@
 // Intervals: rows [start, end) of q that do not attend to a column, one or two of them for each column of a kv head.
 //
-// The edges of a tile of columns, its least and largest start and end, are found once a call. For a block of rows they say that
-// the tile is masked out and skipped, that no interval touches it, or that intervals cross it: only then is each pair
-// tested. Rows are indices i, the same for all query heads of a kv head.
+// The edges of a tile of columns are its least and largest start and end, found once per call. For a block of rows they say
+// whether the tile is masked out and skipped, has no interval that touches it, or has intervals that cross it. Only in the last
+// case is each pair tested. Rows are indices i, the same for all query heads of a kv head.
 #pragma once
 
 #include "attention/head_rows.h"
 
 namespace tilegrad::ISA {
 
-// The edges of one interval in a tile of columns. An empty interval counts as [NEVER, −1): it masks no tile out, and touches none.
+// The edges of one interval in a tile of columns. An empty interval counts as [NEVER, −1): it masks out no tile, and touches
+// none.
 struct Edges {
     int32_t first_start, last_start, first_end, last_end;
 };
@@ -18,7 +19,7 @@ struct Intervals {
     static constexpr int32_t NEVER = INT32_MAX;
 
     const Call& call;
-    const int64_t n = call.intervals.data ? call.intervals.t / 2 : 0;  // of a column
+    const int64_t n = call.intervals.data ? call.intervals.t / 2 : 0;  // intervals of a column
     const bool on = n > 0;
     const int64_t columns, tiles;  // columns of a tile, tiles of a head
     Edges* edges;                  // (B or 1, Hkv or 1, tiles, n)
@@ -35,7 +36,7 @@ struct Intervals {
         return reinterpret_cast<const int32_t*>(call.intervals.data) + b * call.intervals.b + kv * call.intervals.h + j * call.intervals.t;
     }
 
-    // Before the threads start.
+    // Called before the threads start.
     void find_edges() const {
         Edges* to = edges;
         for (int64_t b = 0; on && b < sequences(); ++b)
@@ -57,7 +58,7 @@ struct Intervals {
         return edges + ((call.intervals.b ? head.b : 0) * heads() + (call.intervals.h ? head.kv : 0)) * tiles * n + tile * n;
     }
 
-    // True if one interval has rows r0 … r0 + m of every column of the tile.
+    // True if one interval contains all rows r0 … r0 + m in every column of the tile.
     bool mask_out(const Head& head, int64_t r0, int64_t m, int64_t tile) const {
         const Edges* e = of(head, tile);
         for (int64_t x = 0; x < n; ++x)
@@ -65,7 +66,7 @@ struct Intervals {
         return false;
     }
 
-    // False if no interval has any of rows r0 … r0 + m of any column of the tile.
+    // False if no interval contains any of rows r0 … r0 + m in any column of the tile.
     bool touch(const Head& head, int64_t r0, int64_t m, int64_t tile) const {
         const Edges* e = of(head, tile);
         for (int64_t x = 0; x < n; ++x)
@@ -80,7 +81,7 @@ struct Intervals {
     }
 };
 
-// The intervals of the columns of a tile, apart: start[x][j], end[x][j].
+// The intervals of the columns of a tile, in separate arrays: start[x][j], end[x][j].
 struct IntervalColumns {
     int64_t n;
     int32_t *start[2], *end[2];
@@ -104,28 +105,28 @@ struct IntervalColumns {
             }
     }
 
-    // True if one interval has rows i … last of column j.
+    // True if one interval contains all rows i … last in column j.
     bool mask_out(int64_t i, int64_t last, int64_t j) const {
         for (int64_t x = 0; x < n; ++x)
             if (start[x][j] <= i && last < end[x][j]) return true;
         return false;
     }
 
-    // Columns begin … end without those on either side that are masked out for rows i … last.
+    // The run of columns, without the columns on either side that are masked out for rows i … last.
     Run without_masked_out(Run run, int64_t i, int64_t last) const {
         while (run.begin < run.end && mask_out(i, last, run.begin)) ++run.begin;
         while (run.begin < run.end && mask_out(i, last, run.end - 1)) --run.end;
         return run;
     }
 
-    // Scores of column j, whose lanes are rows `index`.
+    // Masks the scores of column j, whose lanes are the rows `index`.
     template <class T>
     Vec<T> mask_rows(Vec<T> s, Ints<T> index, int64_t j) const {
         for (int64_t x = 0; x < n; ++x) s = ((index >= start[x][j]) & (index < end[x][j])) ? all(-T(__builtin_inf())) : s;
         return s;
     }
 
-    // Scores of row i, whose lanes are columns j, j + 1, …
+    // Masks the scores of row i, whose lanes are the columns j, j + 1, …
     template <class T>
     Vec<T> mask_columns(Vec<T> s, int64_t i, int64_t j) const {
         typedef typename Lanes<T>::Integer Integer;

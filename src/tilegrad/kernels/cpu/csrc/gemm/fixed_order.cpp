@@ -40,9 +40,9 @@ constexpr int64_t WIDE = 16 << 10;             // most elements of x that a thre
 
 #define UNROLL _Pragma("GCC unroll 16")
 
-// How many rows of w the stream schedule reads at the same time, for R rows of x. A Neoverse N1 reads one row of w at the speed of
-// a plain read, two at 0.9 of it, and four at 0.8. But one row has only R chains of dependent additions, too few to hide their
-// latency for bfloat16, which has twice as many additions for each byte, or for several rows of x.
+// How many rows of w the stream schedule reads at the same time, for R rows of x. A Neoverse N1 reads one row of w at the speed
+// of a plain read, two at 0.9 and four at 0.8 of that speed. But one row of w has only R chains of dependent additions. They
+// are too few to hide the latency of the additions if each byte of w needs many: for bfloat16, and for several rows of x.
 template <class W>
 constexpr int together([[maybe_unused]] int R) {
 #if defined(__aarch64__)
@@ -52,11 +52,12 @@ constexpr int together([[maybe_unused]] int R) {
 #endif
 }
 
-// Rows of w. Threads take pieces that shrink, so that each reads long runs of memory, and all end at the same time.
+// A range of rows of w, which a thread takes. The first pieces are large, so that threads read long runs of memory. Later
+// pieces are smaller, so that all threads end at the same time.
 struct Piece {
     int64_t taken = 0, end = 0, first = 0;
 
-    // The next piece; false if none is left. *next counts the pieces taken by all threads.
+    // Takes the next piece. Returns false if none is left. *next counts the pieces that all threads have taken.
     bool take(const FixedOrder& call, int64_t* next) {
         for (const int64_t ticket = __atomic_fetch_add(next, 1, __ATOMIC_RELAXED); taken <= ticket && end < call.m; ++taken) {
             first = end;
@@ -67,7 +68,7 @@ struct Piece {
     }
 };
 
-// A float32 that is read as its nearest bfloat16.
+// A float32 that is read as the nearest bfloat16.
 struct Rounded {
     float value;
     operator float() const { return BFloat16::of(value); }
@@ -189,7 +190,7 @@ struct Product {
             UNROLL for (int c = 0; c < C; ++c) acc[r][at + c] = sum[r][c];
     }
 
-    // R rows of y from n on, COLUMNS columns from m on, as far as `last`. x: row n of x.
+    // Computes R rows of y from n on, and COLUMNS columns from m on, but none after `last`. x is row n of x.
     template <int R, class E>
     static __attribute__((noinline)) void stream_rows(
         const FixedOrder& call, const E* x, int64_t stride, int64_t n, int64_t m, int64_t last) {
@@ -200,7 +201,7 @@ struct Product {
             put(call, n + r, m, at_most(COLUMNS, last + 1 - m), sums(acc[r][0], acc[r][1], acc[r][2], acc[r][3]));
     }
 
-    // x: the rows of x, as they are or in float32.
+    // x has the rows of x, in their own dtype or in float32.
     template <class E>
     static void stream_pieces(const FixedOrder& call, const E* x, int64_t stride, int64_t* next) {
         for (Piece piece; piece.take(call, next);)

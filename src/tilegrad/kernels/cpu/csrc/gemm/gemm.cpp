@@ -1,6 +1,6 @@
 // Threads take pieces of c from a shared counter, and each piece is a product on one thread. If a core is busy with another
-// process, the other threads take more pieces. BLAS would give each of its threads an equal share, and threads that finish
-// early would spin on the core that the last one needs.
+// process, the threads on other cores take more pieces. BLAS would give each of its threads an equal share, and threads that
+// finish early would spin on the core that the last thread needs.
 //
 // Each number of c is one sum over k, in an order that depends only on k: the pieces do not change the result.
 

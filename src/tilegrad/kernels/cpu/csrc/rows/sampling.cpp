@@ -97,7 +97,7 @@ Range range_of(const float* x, int64_t v) {
     return {top, finite && top > -INFINITE};
 }
 
-// Calls f(i, block, m) for each block of x: its m numbers from x + i on, padded with −inf to BLOCK.
+// Calls f(i, block, m) for each block of x. A block has the m numbers from x + i on, padded with −inf to BLOCK.
 template <class F>
 inline void in_blocks(const float* x, int64_t v, F f) {
     for (int64_t i = 0; i < v; i += BLOCK) {
@@ -121,8 +121,8 @@ int64_t total_mass(const float* x, int64_t v, float top, float scale) {
     return total;
 }
 
-// The smallest key t such that the keys above t have a total mass below `bound`; mass_of(key) is the mass of one key. The v keys
-// are overwritten: those that have the digits found so far are moved to the front.
+// The smallest key t such that the keys above t have a total mass below `bound`; mass_of(key) is the mass of one key. The v
+// keys are overwritten: keys that have the digits found so far are moved to the front.
 template <class Mass>
 uint32_t smallest_key(uint32_t* keys, int64_t v, double bound, Mass mass_of) {
     int64_t above = 0;

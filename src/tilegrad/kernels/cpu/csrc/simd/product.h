@@ -20,8 +20,8 @@ constexpr int MR = 8, NV = 2, TILE = 64;
 constexpr int MR = 4, NV = 2, TILE = 64;
 #endif
 
-// Packed rows. Those of more than SLICE elements are kept in slices of SLICE columns, one slice after the other: the rows of a block
-// are then in fewer pages and in more sets of the caches. A sum along a row is the sum of its slices' sums.
+// Packed rows. Rows of more than SLICE elements are stored in slices of SLICE columns, one slice after the other. The rows of a
+// block are then in fewer pages and in more sets of the caches. A sum along a row is the sum of its slices' sums.
 constexpr int64_t SLICE = 256;
 
 template <class T>
@@ -29,7 +29,7 @@ struct Packed {
     T* data;
     int64_t rows, width;
 
-    // A slice, named by its first column: how many columns it has, and its part of row r.
+    // The number of columns of a slice, and its part of row r. A slice is named by its first column.
     int64_t columns(int64_t slice) const { return at_most(SLICE, width - slice); }
     T* at(int64_t r, int64_t slice) const { return data + slice * rows + r * columns(slice); }
 
@@ -45,7 +45,7 @@ Packed<T> whole_row(T* row, int64_t width) { return {row, 1, width}; }
 enum Order {
     ROWS,
     TRANSPOSED,
-};  // of a
+};  // the layout of a
 
 template <class T, int NV_, Order ORDER, int MR_ = MR>
 inline __attribute__((always_inline)) void block(
@@ -97,7 +97,7 @@ inline __attribute__((always_inline)) void block(
         for (int n = 0; n < NV_; ++n) store(c + m * ldc + n * L, add ? load(c + m * ldc + n * L) + acc[m][n] : acc[m][n]);
 }
 
-// Prefetches rows of c that the next block adds to: they are too far apart for the processor to guess.
+// Prefetches rows of c that the next block adds to: they are too far apart for the hardware prefetcher.
 template <class T>
 inline __attribute__((always_inline)) void prefetch_rows(const T* c, int64_t ldc, int64_t rows, int64_t n) {
     constexpr int64_t LINE = 64 / sizeof(T);

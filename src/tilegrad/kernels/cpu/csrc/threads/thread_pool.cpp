@@ -1,6 +1,6 @@
-// The pool sleeps between calls and serves one call at a time. A call that finds it busy with a call of another Python thread
-// runs on its own thread alone, with the same result. The pool's threads block all signals. They are never joined: an idle one
-// holds no resources. After fork() a child has no threads and starts its own pool.
+// The pool sleeps between calls and serves one call at a time. If the pool is busy with a call of another Python thread, a call
+// runs on the calling thread alone, with the same result. The pool's threads block all signals. They are never joined, because
+// an idle thread holds no resources. After fork() a child has no threads and starts its own pool.
 
 #include "threads/thread_pool.h"
 

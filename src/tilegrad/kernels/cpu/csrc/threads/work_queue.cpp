@@ -27,7 +27,7 @@ struct Locked {  // a spin lock, held for a few dozen instructions
     ~Locked() { __atomic_store_n(&queue->lock, 0, __ATOMIC_RELEASE); }
 };
 
-// The next task available now. DONE with head = −1: more tasks follow once a head that is being opened is ready.
+// The next task available now. DONE with head = −1 means that more tasks follow once a head that is being opened is ready.
 Task try_next(WorkQueue* queue, int64_t slot) {
     Locked locked(queue);
     auto take = [&](int64_t s) { return Task{Task::COLUMNS, queue->slot[s].head, s, queue->slot[s].next++}; };

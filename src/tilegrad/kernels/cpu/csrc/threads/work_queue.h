@@ -7,7 +7,7 @@
 //
 // dq is the same on any number of threads because tiles of columns add to a block of rows in increasing order (ordered
 // accumulation): `next_tile` of the block is the tile that adds next. The queue hands out tiles in that order too, so the
-// lowest one never waits.
+// lowest tile never waits.
 #pragma once
 
 #include <cstdint>
