@@ -80,7 +80,7 @@ VALID: dict[str, tuple[str, ...]] = {  # of a key or an argument, besides its de
     "model.preset": ("tiny",), "model.vocab_size": ("256", "300"), "model.block_size": ("16", "24"),
     "model.n_layer": ("1", "2"),
     "model.n_head": ("1", "2", "4"), "model.n_embd": ("16", "32"), "model.n_kv_head": ("1", "2", "none"),
-    "model.ffn_dim": ("24", "none"), "model.activation": ("gelu", "tanh", "relu", "swiglu"),
+    "model.ffn_dim": ("24", "none"), "model.activation": ("gelu", "tanh", "relu", "relu2", "swiglu"),
     "model.norm": ("rmsnorm", "layernorm"), "model.position": ("rope", "learned"), "model.bias": ("true", "false"),
     "model.tie_embeddings": ("true", "false"),
     "model.projection": ("dense", "per_head"), "model.loss": ("cross_entropy", "embedding_mse"), "model.window": ("3", "none"),

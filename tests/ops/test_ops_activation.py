@@ -46,6 +46,7 @@ FORMULAS = {
     "gelu": lambda h: {"a": 0.5 * h * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (h + 0.044715 * h**3)))},
     "tanh": lambda h: {"a": torch.tanh(h)},
     "relu": lambda h: {"a": torch.relu(h)},
+    "relu2": lambda h: {"a": torch.relu(h).square()},
 }
 
 
@@ -55,7 +56,7 @@ def swiglu(gate: Tensor, up: Tensor) -> dict[str, Tensor]:
 
 @pytest.fixture(params=["native", "torch"])
 def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """gelu of contiguous float32 is the native library's; without one it is torch's."""
+    """gelu and relu2 of contiguous float32 are the native library's; without one they are torch's."""
     if request.param == "torch":
         monkeypatch.setattr(rows, "refusal", lambda _x: "is switched off")
 
@@ -93,7 +94,8 @@ def test_an_output_again_and_the_sums_of_gradients(kind: str, dtype: torch.dtype
 def test_far_out_activations_saturate_without_nan(kind: str, dtype: torch.dtype) -> None:
     h = torch.tensor([-1e4, -200.0, -45.0, 0.0, 45.0, 200.0, 1e4], dtype=dtype)
     got = run(kind, h, torch.ones_like(h))
-    far = [0.0, 0.0, 0.0, None, *([0.0] * 3 if kind == "tanh" else [1.0] * 3)]
+    right = {"tanh": [0.0] * 3, "relu2": (2 * h[4:]).tolist()}.get(kind, [1.0] * 3)
+    far = [0.0, 0.0, 0.0, None, *right]
     for x, want in zip(got["dh"].tolist(), far, strict=True):
         assert want is None or abs(x - want) < 1e-30
 
@@ -358,21 +360,22 @@ def test_bad_inputs_say_what_is_accepted() -> None:
     assert activation.KINDS == KINDS
 
 
-def test_gelu_is_native_where_it_is_contiguous_and_a_name_runs_or_raises() -> None:
+def test_gelu_and_relu2_are_native_where_contiguous_and_a_name_runs_or_raises() -> None:
     h = randn(4, 6, dtype=torch.float32)
     if isinstance(library(), str):
         pytest.skip("there is no native library")
-    assert [ACTIVATION.select(Problem(h, kind, (h,))).name for kind in KINDS] == ["native", "torch", "torch"]
+    assert [ACTIVATION.select(Problem(h, kind, (h,))).name for kind in KINDS] == ["native", "torch", "torch", "native"]
     assert ACTIVATION.select(Problem(h, "gelu", (h.t().contiguous().t(),))).name == "torch"
     for kind, x, why in (
-        ("relu", h, "has gelu and, for invariant problems, tanh and swiglu, not relu"),
+        ("relu", h, "has gelu, relu2 and, for invariant problems, tanh and swiglu, not relu"),
         ("gelu", h.t(), "takes contiguous tensors"),
         ("gelu", h.double(), "takes float32 and bfloat16, not float64"),
     ):
         with pytest.raises(ValueError, match=f"got 'native', which can't run this call: {why}; accepted: 'torch'"):
             activation_fwd(x, kind, a=torch.empty_like(x), kernel="native")
     with pytest.raises(
-        ValueError, match="can't run this call: has gelu and, for invariant problems, tanh and swiglu, not swiglu"
+        ValueError,
+        match="can't run this call: has gelu, relu2 and, for invariant problems, tanh and swiglu, not swiglu",
     ):
         swiglu_fwd(h, a=torch.empty(4, 3), kernel="native")
     a, b = torch.empty_like(h), torch.empty_like(h)

@@ -230,7 +230,7 @@ def test_per_head_products_and_losses_are_invariant(dtype: torch.dtype) -> None:
 
 @needs_library
 @pytest.mark.parametrize("dtype", [F32, BF16])
-@pytest.mark.parametrize("kind", ["gelu", "tanh", "relu", "swiglu"])
+@pytest.mark.parametrize("kind", ["gelu", "tanh", "relu", "relu2", "swiglu"])
 def test_an_activation_has_the_same_bits_wherever_it_is(kind: str, dtype: torch.dtype) -> None:
     h, up = 3 * randn(40_001, dtype=dtype), randn(40_001, dtype=dtype, seed=1)
 
@@ -260,12 +260,16 @@ def test_an_activation_has_the_same_bits_wherever_it_is(kind: str, dtype: torch.
         exact, right = x.double() * torch.sigmoid(x.double()) * g.double(), bounds.swiglu(x, g, ones)
     else:
         right = bounds.activation(kind, x, ones)
-        exact = {"tanh": torch.tanh, "relu": torch.relu}.get(kind, _gelu)(x.double())
+        exact = {"tanh": torch.tanh, "relu": torch.relu, "relu2": _relu2}.get(kind, _gelu)(x.double())
     assert_close({"a": whole[:5000]}, {"a": exact}, {"a": right["a"]})
 
 
 def _gelu(h: Tensor) -> Tensor:
     return torch.nn.functional.gelu(h, approximate="tanh")
+
+
+def _relu2(h: Tensor) -> Tensor:
+    return torch.relu(h).square()
 
 
 @needs_library
@@ -282,7 +286,8 @@ def test_without_the_library_invariant_activations_are_refused(monkeypatch: pyte
     for kind in ("gelu", "tanh", "swiglu"):
         with pytest.raises(ValueError, match=r"activation: got a call that no kernel takes: .*with other functions"):
             ACTIVATION.select(ActivationProblem(torch.empty(4), kind, (), invariant=True))
-    assert ACTIVATION.select(ActivationProblem(torch.empty(4), "relu", (), invariant=True)).name == "torch"
+    for kind in ("relu", "relu2"):
+        assert ACTIVATION.select(ActivationProblem(torch.empty(4), kind, (), invariant=True)).name == "torch"
 
 
 @needs_library

@@ -230,7 +230,7 @@ def test_a_magnitude_that_jumps_is_counted_but_not_that_of_the_first_step() -> N
     assert [float(state[JUMPS]) for state in states] == [0.0, 2.0, 0.0]
 
 
-@pytest.mark.parametrize("kind", ["gelu", "relu", "tanh", "swiglu"])
+@pytest.mark.parametrize("kind", ["gelu", "relu", "relu2", "tanh", "swiglu"])
 def test_an_activation_is_rounded_as_if_formed_first(kind: str) -> None:
     h, a = randn(N, 2 * CIN if kind == "swiglu" else CIN).bfloat16(), torch.empty(N, CIN, dtype=torch.bfloat16)
     if kind == "swiglu":

@@ -241,6 +241,7 @@ FORMULAS = {
     "gelu": lambda h: {"a": 0.5 * h * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (h + 0.044715 * h**3)))},
     "tanh": uncancelled_tanh,
     "relu": lambda h: {"a": torch.relu(h)},
+    "relu2": lambda h: {"a": torch.relu(h).square()},
 }
 
 
@@ -289,11 +290,13 @@ def test_interpreted_far_out_activations_saturate_and_nan_stays(kind: str, dtype
     h = torch.tensor([[-3e38, -1e20, -1e4, -200.0, 200.0, 1e4, 1e20, 3e38, torch.nan]], dtype=torch.float32)
     h = h.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype)
     got = run_activation(kind, h, torch.ones_like(h))
-    left, right = (-1.0, 1.0) if kind == "tanh" else (0.0, None)
+    far, ones = h[0, 4:8], torch.ones(4, dtype=dtype)
+    left = -1.0 if kind == "tanh" else 0.0
+    right, slope = {"tanh": (ones, 0 * ones), "relu2": (far.square(), 2 * far)}.get(kind, (far, ones))
     assert torch.equal(got["a"][0, :4], torch.full((4,), left, dtype=dtype))
-    assert torch.equal(got["a"][0, 4:8], h[0, 4:8] if right is None else torch.ones(4, dtype=dtype))
+    assert torch.equal(got["a"][0, 4:8], right)
     assert torch.equal(got["dh"][0, :4], torch.zeros(4, dtype=dtype))
-    assert torch.equal(got["dh"][0, 4:8], torch.full((4,), 0.0 if kind == "tanh" else 1.0, dtype=dtype))
+    assert torch.equal(got["dh"][0, 4:8], slope)
     assert got["a"][0, 8].isnan() and (kind == "relu" or got["dh"][0, 8].isnan())
 
 

@@ -90,7 +90,7 @@ def test_column_sums(architecture: int, dtype: torch.dtype, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("architecture", [slowly(80), 90, slowly(100)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, slowly(torch.float32)])
-@pytest.mark.parametrize("kind", ["gelu", slowly("tanh"), slowly("relu"), "swiglu"])
+@pytest.mark.parametrize("kind", ["gelu", slowly("tanh"), slowly("relu"), slowly("relu2"), "swiglu"])
 def test_activations(architecture: int, kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     from tilegrad.kernels.activation import triton_ops
 

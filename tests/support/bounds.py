@@ -199,6 +199,8 @@ def activation(kind: str, h: Tensor, da: Tensor) -> dict[str, Bound]:
         out = bounds(h.dtype, {"a": tanh(x), "dh": dh})
         return out | {"dh": out["dh"]._replace(slope=of_dh)}
     kept = (h > 0).double()
+    if kind == "relu2":
+        return bounds(h.dtype, {"a": x * x * kept, "dh": g * x * (2 * kept)})
     return bounds(h.dtype, {"a": of(h * kept), "dh": of(da * kept)})
 
 

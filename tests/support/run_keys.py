@@ -19,7 +19,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "model.n_embd": ("16", "24"),
     "model.n_kv_head": ("none", "1", "2"),
     "model.ffn_dim": ("none", "20"),
-    "model.activation": ('"gelu"', '"tanh"', '"relu"', '"swiglu"'),
+    "model.activation": ('"gelu"', '"tanh"', '"relu"', '"relu2"', '"swiglu"'),
     "model.norm": ('"layernorm"', '"rmsnorm"'),
     "model.position": ('"learned"', '"rope"'),
     "model.bias": YES_NO,

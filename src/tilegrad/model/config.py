@@ -10,7 +10,7 @@ from ..kernels.attention.checks import MAX_HEAD_DIM
 from ..kernels.rope.frequencies import RopeScaling
 from ..text.spelling import did_you_mean
 
-Activation = Literal["gelu", "tanh", "relu", "swiglu"]
+Activation = Literal["gelu", "tanh", "relu", "relu2", "swiglu"]
 Norm = Literal["layernorm", "rmsnorm"]
 Position = Literal["learned", "rope"]
 Projection = Literal["dense", "per_head"]
@@ -36,7 +36,7 @@ class ModelConfig:
 
     n_kv_head       None: n_head
     ffn_dim         None: 4 · n_embd
-    activation      gelu is the tanh approximation
+    activation      gelu is the tanh approximation; relu2 is max(x, 0)²
     projection      "per_head": q, k, v of head h read only its own D channels of x
     window          w: a token attends to itself and the w − 1 before it; window_layers=(0, 2): only in these blocks
     head_size       None: n_embd / n_head

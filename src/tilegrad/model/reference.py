@@ -130,8 +130,10 @@ def feed_forward(p: Params, i: int, x: Tensor, config: ModelConfig, lora: LoraCo
         a = F.silu(g + added["gate"] if "gate" in added else g) * h
     elif config.activation == "gelu":
         a = F.gelu(h, approximate="tanh")
+    elif config.activation == "tanh":
+        a = torch.tanh(h)
     else:
-        a = torch.tanh(h) if config.activation == "tanh" else torch.relu(h)
+        a = torch.relu(h) if config.activation == "relu" else torch.relu(h).square()
     y, added = linear(p, f"{name}.down", a), low_rank(p, i, "ffn.down", a, config, lora)
     return y + added["down"] if added else y
 

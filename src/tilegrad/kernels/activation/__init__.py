@@ -3,6 +3,7 @@
     gelu   a = h σ(2u), u = √(2/π) (h + 0.044715 h³)     (as in GPT-2: the tanh approximation)
     tanh   a = tanh h            dh = da · 4 σ(2h) σ(−2h)  = da (1 − tanh² h), from h alone
     relu   a = max(h, 0)         dh = da where h > 0
+    relu2  a = max(h, 0)²        dh = 2 da max(h, 0)
     swiglu a = silu(gate) ∘ up   dup = da ∘ silu(gate)   dgate = da ∘ up ∘ silu'(gate)   silu(g) = g σ(g)
 
 For swiglu, up and gate are the halves of the columns of one matrix up_gate (N, 2·F), a and da are (N, F).
@@ -30,7 +31,8 @@ from ..op import op
 from ..scratch import Shapes, TensorLike, accumulation_dtype
 from ..table import Kernel, Table, Where
 
-KINDS = ("gelu", "tanh", "relu")
+KINDS = ("gelu", "tanh", "relu", "relu2")
+NATIVE_KINDS = ("gelu", "relu2")  # forward and backward; tanh and swiglu: the forward of invariant problems
 FORWARD = {"backward": False, "sums": False}  # options of a `workspace`
 
 
@@ -45,8 +47,8 @@ class Problem(NamedTuple):
 
 
 def _native_refuses(problem: Problem) -> str | None:
-    if problem.kind == "relu" or (problem.kind != "gelu" and not problem.invariant):
-        return f"has gelu and, for invariant problems, tanh and swiglu, not {problem.kind}"
+    if problem.kind not in NATIVE_KINDS and (problem.kind == "relu" or not problem.invariant):
+        return f"has gelu, relu2 and, for invariant problems, tanh and swiglu, not {problem.kind}"
     refusal = rows.refusal(problem.x)
     if refusal is None and problem.kind != "swiglu" and not _contiguous(problem):
         return "takes contiguous tensors"
@@ -61,7 +63,7 @@ def _triton_refuses(problem: Problem) -> str | None:
 
 
 def _torch_refuses(problem: Problem) -> str | None:
-    if problem.invariant and problem.kind != "relu":
+    if problem.invariant and problem.kind not in ("relu", "relu2"):
         return "computes the last elements of a thread's share with other functions, and the problem is invariant"
     return None
 

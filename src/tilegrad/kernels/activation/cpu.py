@@ -11,9 +11,9 @@ from ..cpu.abi import pack_activation
 from ..cpu.library import NativeCall, isa, native, run_native
 from ..cpu.rows import DTYPES
 from ..scratch import Scratch, Shapes, TensorLike
-from . import torch_ops
+from . import NATIVE_KINDS, torch_ops
 
-KINDS = {"gelu": 0, "tanh": 1, "swiglu": 2}  # `ActivationKind` of csrc/rows/norm_gelu.h
+KINDS = {"gelu": 0, "tanh": 1, "swiglu": 2, "relu2": 3}  # `ActivationKind` of csrc/rows/norm_gelu.h
 
 
 def workspace(
@@ -25,7 +25,7 @@ def workspace(
     backward: bool = True,
     sums: bool = True,
 ) -> Shapes:
-    return {} if kind == "gelu" else torch_ops.workspace(x, kind, others, backward=backward, sums=sums)
+    return {} if kind in NATIVE_KINDS else torch_ops.workspace(x, kind, others, backward=backward, sums=sums)
 
 
 def fwd(h: Tensor, kind: str, *, a: Tensor, scratch: Scratch) -> NativeCall:
@@ -36,7 +36,7 @@ def bwd(
     da: Tensor, h: Tensor, kind: str, *,
     dh: Tensor, a: Tensor | None, dh_sum: Tensor | None, accumulate: bool, scratch: Scratch,
 ) -> None:  # fmt: skip
-    if kind != "gelu":
+    if kind not in NATIVE_KINDS:
         torch_ops.bwd(da, h, kind, dh=dh, a=None, dh_sum=dh_sum, accumulate=accumulate, scratch=scratch)
     else:
         _run(h, kind, da=da.data_ptr(), dh=dh.data_ptr())

@@ -40,6 +40,8 @@ def fwd(h: Tensor, kind: str, *, a: Tensor, scratch: Scratch) -> None:
         torch.tanh(h, out=a)
     else:
         torch.clamp(h, min=0.0, out=a)
+        if kind == "relu2":
+            a.mul_(a)
 
 
 def bwd(
@@ -51,6 +53,8 @@ def bwd(
     elif kind == "tanh":  # softplus_backward(g, h, β, ·) = g σ(β h)
         _aten.softplus_backward.grad_input(da, h, 2.0, _SATURATED, grad_input=dh)
         _aten.softplus_backward.grad_input(dh, h, -2.0, _SATURATED, grad_input=dh).mul_(4.0)
+    elif kind == "relu2":  # an infinite product where h < 0 becomes 0
+        _aten.threshold_backward.grad_input(torch.mul(da, h, out=dh), h, 0.0, grad_input=dh).mul_(2.0)
     else:
         _aten.threshold_backward.grad_input(da, h, 0.0, grad_input=dh)
     _add_columns(dh, sums=dh_sum, accumulate=accumulate, scratch=scratch)

@@ -61,6 +61,8 @@ def activate(h, KIND: tl.constexpr, EXACT: tl.constexpr):
         return h * of_v
     elif KIND == "tanh":
         return tl.where(h == h, finite_tanh(h, EXACT), h)
+    elif KIND == "relu2":
+        return tl.where(h <= 0.0, 0.0, h * h)
     else:
         return tl.where(h <= 0.0, 0.0, h)
 
@@ -76,6 +78,8 @@ def derivative(h, KIND: tl.constexpr, EXACT: tl.constexpr):
     elif KIND == "tanh":
         of_2h, of_minus_2h = sigmoids(2.0 * h, EXACT)
         return 4.0 * of_2h * of_minus_2h
+    elif KIND == "relu2":
+        return tl.where(h <= 0.0, 0.0, 2.0 * h)
     else:
         return tl.where(h <= 0.0, 0.0, 1.0)
 

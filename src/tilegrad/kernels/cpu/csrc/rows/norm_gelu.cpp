@@ -184,20 +184,36 @@ inline V32 gelu_slope(V32 h) {
     return -z > FAR ? V32{} : slope;
 }
 
-template <class E>
-void gelu_of(const Activation& call, int64_t begin, int64_t end) {
+struct Gelu {
+    static V32 value(V32 h) { return gelu_fwd(h); }
+    static V32 slope(V32 h) { return gelu_slope(h); }
+};
+
+// max(h, 0)² and 2 max(h, 0); NaN stays NaN
+struct Relu2 {
+    static V32 value(V32 h) { return h <= 0.0f ? V32{} : h * h; }
+    static V32 slope(V32 h) { return h <= 0.0f ? V32{} : 2.0f * h; }
+};
+
+template <class Of, class E>
+void elements_of(const Activation& call, int64_t begin, int64_t end) {
     const E *h = reinterpret_cast<const E*>(call.h), *da = reinterpret_cast<const E*>(call.da);
     E* out = reinterpret_cast<E*>(call.a ? call.a : call.dh);
     int64_t i = begin;
     for (; i + N <= end; i += N)
-        narrow(out + i, call.a ? gelu_fwd(widen(h + i)) : widen(da + i) * gelu_slope(widen(h + i)));
+        narrow(out + i, call.a ? Of::value(widen(h + i)) : widen(da + i) * Of::slope(widen(h + i)));
     float tail_h[N] = {}, tail_da[N] = {};
     for (int64_t j = i; j < end; ++j) {
         tail_h[j - i] = h[j];
         if (!call.a) tail_da[j - i] = da[j];
     }
-    const V32 tail = call.a ? gelu_fwd(load(tail_h)) : load(tail_da) * gelu_slope(load(tail_h));
+    const V32 tail = call.a ? Of::value(load(tail_h)) : load(tail_da) * Of::slope(load(tail_h));
     for (int64_t j = i; j < end; ++j) convert(out[j], tail[j - i]);
+}
+
+template <class Of>
+void with_dtype(const Activation& call, int64_t begin, int64_t end) {
+    call.dtype == FLOAT32 ? elements_of<Of, float>(call, begin, end) : elements_of<Of, BFloat16>(call, begin, end);
 }
 
 // silu(h) = h σ(h), with e = exp(−|h|): h / (1 + e) or, for h < 0, h e / (1 + e), which is 0 below −88
@@ -231,7 +247,8 @@ void forward_of(const Activation& call, int64_t begin, int64_t end) {
 }
 
 void activation(const Activation& call, int64_t begin, int64_t end) {
-    if (call.kind == GELU) call.dtype == FLOAT32 ? gelu_of<float>(call, begin, end) : gelu_of<BFloat16>(call, begin, end);
+    if (call.kind == GELU) with_dtype<Gelu>(call, begin, end);
+    else if (call.kind == RELU2) with_dtype<Relu2>(call, begin, end);
     else call.dtype == FLOAT32 ? forward_of<float>(call, begin, end) : forward_of<BFloat16>(call, begin, end);
 }
 

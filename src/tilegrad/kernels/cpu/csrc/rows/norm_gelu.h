@@ -22,16 +22,17 @@ struct Norm {
     Rows f, x1;                         // forward: x1 = x + f replaces x; x1 may be x
 };
 
-// kernels/activation: a, da, dh (n)   h, up: rows of `columns` numbers, `stride` apart; in gelu's backward h (n)
+// kernels/activation: a, da, dh (n)   h, up: rows of `columns` numbers, `stride` apart; in a backward h (n)
 struct Activation {
     int64_t n, threads, isa, dtype, kind, columns, stride;
-    char *h, *up, *a, *da, *dh;   // a: forward; da, dh: gelu's backward; up: a = silu(h) ∘ up
+    char *h, *up, *a, *da, *dh;   // a: forward; da, dh: backward of gelu and relu2; up: a = silu(h) ∘ up
 };
 
 enum ActivationKind : int64_t {
     GELU,
     TANH,
     SWIGLU,
+    RELU2,
 };
 
 // Functions of one instruction set. Ranges are rows (norm_fwd, norm_rows), columns (norm_columns) or elements (activation). The
