@@ -33,7 +33,7 @@ settings.load_profile("tilegrad")
 
 @pytest.fixture
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """torch describes an H100 that need not be there: kernels are chosen and memory is planned for it, nothing runs."""
+    """torch describes an H100, whether there is one or not: kernels are chosen and memory is planned for it. Nothing runs."""
     kept = (gpu.capability, gpu.multiprocessors, gpu._refusal)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: SimpleNamespace(multi_processor_count=132))
@@ -46,7 +46,7 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(params=["C++", "Python"])
 def hits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The buffer manager's hits go by C++, or all through Python."""
+    """The buffer manager answers hits in C++, or all calls in Python."""
     if request.param == "Python":
         for name in ("allocate", "deallocate"):
             monkeypatch.setattr(manager.AttentionBufferManager, name, hit.python_methods[name])
@@ -64,7 +64,7 @@ def interpreter() -> Iterator[None]:
 
 @pytest.fixture(params=["torch", "triton"])
 def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The kernels that tables choose on a CPU, and Triton's."""
+    """Runs a test with the kernels that tables choose on a CPU, and with Triton's."""
     with run_by(request.param, request):
         yield request.param
 
@@ -98,7 +98,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def fresh_seed(request: pytest.FixtureRequest) -> int:
-    """Another one in each run of the slow set, printed at its end."""
+    """A seed that differs in each run of the slow set, which prints it at the end."""
     return int(request.config.option.seed)
 
 
@@ -126,7 +126,7 @@ def pytest_configure(config: pytest.Config) -> None:
         if config.option.seed is None:
             given = getattr(
                 config, "workerinput", {}
-            )  # xdist's workers draw from the seed that the end of the run prints
+            )  # xdist's workers draw from the seed that is printed at the end of the run
             config.option.seed = given.get("seed", random.SystemRandom().randrange(1 << 30))
         settings.load_profile("fresh")
         core.global_force_seed = config.option.seed
@@ -172,7 +172,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """The garbage collector no longer looks at what exists now, a million objects that live to the end: where a test
-    collects, it would look at each of them."""
+    """Freezes the objects that exist now, a million that live to the end: a test that collects garbage would otherwise
+    visit each of them."""
     gc.collect()
     gc.freeze()

@@ -1,17 +1,17 @@
-"""Mutants: the code with one small change each, and whether its tests see it.      ./tg mutants [--sample N] [--seed N] [--all]
+"""Mutants: copies of the code with one small change, and whether tests see it.  ./tg mutants [--sample N] [--seed N] [--all]
 
 A mutant swaps one operator or moves one number: Python (Triton's kernels too) at the nodes of its syntax tree, C++ by text.
 
     1  the tests of the files concerned run once in a copy of the tree: which pass, how long each takes, what it calls
-    2  each mutant runs in a copy against the tests that call its function, the most special first, until one fails; where
+    2  each mutant runs in a copy against the tests that call its function, the most specific first, until one fails. If
        none calls it, against those that call its file, then against those of its folder in TESTS
-    3  one that they all pass has survived; one whose tests took longer than --seconds is unknown; one that C++'s compiler
-       refuses is no mutant
+    3  a mutant has survived if all tests pass and is unknown if they take longer than --seconds; code that C++'s compiler
+       refuses is not a mutant
 
 A worker is a process that has torch and pytest loaded; a run of tests is a fork of it.
 
-With --gpu the mutants are Triton's and Hopper's alone, and their tests those with the mark gpu (GPU_TESTS) in the order of
-their file. A kernel may wait for ever: a run that writes nothing for QUIET_SECONDS is ended, and its mutant killed.
+With --gpu the mutants are only those of Triton and Hopper, and their tests those with the mark gpu (GPU_TESTS) in the order
+of their file. A kernel may wait for ever: a run that writes nothing for QUIET_SECONDS is ended, and its mutant killed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "src/tilegrad"
 ATTENTION = "tests/attention/test_"
 FRONT = tuple(f"{ATTENTION}{name}.py" for name in ("eager", "functional", "transforms", "sdpa"))
-TESTS = {  # the longest beginning of a path decides
+TESTS = {  # the longest matching prefix of a path decides
     "kernels/attention/": (
         *(f"{ATTENTION}{name}.py" for name in ("tiled", "reference", "bounds", "checks", "functional", "context")),
         *(f"{ATTENTION}{name}.py" for name in ("mask", "problem")),
@@ -91,15 +91,15 @@ TESTS = {  # the longest beginning of a path decides
     "cli/": ("tests/package/test_cli.py", "tests/package/test_package.py", "tests/train/test_interrupts.py"),
     "dist/": ("tests/dist", "tests/train/test_ranks.py", "tests/train/test_engine.py"),
 }
-GPU_TESTS = {  # likewise, with --gpu; of a file named …_gpu.py its slow ones, each one specification
+GPU_TESTS = {  # likewise with --gpu; a file …_gpu.py runs its slow tests, one specification each
     "kernels/attention/triton/": (f"{ATTENTION}triton_gpu.py",),
     "kernels/attention/hopper/": (f"{ATTENTION}hopper_gpu.py",),
     "kernels/": ("tests/ops/test_ops_triton.py", "tests/ops/test_ops_cuda.py"),
 }
 QUIET_SECONDS = 60
 AT_ONCE = 2  # tests with the mark gpu that are watched in one process: each compiles for seconds
-NO_RESULT = ("kernels/attention/triton/tiles.py",)  # sizes of tiles, which decide about speed alone
-SPEED = {"BLOCK", "CHUNK", "SLAB", "TILE", "MOST_ENTRIES"}  # constants that do so in every module that has one
+NO_RESULT = ("kernels/attention/triton/tiles.py",)  # sizes of tiles, which affect speed only
+SPEED = {"BLOCK", "CHUNK", "SLAB", "TILE", "MOST_ENTRIES"}  # constants with these names affect speed only
 CALLERS = {
     "csrc/attention/": ("attention/cpu.py",),
     "csrc/rows/sampling": ("sampling/cpu.py",),
@@ -108,7 +108,7 @@ CALLERS = {
     "csrc/": ("attention/cpu.py", "cpu/rows.py"),
     "cpu/abi.py": ("attention/cpu.py", "cpu/rows.py"),
 }
-LIBRARIES = {  # of C++: what builds it, and its file
+LIBRARIES = {  # the C++ libraries: the module that builds each, and its file
     "kernels/cpu/csrc/": ("from tilegrad.native import build as it", "kernels/cpu/native_*.so"),
     "functional/": ("from tilegrad.functional.eager import MODULE as it", "functional/tilegrad_eager_*.so"),
     "memory/managed/": ("from tilegrad.memory.managed.hit import MODULE as it", "memory/managed/tilegrad_hit_*.so"),
@@ -139,8 +139,8 @@ class Mutant(NamedTuple):
 
 
 def of_python(path: str, source: str) -> list[Mutant]:
-    """One for each operator, comparison and number (n + 1 of a whole one, 2 x of another); none in annotations, messages and
-    default arguments, in the constants of SPEED, nor in zip's strict: its lengths are equal wherever the code is right."""
+    """One mutant for each operator, comparison and number (an integer becomes n + 1, another number 2 x). None in annotations,
+    messages, default arguments, the constants of SPEED, or zip's strict: lengths are equal wherever the code is right."""
     lines = source.encode().splitlines(keepends=True)
     starts = [0]
     for line in lines:
@@ -207,7 +207,7 @@ def _left_out(node: ast.AST) -> bool:
 
 
 def of_cpp(path: str, source: str) -> list[Mutant]:
-    """One for each operator with a blank on both sides, in code."""
+    """One mutant for each operator with a blank on both sides, in code."""
     found, lines = [], source.splitlines(keepends=True)
     for n, line in enumerate(lines):
         code = line.split("//")[0]
@@ -274,7 +274,7 @@ class Tree:
     def pytest(
         self, arguments: Sequence[str], seconds: float, environment: dict[str, str] | None = None, quiet: float = 3600
     ) -> tuple[int, str]:
-        """(exit code or 124 after so many seconds, or so many in which it wrote nothing; what pytest wrote)"""
+        """(exit code, output of pytest). The code is 124 if it ran too long, or wrote nothing for too long."""
         log = self.scratch / "log"
         order = {"arguments": list(arguments), "seconds": seconds, "environment": environment or {}, "log": str(log)}
         order["quiet"] = quiet
@@ -323,7 +323,7 @@ def serve() -> None:
 
 
 def _wait(child: int, seconds: float, log: Path, quiet: float) -> int:
-    """The exit code of a child; 124 where it runs longer than `seconds`, or writes nothing into its log for `quiet`."""
+    """The exit code of a child; 124 if it runs longer than `seconds`, or writes nothing into its log for `quiet` seconds."""
     ends, written = time.monotonic() + seconds, time.time()
     while time.monotonic() < ends and time.time() < written + quiet:
         written = max(written, log.stat().st_mtime if log.exists() else written)
@@ -385,7 +385,7 @@ def watch(
 
 
 def interpreted_of(file: str) -> str:
-    """Which tests of a file need a process of Triton's interpreter, as pytest's -k has it; "" for none."""
+    """The argument of pytest's -k for the tests of a file that need Triton's interpreter; "" if there are none."""
     return "interpreted" if "in_the_interpreter" in (ROOT / file).read_text(encoding="utf-8") else ""
 
 
@@ -419,7 +419,7 @@ def function_of(mutant: Mutant) -> str | None:
 def picked_for(
     mutant: Mutant, tests: Sequence[Watched], most_seconds: float, *, gpu: bool = False
 ) -> tuple[list[Watched], bool]:
-    """Those to run, the most special first (they call the fewest functions), and whether the time cut some off. C++ is
+    """The tests to run, the most specific first (they call the fewest functions), and whether the time cut some off. C++ is
     called through the files in CALLERS, and its random tests come first: they see the most. For a GPU's kernel these
     are the tests that call its file's Python, in the order of their file: the first specifications cover the most."""
     function = function_of(mutant)
@@ -441,7 +441,7 @@ def picked_for(
 
 
 def judge(tree: Tree, mutant: Mutant, tests: Sequence[Watched], most_seconds: float) -> Verdict:
-    """The tests of a mutant, in its tree; the tree is afterwards as it was."""
+    """Runs the tests of a mutant in its tree, which is afterwards as it was."""
     began = time.monotonic()
     taken, cut = picked_for(mutant, tests, most_seconds, gpu=tree.gpu)
     file = tree.root / mutant.path
@@ -515,7 +515,7 @@ def main(arguments: list[str]) -> int:
     drawn = _not_judged(drawn, given.verdicts)
     print(f"{len(drawn)} of {len(mutants)} mutants, seed {given.seed}", flush=True)
     verdicts: list[Verdict] = []
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which closes the trees
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exiting closes the trees
     with tempfile.TemporaryDirectory() as folder:
         trees = [Tree(Path(folder) / "0", gpu=given.gpu)]
         try:
@@ -565,7 +565,7 @@ def _print(verdict: Verdict, to: Path | None) -> None:
 
 
 def _watch_all(trees: Sequence[Tree], files: list[str], kept: Path | None, *, interpreter: bool) -> list[Watched]:
-    """What step 1 finds; `kept` has {what was watched: (its tests that pass, other names)} and is written each time."""
+    """The results of step 1. `kept` has {watched files: (tests that pass, names of the rest)} and is written each time."""
     wanted: list[tuple[str, str, tuple[str, ...]]] = [(file, "", ()) for file in files]
     if trees[0].gpu:
         names = {file: gpu_tests_of(trees[0], file) for file in files}
@@ -596,7 +596,7 @@ def _watch_all(trees: Sequence[Tree], files: list[str], kept: Path | None, *, in
 
 
 def _each(trees: Sequence[Tree], items: Iterable[Any], act: Any, ends: float) -> Iterator[tuple[Any, Any]]:
-    """act(tree, item) of each item on the first tree that is idle; none is begun after `ends`."""
+    """Runs act(tree, item) for each item on the first idle tree. None begins after `ends`."""
     left, done = list(reversed(list(items))), queue.Queue[Any]()
 
     def work(tree: Tree) -> None:

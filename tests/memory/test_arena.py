@@ -1,4 +1,4 @@
-"""A planned step: exact bytes, aligned views, the same bits shared or not, and poison that sees wrong lifetimes."""
+"""A planned step: exact bytes, aligned views, the same bits shared or not, and poison that shows a wrong lifetime."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
-def test_gradients_are_bit_identical_with_and_without_sharing_and_poisoned() -> None:
+def test_sharing_memory_and_poison_do_not_change_the_bits_of_gradients() -> None:
     stack = declare()
     shared, apart = plan_memory(traced(stack)), plan_memory(traced(stack), share=False)
     assert shared.peak_bytes < apart.peak_bytes
@@ -53,7 +53,7 @@ def test_gradients_are_bit_identical_with_and_without_sharing_and_poisoned() -> 
     assert same(run(stack, shared, poison=True), expected)
 
 
-def test_gradients_are_autograds() -> None:
+def test_gradients_equal_those_of_autograd() -> None:
     stack = declare(dtype=torch.float64)
     arenas = Arenas(plan_memory(traced(stack)))
     bound = bind(stack, arenas.view)
@@ -69,7 +69,7 @@ def test_gradients_are_autograds() -> None:
 
 
 @pytest.mark.parametrize("name", ["2.h", "x3", "dx2"])
-def test_a_shortened_lifetime_is_caught_by_poison(name: str) -> None:
+def test_poison_shows_a_lifetime_that_ends_too_early(name: str) -> None:
     stack = declare()
     right = traced(stack)
     (first, last) = right.live[name][0]
@@ -77,7 +77,7 @@ def test_a_shortened_lifetime_is_caught_by_poison(name: str) -> None:
     assert any(grad.isnan().any() for grad in run(stack, plan_memory(wrong), poison=True))
 
 
-def test_arena_bytes_are_the_plan_to_the_byte() -> None:
+def test_an_arena_has_exactly_the_bytes_of_the_plan() -> None:
     memory = plan_memory(traced(declare(rows=7, width=5)))
     arenas = Arenas(memory)
     assert set(arenas.bytes) == {"params", "grads", "inputs", "activations"}
@@ -98,7 +98,7 @@ def test_views_are_aligned_and_inside_their_arena() -> None:
         assert view.untyped_storage().data_ptr() == arenas.bytes[handle.role].data_ptr()
 
 
-def test_params_and_grads_have_one_layout() -> None:
+def test_params_and_grads_have_the_same_layout() -> None:
     memory = plan_memory(traced(declare()))
     offsets = memory.arenas["params"].offsets
     assert list(offsets.values()) == list(memory.arenas["grads"].offsets.values())
@@ -110,7 +110,7 @@ def test_params_and_grads_have_one_layout() -> None:
 
 
 def test_attention_runs_in_planned_memory() -> None:
-    """Two attention calls and their backwards on the kernels' own contract; the scratch is one buffer for all."""
+    """Two attention calls and their backwards on the kernels' own ops; they share one buffer of scratch."""
     shape, mask = (2, 17, 2, 8), Mask(causal=True)
 
     def buffer(name: str, shape: tuple[int, ...] = shape, dtype: torch.dtype = torch.float32) -> Handle:
@@ -190,7 +190,7 @@ def test_every_dtype_and_shape_has_a_view_and_a_poison(shape: tuple[int, ...], d
         assert (view.reshape(-1).view(torch.uint8) == 0xCB).all()
 
 
-def test_a_program_off_its_trace_is_refused() -> None:
+def test_a_program_that_departs_from_its_trace_is_refused() -> None:
     stack = declare(n_layer=2)
     arenas = Arenas(plan_memory(traced(stack)))
     bound = bind(stack, arenas.view)
@@ -207,7 +207,7 @@ def test_a_program_off_its_trace_is_refused() -> None:
     refused(lambda: (bound.step(), bound.step()), "but 'the end' in the trace")  # type: ignore[func-returns-value]
 
 
-def test_poison_waits_for_side_streams() -> None:
+def test_poison_is_written_after_side_streams_have_finished() -> None:
     a, b, c = (Handle(name, (2,), torch.float32, BufferType.COMM) for name in "abc")
     seen: list[bool] = []
 
@@ -238,7 +238,7 @@ def test_poison_waits_for_side_streams() -> None:
     assert seen == [False, True]
 
 
-def test_alignment_of_cuda_plans_and_one_device() -> None:
+def test_cuda_plans_are_aligned_and_an_arena_is_on_one_device() -> None:
     cuda = torch.device("cuda")
     x = Handle("x", (3,), torch.float32, BufferType.TEMP, device=cuda)
     y = Handle("y", (3,), torch.float32, BufferType.TEMP, device=cuda)
@@ -250,13 +250,13 @@ def test_alignment_of_cuda_plans_and_one_device() -> None:
         plan_memory(mixed)
 
 
-def test_nothing_traced() -> None:
+def test_an_empty_program_has_no_arenas() -> None:
     memory = plan_memory(trace(lambda: None, observe))
     assert memory.peak_bytes == Arenas(memory).nbytes == 0
 
 
 @pytest.mark.gpu
-def test_planned_step_on_cuda_allocates_the_plan_and_no_more() -> None:
+def test_a_planned_step_on_cuda_allocates_the_plan_and_no_more() -> None:
     def on_cuda(handle: Handle) -> Handle:
         return replace(handle, device=torch.device("cuda"))
 
@@ -291,7 +291,7 @@ def test_a_flat_handle_views_its_buffers_and_the_gaps_between() -> None:
     )  # never planned: stays a handle
 
 
-def test_what_a_flat_handle_cannot_span_is_named() -> None:
+def test_an_error_names_the_buffers_that_a_flat_handle_cannot_span() -> None:
     a = Handle("a", (3,), torch.float32, BufferType.TEMP, "grads")
     b = replace(a, name="b")
     arenas = Arenas(plan_memory(trace(lambda: None, observe, [b, a])))

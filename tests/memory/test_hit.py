@@ -1,4 +1,4 @@
-"""A hit in C++ (memory/managed/hit.cpp): which calls it takes, the same state after each as after Python's, nobody's buffer."""
+"""A hit in C++ (memory/managed/hit.cpp): which calls it answers, and that it leaves the manager's state as Python would."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ TAKEN: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("call", TAKEN)
-def test_a_hit_does_without_python(manager: AttentionBufferManager, in_python: list[str], call: str) -> None:
+def test_a_hit_does_not_call_python(manager: AttentionBufferManager, in_python: list[str], call: str) -> None:
     arguments, options = TAKEN[call]
     pair(manager, *arguments, **options)
     pair(manager, Q, SHAPE)
@@ -78,7 +78,7 @@ def test_a_hit_does_without_python(manager: AttentionBufferManager, in_python: l
     assert not in_python
 
 
-def test_a_hit_below_a_limit_of_bytes_does_without_python(in_python: list[str]) -> None:
+def test_a_hit_below_the_limit_of_bytes_does_not_call_python(in_python: list[str]) -> None:
     nbytes = 4 * 2 * 64 * 8 * 16
     for limit, calls in ((nbytes, []), (nbytes - 1, ["allocate", "deallocate"] * 5)):
         manager = AttentionBufferManager(max_bytes=limit, **NO_PRESSURE)
@@ -120,7 +120,9 @@ NO_HITS: dict[str, Callable[[AttentionBufferManager], object]] = {
 
 
 @pytest.mark.parametrize("call", NO_HITS)
-def test_what_is_no_plain_hit_goes_to_python(manager: AttentionBufferManager, in_python: list[str], call: str) -> None:
+def test_a_call_that_is_not_a_plain_hit_is_answered_by_python(
+    manager: AttentionBufferManager, in_python: list[str], call: str
+) -> None:
     pair(manager, Q, SHAPE)
     manager.deallocate(manager.allocate(OUT, SHAPE))
     in_python.clear()
@@ -128,7 +130,7 @@ def test_what_is_no_plain_hit_goes_to_python(manager: AttentionBufferManager, in
     assert len(in_python) == 1
 
 
-def test_managers_that_write_down_more_go_through_python(in_python: list[str]) -> None:
+def test_hits_in_a_scope_with_debug_or_with_profiling_call_python(in_python: list[str]) -> None:
     tracked = AttentionBufferManager(**NO_PRESSURE)
     pair(tracked, Q, SHAPE)
     in_python.clear()
@@ -157,7 +159,9 @@ def test_managers_that_write_down_more_go_through_python(in_python: list[str]) -
         lambda _m: AttentionBufferManager.allocate(),  # type: ignore[call-arg]
     ],
 )
-def test_wrong_calls_raise_what_python_raises(manager: AttentionBufferManager, wrong: Callable[..., object]) -> None:
+def test_wrong_calls_raise_the_same_errors_as_in_python(
+    manager: AttentionBufferManager, wrong: Callable[..., object]
+) -> None:
     with pytest.raises(TypeError):
         wrong(manager)
     for name, function in hit.python_methods.items():
@@ -168,7 +172,7 @@ def test_wrong_calls_raise_what_python_raises(manager: AttentionBufferManager, w
 
 
 def state(manager: AttentionBufferManager, numbers: dict[Slot, int]) -> dict[str, Any]:
-    """All that a manager knows, its slots by numbers in the order in which they were first seen."""
+    """The whole state of a manager. Slots are numbered in the order in which they were first seen."""
     cache = manager._cache
 
     def number(slot: Slot) -> int:
@@ -188,7 +192,7 @@ def state(manager: AttentionBufferManager, numbers: dict[Slot, int]) -> dict[str
 
 
 def random_calls(manager: AttentionBufferManager, seed: int, steps: int) -> Iterator[dict[str, Any]]:
-    """The manager's state after each of so many calls: takes, gives, views, stale handles, changed layouts, drops."""
+    """The manager's state after each call: allocations, frees, views, stale handles, changed layouts, drops."""
     dice = random.Random(seed)
     held: list[Tensor] = []
     kept: list[object] = []
@@ -221,7 +225,7 @@ def random_calls(manager: AttentionBufferManager, seed: int, steps: int) -> Iter
 
 @pytest.mark.parametrize("lightweight", [True, False])
 @pytest.mark.parametrize("max_bytes", [None, 1 << 13])
-def test_the_same_state_as_pythons_after_every_call(
+def test_after_every_call_the_state_is_that_of_python(
     lightweight: bool, max_bytes: int | None, in_python: list[str]
 ) -> None:
     class InPython(AttentionBufferManager):
@@ -239,12 +243,12 @@ def test_the_same_state_as_pythons_after_every_call(
     assert len(in_python) < 0.65 * calls
 
 
-def test_the_smallest_that_fits_and_of_two_alike_the_last(
+def test_the_smallest_buffer_that_fits_is_taken_and_the_newest_of_equal_ones(
     manager: AttentionBufferManager, in_python: list[str]
 ) -> None:
     k = 1024
     for shape in ((k, k), (1040 * k,), (1039 * k,)):
-        manager._cache.free_list(Q, shape, torch.uint8, CPU)  # from the second call of a shape on
+        manager._cache.free_list(Q, shape, torch.uint8, CPU)  # there is one from the second call with a shape
     kept = [manager.allocate(Q, shape, torch.uint8) for shape in ((1300 * k,), (4, 256 * k), (2, 512 * k))]
     address = [tensor.data_ptr() for tensor in kept]
     while kept:
@@ -258,9 +262,7 @@ def test_the_smallest_that_fits_and_of_two_alike_the_last(
     assert in_python == ["allocate"]
 
 
-def test_another_shape_is_a_hit_where_sizes_are_all_that_changes(
-    manager: AttentionBufferManager, in_python: list[str]
-) -> None:
+def test_another_shape_is_a_hit_where_only_sizes_change(manager: AttentionBufferManager, in_python: list[str]) -> None:
     for shape, dtype in ((NEAR, torch.float32), (SHAPE, torch.int32)):
         manager._cache.free_list(Q, shape, dtype, CPU)
     pair(manager, Q, SHAPE)
@@ -278,14 +280,16 @@ def test_another_shape_is_a_hit_where_sizes_are_all_that_changes(
 
     manager.clear_cache()
     pair(manager, Q, SHAPE)
-    manager._cache._high_water = 0  # the slack of a buffer would lift it
+    manager._cache._high_water = 0  # the unused bytes of a buffer would raise it
     in_python.clear()
     pair(manager, Q, NEAR)
     assert in_python == ["allocate"] and manager.get_stats()["cache_hits"] == 2
 
 
-def test_threads_never_get_what_another_holds(manager: AttentionBufferManager, in_python: list[str]) -> None:
-    """Each thread writes its own number, frees some buffers while a view holds them, and looks whether the number stays."""
+def test_a_thread_never_gets_a_buffer_that_another_thread_holds(
+    manager: AttentionBufferManager, in_python: list[str]
+) -> None:
+    """Each thread writes its own number, frees some buffers while a view holds them, and checks that the number stays."""
     errors: list[tuple[int, int]] = []
 
     def work(number: int) -> None:
@@ -307,10 +311,10 @@ def test_threads_never_get_what_another_holds(manager: AttentionBufferManager, i
     assert len(in_python) < 600
 
 
-def test_a_free_list_that_names_a_buffer_too_many_or_too_few_is_no_matter(
+def test_a_free_list_may_name_a_buffer_too_many_or_too_few(
     manager: AttentionBufferManager, in_python: list[str]
 ) -> None:
-    """As an interrupted call leaves it: the pool says what is cached."""
+    """An interrupted call leaves such a list: the pool alone says what is cached."""
     pair(manager, Q, SHAPE)
     ((slot, tensor),) = next(iter(manager._cache.pools.values())).free.items()
     address, hints = tensor.data_ptr(), slot.free_list.slots
@@ -325,7 +329,7 @@ def test_a_free_list_that_names_a_buffer_too_many_or_too_few_is_no_matter(
     assert hints == [slot]
 
 
-def test_dropped_buffers_are_let_go_of_by_the_next_hit(manager: AttentionBufferManager, in_python: list[str]) -> None:
+def test_the_next_hit_forgets_dropped_buffers(manager: AttentionBufferManager, in_python: list[str]) -> None:
     pair(manager, Q, SHAPE)
     manager.allocate(K, SHAPE)
     in_python.clear()
@@ -334,7 +338,7 @@ def test_dropped_buffers_are_let_go_of_by_the_next_hit(manager: AttentionBufferM
     assert list(manager._cache.slots) == [id(tensor)]
 
 
-def test_a_hash_that_raises_is_pythons_matter(manager: AttentionBufferManager) -> None:
+def test_a_call_whose_hash_raises_is_answered_by_python(manager: AttentionBufferManager) -> None:
     class Bad(tuple[int, ...]):
         def __hash__(self) -> int:
             raise OverflowError("no hash")
@@ -376,7 +380,7 @@ def test_hits_are_called_inside_torch_compile(manager: AttentionBufferManager) -
         assert torch.equal(compiled(torch.ones(SHAPE)), torch.full(SHAPE, 3.0))
 
 
-def test_references_stay_as_they_are_over_many_hits(manager: AttentionBufferManager) -> None:
+def test_many_hits_leak_no_references(manager: AttentionBufferManager) -> None:
     def many() -> None:
         for _ in range(600):
             pair(manager, Q, SHAPE)
@@ -396,7 +400,7 @@ def test_references_stay_as_they_are_over_many_hits(manager: AttentionBufferMana
     assert [sys.getrefcount(x) for x in shared] == before
 
 
-def test_a_stale_handle_is_caught_by_a_tracked_manager_after_hits() -> None:
+def test_a_tracked_manager_catches_a_stale_handle_after_hits() -> None:
     manager = AttentionBufferManager(**NO_PRESSURE)
     stale = manager.allocate(Q, SHAPE)
     manager.deallocate(stale)

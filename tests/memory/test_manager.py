@@ -1,4 +1,4 @@
-"""AttentionBufferManager: what is handed out, what is cached, and what leaves the cache."""
+"""AttentionBufferManager: which buffers it hands out, which it caches, and which leave the cache."""
 
 import subprocess
 import sys
@@ -39,7 +39,7 @@ def test_the_package_is_imported_without_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_the_documents_example():
+def test_the_example_of_the_specification_runs():
     manager = create_attention_buffer_manager(enable_reuse=True, enable_preallocation=False, lightweight=True)
     query = manager.allocate(Q, shape=SHAPE, dtype=torch.float32, device="cpu")
     key = manager.allocate(K, shape=SHAPE)
@@ -53,14 +53,14 @@ def test_the_documents_example():
     assert (stats["cache_hits"], stats["cache_misses"], stats["cache_hit_rate"]) == (1, 3, 0.25)
 
 
-def test_stats_have_every_named_key(manager):
+def test_stats_have_every_key_of_the_specification(manager):
     named = "cache_hits cache_misses cache_hit_rate bytes_in_use bytes_cached bytes_peak evictions quarantined"
     assert {*named.split(), "strategies", "per_type"} <= manager.get_stats().keys()
     assert set(manager.get_stats()["per_type"]) == set(BufferType)
     assert manager.get_stats()["pattern"] == {"alike": 0, "broken": 0, "learned": False, "followed": False}
 
 
-def test_default_configs_are_the_table():
+def test_default_configs_are_those_of_the_table():
     zeroed = {t for t, c in DEFAULT_CONFIGS.items() if c.zero_init}
     numa = {t for t, c in DEFAULT_CONFIGS.items() if c.prefer_numa}
     bucketed = {t for t, c in DEFAULT_CONFIGS.items() if c.prefer_bucketed}
@@ -88,7 +88,7 @@ def test_default_configs_are_the_table():
         ({"zero_init": None}, "zero_init: got None; accepted: True or False"),
     ],
 )
-def test_bad_config_values_are_named(change, error):
+def test_a_bad_config_value_is_named_in_the_error(change, error):
     good = {"typical_size_mb": 1.0, "reuse_frequency": "high", "lifetime": "iteration"}
     with pytest.raises((ValueError, TypeError), match=error):
         BufferConfig(**{**good, **change})
@@ -104,7 +104,7 @@ def test_bad_config_values_are_named(change, error):
         ((Q, (2,), "float32"), "dtype: got 'float32'; accepted: a torch.dtype"),
     ],
 )
-def test_bad_requests_are_named(manager, arguments, error):
+def test_a_bad_request_is_named_in_the_error(manager, arguments, error):
     with pytest.raises((ValueError, TypeError), match=error):
         manager.allocate(*arguments)
     assert rates(manager) == (0, 0)
@@ -123,7 +123,7 @@ def test_contradicting_options_are_refused():
         AttentionBufferManager(custom_configs={Q: {}})  # type: ignore[dict-item]
 
 
-def test_profiling_makes_the_factorys_manager_tracked(tmp_path):
+def test_the_factory_gives_a_tracked_manager_where_profiling_is_on(tmp_path):
     create_attention_buffer_manager(enable_profiling=True).export_trace(tmp_path / "t.json")
     assert (tmp_path / "t.json").stat().st_size
 
@@ -135,7 +135,7 @@ def all_dtypes():
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("dtype", all_dtypes(), ids=str)
-def test_every_dtype(manager, dtype):
+def test_buffers_of_every_dtype_are_allocated(manager, dtype):
     for _ in range(2):
         t = manager.allocate(BufferType.MASK, (3, 5), dtype=dtype, zero_init=True)
         assert (t.dtype, t.shape, t.is_contiguous()) == (dtype, (3, 5), True)
@@ -145,7 +145,7 @@ def test_every_dtype(manager, dtype):
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), [2, 3], torch.Size([4])])
-def test_any_shape(manager, shape):
+def test_buffers_of_any_shape_are_allocated(manager, shape):
     for _ in range(2):
         t = manager.allocate(Q, shape)
         assert t.shape == tuple(shape)
@@ -154,13 +154,13 @@ def test_any_shape(manager, shape):
     assert rates(manager) == (1, 1)
 
 
-def test_device_spellings_are_one_key(manager):
+def test_all_spellings_of_a_device_share_a_free_list(manager):
     for device in (None, "cpu", "cpu:0", torch.device("cpu"), torch.device("cpu", 0)):
         manager.deallocate(manager.allocate(Q, (64,), device=device))
     assert rates(manager) == (4, 1)
 
 
-def test_index_less_cuda_is_the_current_device(monkeypatch):
+def test_cuda_without_an_index_is_the_current_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     assert cache_module.one_device("cuda") == cache_module.one_device(torch.device("cuda")) == torch.device("cuda:3")
@@ -173,14 +173,14 @@ def test_cuda_without_cuda_names_the_remedy(manager):
         manager.allocate(Q, (4,), device="cuda")
 
 
-def test_no_device_follows_torchs_default(manager):
+def test_without_a_device_torchs_default_is_used(manager):
     with torch.device("meta"):
         assert manager.allocate(Q, (4,)).device.type == "meta"
         assert AttentionBufferManager(device="cpu").allocate(Q, (4,)).device.type == "cpu"
     assert manager.allocate(Q, (4,)).device.type == "cpu"
 
 
-def test_zeroing_by_type_and_by_argument(manager):
+def test_buffers_are_zeroed_by_their_type_or_by_the_argument(manager):
     for type, asked, zero in ((OUT, None, True), (OUT, False, False), (Q, None, False), (Q, True, True)):
         manager.clear_cache()
         t = manager.allocate(type, (4096,), zero_init=asked)
@@ -191,7 +191,7 @@ def test_zeroing_by_type_and_by_argument(manager):
         manager.deallocate(t)
 
 
-def test_a_cached_buffer_is_bytes(manager):
+def test_a_cached_buffer_serves_any_dtype(manager):
     t = manager.allocate(Q, (1000, 1000))
     address = t.data_ptr()
     manager.deallocate(t)
@@ -204,7 +204,7 @@ def test_a_cached_buffer_is_bytes(manager):
     assert rates(manager) == (3, 1)
 
 
-def test_a_buffer_serves_requests_down_to_its_size_over_1_25(manager):
+def test_a_buffer_serves_requests_of_at_least_its_size_over_1_25(manager):
     manager.deallocate(manager.allocate(Q, (1_000_000,)))
     manager.deallocate(manager.allocate(Q, (800_500,)))
     assert rates(manager) == (1, 1)
@@ -213,13 +213,13 @@ def test_a_buffer_serves_requests_down_to_its_size_over_1_25(manager):
     assert rates(manager) == (1, 3)
 
 
-def test_types_do_not_share(manager):
+def test_buffer_types_do_not_share_buffers(manager):
     manager.deallocate(manager.allocate(Q, (64,)))
     manager.allocate(K, (64,))
     assert rates(manager) == (0, 2)
 
 
-def test_without_reuse_nothing_is_kept():
+def test_without_reuse_no_buffer_is_cached():
     manager = AttentionBufferManager(enable_reuse=False)
     for _ in range(3):
         manager.deallocate(manager.allocate(Q, SHAPE))
@@ -230,7 +230,7 @@ def test_without_reuse_nothing_is_kept():
 
 
 @pytest.mark.parametrize(("type", "limit"), [(Q, 10), (BufferType.SCORES, 5), (BufferType.WEIGHTS, 5)])
-def test_buffers_per_type_and_device(manager, type, limit):
+def test_the_number_of_cached_buffers_is_limited_per_type_and_device(manager, type, limit):
     held = [manager.allocate(type, (1000,)) for _ in range(12)]
     for t in held:
         manager.deallocate(t)
@@ -238,7 +238,7 @@ def test_buffers_per_type_and_device(manager, type, limit):
     assert (stats["per_type"][type]["buffers_cached"], stats["evictions"]) == (limit, 12 - limit)
 
 
-def test_least_recently_freed_goes_first():
+def test_the_least_recently_freed_buffer_is_evicted_first():
     manager = AttentionBufferManager(max_bytes=3 << 20, **NO_PRESSURE)
     types = (Q, K, V, OUT)
     held = {t: manager.allocate(t, (1 << 18,)) for t in types}
@@ -251,7 +251,7 @@ def test_least_recently_freed_goes_first():
     assert [stats["per_type"][t]["buffers_cached"] for t in types] == [1, 0, 1, 1]
 
 
-def test_cached_buffers_go_before_the_high_water_mark_is_passed(manager):
+def test_cached_buffers_are_evicted_before_the_high_water_mark_rises(manager):
     for n in (1 << 22, 3 << 20, 1 << 21):
         manager.deallocate(manager.allocate(Q, (n,), torch.uint8))
         manager.deallocate(manager.allocate(K, (n,), torch.uint8))
@@ -261,7 +261,7 @@ def test_cached_buffers_go_before_the_high_water_mark_is_passed(manager):
     assert stats["evictions"] > 0
 
 
-def test_context_manager_frees_also_on_error(manager):
+def test_the_context_manager_frees_its_buffer_also_after_an_error(manager):
     def fails():
         with manager.buffer(Q, (64,)) as t:
             assert t.shape == (64,)
@@ -302,7 +302,7 @@ def test_preallocated_buffers_are_handed_out_next(manager):
     assert float(held[3].abs().max()) == 0
 
 
-def test_buffers_are_preallocated_with_the_device_in_fifth_place(manager):
+def test_preallocate_takes_the_device_as_its_fifth_argument(manager):
     manager.preallocate_buffers(2, 16, 4, 8, torch.device("cpu"))
     stats = manager.get_stats()
     assert stats["preallocated_buffers"] == stats["cached_buffers"] == 6
@@ -317,7 +317,7 @@ def test_buffers_are_preallocated_with_the_device_in_fifth_place(manager):
         manager.preallocate_buffers(2, 16, 4, 8, torch.float32)
 
 
-def test_a_manager_says_how_it_was_made():
+def test_the_options_of_a_manager_are_attributes_that_cannot_be_set():
     scores = BufferConfig(8.0, "high", "persistent", zero_init=False)
     manager = AttentionBufferManager(custom_configs={BufferType.SCORES: scores})
     assert (manager.enable_reuse, manager.enable_preallocation) == (True, False)
@@ -329,12 +329,12 @@ def test_a_manager_says_how_it_was_made():
         manager.configs[Q] = scores  # type: ignore[index]
 
 
-def test_one_of_each_can_be_preallocated(manager):
+def test_one_buffer_of_each_type_can_be_preallocated(manager):
     manager.preallocate_buffers(1, 1, 1, 1, types=(Q,))
     assert manager.get_stats()["per_type"]["query"]["buffers_cached"] == 1
 
 
-def test_what_was_preallocated_first_goes_first():
+def test_the_buffer_preallocated_first_is_evicted_first():
     rows, square = 2 * 128 * 8 * 64 * 4, 2 * 8 * 128 * 128 * 4
     manager = AttentionBufferManager(max_bytes=4 * rows + 2 * square, **NO_PRESSURE)
     manager.preallocate_buffers(2, 128, 8, 64)
@@ -375,13 +375,13 @@ def test_comm_without_cuda_warns_once(manager):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks what happens without CUDA")
-def test_the_comm_warning_as_an_error_stops_one_allocation_only(manager):
+def test_the_comm_warning_turned_into_an_error_stops_only_one_allocation(manager):
     with pytest.raises(UserWarning, match="COMM"):
         manager.allocate(BufferType.COMM, (64,))
     assert manager.allocate(BufferType.COMM, (64,)).shape == (64,)
 
 
-def test_shared_managers_are_one_per_name():
+def test_there_is_one_shared_manager_per_name():
     a, b = AttentionBufferManager.shared("one"), AttentionBufferManager.shared("two")
     assert a is AttentionBufferManager.shared("one")
     assert a is not b
@@ -410,7 +410,7 @@ def test_threads_never_share_a_buffer(manager):
     assert stats["bytes_cached"] == cached
 
 
-def test_many_different_shapes_leave_no_trail(manager, monkeypatch):
+def test_many_different_shapes_do_not_grow_the_bookkeeping(manager, monkeypatch):
     monkeypatch.setattr(cache_module, "_MAX_FREE_LISTS", 32)
     for n in range(1, 200):
         manager.deallocate(manager.allocate(Q, (n * 64,)))
@@ -418,7 +418,7 @@ def test_many_different_shapes_leave_no_trail(manager, monkeypatch):
     assert manager.get_stats()["bytes_in_use"] == 0
 
 
-def test_a_second_manager_does_not_know_the_buffers(manager):
+def test_a_manager_refuses_the_buffers_of_another_manager(manager):
     t = manager.allocate(Q, (8,))
     with pytest.raises(BufferStateError, match="came from elsewhere"):
         AttentionBufferManager().deallocate(t)
@@ -426,7 +426,7 @@ def test_a_second_manager_does_not_know_the_buffers(manager):
 
 
 class Cached:
-    """As much of a slot as the choice among cached buffers looks at."""
+    """The attributes of a slot that the choice among cached buffers reads."""
 
     def __init__(self, nbytes):
         self.nbytes = self.storage_bytes = nbytes
@@ -435,7 +435,7 @@ class Cached:
 @pytest.mark.parametrize(
     ("cached", "in_use", "slack", "taken"),
     [
-        ((99,), 0, 0, None),  # 100 bytes are asked for
+        ((99,), 0, 0, None),  # the request has 100 bytes
         ((100,), 0, 0, 100),
         ((125,), 0, 0, 125),
         ((126,), 0, 0, None),
@@ -449,7 +449,9 @@ class Cached:
         ((120,), 1000, 31, None),
     ],
 )
-def test_the_smallest_that_fits_unless_its_slack_lifts_the_high_water_mark(manager, cached, in_use, slack, taken):
+def test_the_smallest_buffer_that_fits_is_taken_unless_it_raises_the_high_water_mark(
+    manager, cached, in_use, slack, taken
+):
     cache = manager._cache
     cache.slots[0] = SimpleNamespace(nbytes=in_use, slack=slack)
     cache.most_held, cache._high_water = in_use + sum(cached), 1000
@@ -458,7 +460,7 @@ def test_the_smallest_that_fits_unless_its_slack_lifts_the_high_water_mark(manag
     assert (found and found.nbytes) == taken
 
 
-def test_a_cached_buffer_of_another_shape_is_a_hit_of_its_scope():
+def test_a_cached_buffer_of_another_shape_counts_as_a_hit_of_its_scope():
     manager = AttentionBufferManager(**NO_PRESSURE)
     manager.deallocate(manager.allocate(Q, (64, 10)))
     with manager.scope("another"):

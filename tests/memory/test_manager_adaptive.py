@@ -39,7 +39,7 @@ def fill(manager, count=8):
         manager.deallocate(t)
 
 
-def test_the_cache_shrinks_under_pressure_and_grows_back(pressure):
+def test_the_cache_shrinks_under_pressure_and_grows_again(pressure):
     manager = AttentionBufferManager(pressure=pressure)
     fill(manager)
     assert manager.get_stats()["bytes_cached"] == 8 * MIB
@@ -68,7 +68,7 @@ def test_the_cache_shrinks_under_pressure_and_grows_back(pressure):
     assert manager.get_stats()["cache_limits"] == {}
 
 
-def test_pressure_is_felt_without_end_iteration(pressure, monkeypatch):
+def test_pressure_is_read_also_without_end_iteration(pressure, monkeypatch):
     monkeypatch.setattr("tilegrad.memory.managed.cache._PRESSURE_EVERY_S", 0.0)
     manager = AttentionBufferManager(pressure=pressure, lightweight=True)
     fill(manager)
@@ -78,7 +78,7 @@ def test_pressure_is_felt_without_end_iteration(pressure, monkeypatch):
     assert manager.get_stats()["bytes_cached"] == 0
 
 
-def test_a_source_that_is_no_share_is_refused(pressure):
+def test_a_pressure_source_must_give_a_share(pressure):
     manager = AttentionBufferManager(pressure=pressure)
     manager.allocate(Q, (4,))
     pressure.level = 85.0
@@ -86,7 +86,7 @@ def test_a_source_that_is_no_share_is_refused(pressure):
         manager.end_iteration()
 
 
-def test_adaptive_limit_starts_and_ends_without_one():
+def test_the_adaptive_limit_is_none_before_and_after_pressure():
     limit = AdaptiveLimit()
     limit.feel(0.84, 100)
     assert limit.max_bytes is None
@@ -103,7 +103,7 @@ def write(root, **files):
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_pressure_of_the_nearest_limit(tmp_path, version):
+def test_memory_pressure_follows_the_tightest_limit_of_the_cgroups(tmp_path, version):
     root = tmp_path
     (root / "proc/self").mkdir(parents=True)
     (root / "proc/meminfo").write_text("MemTotal: 1000 kB\nMemFree: 10 kB\nMemAvailable: 900 kB\n", encoding="utf-8")
@@ -125,7 +125,7 @@ def test_pressure_of_the_nearest_limit(tmp_path, version):
     assert memory_pressure(CPU, root) == pytest.approx(0.7)
 
 
-def test_pressure_of_a_gpu_counts_what_its_allocator_holds_unused_as_free(monkeypatch):
+def test_memory_pressure_of_a_gpu_counts_unused_bytes_of_its_allocator_as_free(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (30, 100))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _device: 20)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _device: 5)
@@ -135,16 +135,16 @@ def test_pressure_of_a_gpu_counts_what_its_allocator_holds_unused_as_free(monkey
     assert memory_pressure(torch.device("meta")) == 0.0
 
 
-def test_the_real_source_gives_a_share():
+def test_the_pressure_of_this_machine_is_a_share():
     assert 0 < memory_pressure(CPU) < 1
 
 
-def test_demand_counts_what_is_held_beyond_the_start():
+def test_demand_counts_the_buffers_held_beyond_those_at_the_start():
     events = [("a", 1), ("a", 1), ("b", -1), ("a", -1), ("a", 1), ("b", 1), ("c", 1), ("c", -1)]
     assert demand(events) == {"a": (3, 2), "b": (1, 0), "c": (1, 1)}
 
 
-def test_three_alike_are_a_pattern():
+def test_three_equal_iterations_are_a_pattern():
     learner: PatternLearner[str] = PatternLearner()
     for seen in ({"a": (1, 1)}, {"a": (2, 1)}, {"a": (2, 1)}):
         learner.observe(seen)
@@ -156,7 +156,7 @@ def test_three_alike_are_a_pattern():
 
 
 def iteration(manager, length, layers=12):
-    """Twelve queries at once (more than are cached), scores one at a time, an output that the caller keeps no longer."""
+    """Twelve queries at once (more than are cached), scores one at a time, an output that the caller drops."""
     held = [manager.allocate(Q, (length, 64)) for _ in range(layers)]
     for _ in range(3):
         manager.deallocate(manager.allocate(SCORES, (8, length, 64)))
@@ -171,7 +171,7 @@ def misses(manager):
 
 
 @pytest.mark.parametrize("lightweight", [True, False])
-def test_a_learned_pattern_misses_nothing(lightweight, pressure):
+def test_an_iteration_of_a_learned_pattern_has_no_misses(lightweight, pressure):
     manager = AttentionBufferManager(lightweight=lightweight, pressure=pressure)
     counts = []
     for _ in range(8):
@@ -184,7 +184,7 @@ def test_a_learned_pattern_misses_nothing(lightweight, pressure):
     assert manager.get_stats()["pattern"] == {"alike": 8, "broken": 0, "learned": True, "followed": True}
 
 
-def test_a_broken_pattern_falls_back_and_another_is_learned(pressure):
+def test_after_an_iteration_of_another_pattern_the_new_one_is_learned(pressure):
     manager = AttentionBufferManager(pressure=pressure)
     for _ in range(5):
         iteration(manager, 1000)
@@ -209,7 +209,7 @@ def test_a_pattern_beyond_max_bytes_is_not_followed(pressure):
     assert stats["bytes_cached"] <= MIB
 
 
-def test_an_iteration_too_long_to_write_down_is_no_pattern(pressure, monkeypatch):
+def test_an_iteration_too_long_to_record_is_not_learned(pressure, monkeypatch):
     monkeypatch.setattr("tilegrad.memory.managed.manager._MAX_EVENTS", 16)
     manager = AttentionBufferManager(pressure=pressure)
     for _ in range(5):
@@ -217,7 +217,7 @@ def test_an_iteration_too_long_to_write_down_is_no_pattern(pressure, monkeypatch
     assert manager.get_stats()["pattern"]["learned"] is False
 
 
-def test_scopes_count_apart_and_share_buffers(hits):
+def test_scopes_have_their_own_counts_and_share_buffers(hits):
     manager = AttentionBufferManager.shared(f"test scopes, hits by {hits}")
     with manager.scope("layer.0"):
         t = manager.allocate(Q, (1000,))
@@ -270,7 +270,7 @@ def profiled():
     return manager
 
 
-def test_profile_per_type(profiled):
+def test_a_profile_has_the_numbers_of_each_type(profiled):
     per_type = profiled.get_stats()["per_type"]
     row = per_type["query"]
     assert (row["count"], row["bytes"], row["high_water_bytes"]) == (2, 12_000, 12_000)
@@ -281,17 +281,17 @@ def test_profile_per_type(profiled):
     assert per_type["value"]["count"] == 0
 
 
-def test_profile_by_a_clock_that_ticks_a_millisecond_at_each_look(monkeypatch):
+def test_times_of_a_profile_are_those_of_the_clock(monkeypatch):
     ticks = itertools.count(1_000_000, 1_000_000)
     monkeypatch.setattr(Profile, "now", lambda _profile: next(ticks))
     manager = AttentionBufferManager(enable_profiling=True)
-    a = manager.allocate(Q, (1000,))  # asked for at 1, there at 2
+    a = manager.allocate(Q, (1000,))  # begun at 1, finished at 2
     b = manager.allocate(Q, (500,))  # 3, 4
     manager.deallocate(a)  # 5, 6
     manager.deallocate(b)  # 7, 8
     c = manager.allocate(Q, (1000,))  # 9, 10
     del c
-    row = manager.get_stats()["per_type"]["query"]  # dropped: seen at 11
+    row = manager.get_stats()["per_type"]["query"]  # the profile sees at 11 that c was dropped
     assert (row["count"], row["bytes"], row["high_water_bytes"]) == (3, 10_000, 6000)
     assert row["time_ms"] == 5.0
     assert row["mean_lifetime_ms"] == (5 + 5 + 2) / 3
@@ -301,7 +301,7 @@ def test_profile_by_a_clock_that_ticks_a_millisecond_at_each_look(monkeypatch):
     ]  # fmt: skip
 
 
-def test_chrome_trace(profiled, tmp_path):
+def test_a_chrome_trace_has_every_buffer(profiled, tmp_path):
     profiled.get_stats()
     profiled.export_trace(tmp_path / "trace.json")
     trace = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))
@@ -324,7 +324,7 @@ def test_chrome_trace(profiled, tmp_path):
     assert levels[-1] == 0
 
 
-def test_lives_beyond_the_limit_are_counted(profiled, monkeypatch, tmp_path):
+def test_lifetimes_beyond_the_limit_are_counted(profiled, monkeypatch, tmp_path):
     monkeypatch.setattr("tilegrad.memory.managed.profile.MAX_LIVES", 3)
     profiled.get_stats()
     profiled.deallocate(profiled.kept)
@@ -364,7 +364,7 @@ def test_exports_without_profiling_name_the_remedy(tmp_path):
             getattr(AttentionBufferManager(), export)(tmp_path / "x")
 
 
-def test_what_slabs_hold_idle_is_reserved(pressure, monkeypatch):
+def test_idle_bytes_of_slabs_count_as_reserved(pressure, monkeypatch):
     manager = AttentionBufferManager(pressure=pressure)
     monkeypatch.setattr(manager._cache.strategies, "idle_bytes", lambda: 1000)
     held = manager.allocate(Q, (MIB,), torch.uint8)
@@ -373,7 +373,7 @@ def test_what_slabs_hold_idle_is_reserved(pressure, monkeypatch):
     del held
 
 
-def test_the_high_water_mark_counts_what_was_asked_for(pressure):
+def test_the_high_water_mark_counts_requested_bytes(pressure):
     manager = AttentionBufferManager(pressure=pressure)
     manager.deallocate(manager.allocate(Q, (5 * MIB,), torch.uint8))
     held = [manager.allocate(Q, (4 * MIB,), torch.uint8), manager.allocate(K, (2 * MIB,), torch.uint8)]
@@ -381,7 +381,7 @@ def test_the_high_water_mark_counts_what_was_asked_for(pressure):
     del held
 
 
-def test_a_pattern_of_just_max_bytes_is_followed_and_makes_nothing_again(pressure):
+def test_a_pattern_of_exactly_max_bytes_is_followed_without_new_buffers(pressure):
     manager = AttentionBufferManager(max_bytes=MIB, pressure=pressure)
     manager.deallocate(manager.allocate(K, (MIB // 2,), torch.uint8))
     made = []
@@ -394,7 +394,7 @@ def test_a_pattern_of_just_max_bytes_is_followed_and_makes_nothing_again(pressur
     assert made[-1] == made[-2]
 
 
-def test_a_followed_pattern_keeps_nothing_else(pressure):
+def test_a_followed_pattern_caches_only_its_own_buffers(pressure):
     manager = AttentionBufferManager(pressure=pressure)
     for t in [manager.allocate(Q, (MIB,), torch.uint8), manager.allocate(K, (MIB // 2,), torch.uint8)]:
         manager.deallocate(t)

@@ -1,4 +1,4 @@
-"""AttentionBufferManager: an interrupt at any bytecode of any call leaves a manager that is true, and so does fork."""
+"""AttentionBufferManager: an interrupt at any bytecode of any call leaves its records true, and so does fork."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Interrupt:
 
 
 def bytecodes(act: Callable[[], object], at: int = 0) -> int:
-    """How many of the manager's bytecodes the call ran; interrupted before number `at`, if it got so far."""
+    """How many of the manager's bytecodes the call ran. It is interrupted before number `at`, if it reaches it."""
     interrupt, outer = Interrupt(at), sys.gettrace()
     sys._getframe().f_trace_opcodes = True  # Python 3.12: settrace looks once whether any frame wants opcodes
     sys.settrace(interrupt)
@@ -75,7 +75,7 @@ def check(manager: AttentionBufferManager, held: list[Tensor]) -> None:
     cache = manager._cache
     stats = manager.get_stats()
     in_use, cached = buffers(manager)
-    known = [t for t in held if id(t) in cache.slots]  # one that was being freed may be the caller's alone
+    known = [t for t in held if id(t) in cache.slots]  # a buffer that was being freed may belong to the caller alone
     assert len(in_use) == len(known) and {id(t) for t in known} == set(cache.slots)
     assert stats["bytes_in_use"] == sum(slot.nbytes for slot in in_use)
     assert stats["bytes_cached"] == sum(slot.nbytes for slot in cached)
@@ -98,8 +98,8 @@ def check(manager: AttentionBufferManager, held: list[Tensor]) -> None:
 
 
 def goes_on(manager: AttentionBufferManager, held: list[Tensor]) -> None:
-    """Every buffer is its holder's alone, other threads get in, and in the end no byte is left."""
-    held[:] = [t for t in held if id(t) in manager._cache.slots]  # not what was freed
+    """Every buffer has one holder, other threads can use the manager, and in the end no byte is in use."""
+    held[:] = [t for t in held if id(t) in manager._cache.slots]  # without those that were freed
     for number, tensor in enumerate(held):
         tensor.fill_(number)
     thread = threading.Thread(target=lambda: [manager.allocate(*each).fill_(-1) for each in ONE_OF_EACH.items()])
@@ -181,7 +181,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def prepared(kind: str) -> tuple[AttentionBufferManager, list[Tensor]]:
-    """A manager with one buffer of each strategy in use and two cached, of which a variable names the last."""
+    """A manager with one buffer of each strategy in use and two cached. A variable still names the last of them."""
     options: dict[str, Any] = {"pressure": lambda _device: 0.0, "custom_configs": {MASK: BEST_FIT}} | KINDS[kind]
     manager = AttentionBufferManager(strategies=Strategies(NumaAware(min_nodes=1)), **options)
     with manager.scope("before"):
@@ -193,7 +193,7 @@ def prepared(kind: str) -> tuple[AttentionBufferManager, list[Tensor]]:
 
 
 def interrupt_at(name: str, kind: str, at: int) -> None:
-    """Checks the manager after the interrupt, and that it still works."""
+    """Checks the manager after the interrupt, then uses it again."""
     manager, held = prepared(kind)
     bytecodes(lambda: ACTS[name](manager, held), at)
     try:
@@ -210,7 +210,7 @@ def length(name: str, kind: str) -> int:
 
 @pytest.fixture
 def small_regions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The collector rests as well: what an interrupt leaves must end without it."""
+    """The garbage collector is off too: the manager must recover from an interrupt without it."""
     gc.disable()
     monkeypatch.setattr(slab, "_LAZY_BYTES", 1 << 24)
     yield
@@ -218,7 +218,7 @@ def small_regions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("small_regions")
-def test_an_interrupt_at_any_bytecode_leaves_a_true_manager(hits: str) -> None:
+def test_an_interrupt_at_any_bytecode_leaves_the_managers_records_true(hits: str) -> None:
     """Some bytecodes of every call; the slow set has all of them, and the other kinds of manager."""
     dice, count = random.Random(hits), 0
     for name in ACTS:
@@ -231,7 +231,7 @@ def test_an_interrupt_at_any_bytecode_leaves_a_true_manager(hits: str) -> None:
 
 @pytest.mark.usefixtures("small_regions")
 @pytest.mark.parametrize("name", ["a hit", "deallocate"])
-def test_an_interrupt_at_every_bytecode_of_a_hit_leaves_a_true_manager(name: str, hits: str) -> None:
+def test_an_interrupt_at_every_bytecode_of_a_hit_leaves_the_managers_records_true(name: str, hits: str) -> None:
     number = length(name, "tracked")
     assert number > 50 if hits == "Python" else number >= 0
     for at in range(1, number + 1):
@@ -242,7 +242,7 @@ def test_an_interrupt_at_every_bytecode_of_a_hit_leaves_a_true_manager(name: str
 @pytest.mark.usefixtures("small_regions")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ACTS)
-def test_an_interrupt_at_every_bytecode_leaves_a_true_manager(name: str, kind: str, hits: str) -> None:
+def test_an_interrupt_at_every_bytecode_leaves_the_managers_records_true(name: str, kind: str, hits: str) -> None:
     number = length(name, kind)
     print(f"{name}, {kind}, {hits}: {number} interrupts")
     for at in range(1, number + 1):
@@ -250,7 +250,7 @@ def test_an_interrupt_at_every_bytecode_leaves_a_true_manager(name: str, kind: s
 
 
 def survive_signals(count: int) -> None:
-    """So many interrupts at random times into pairs of calls by the main thread."""
+    """Sends interrupts at random times into pairs of calls by the main thread."""
     manager = AttentionBufferManager(pressure=lambda _device: 0.0, custom_configs={MASK: BEST_FIT})
     dice, came = random.Random(0), 0
     outer = signal.signal(signal.SIGALRM, signal.default_int_handler)
@@ -279,17 +279,17 @@ def survive_signals(count: int) -> None:
     goes_on(manager, held)
 
 
-def test_signals_at_random_times_leave_a_true_manager() -> None:
+def test_signals_at_random_times_leave_the_managers_records_true() -> None:
     survive_signals(500)
 
 
 @pytest.mark.slow
-def test_many_signals_at_random_times_leave_a_true_manager() -> None:
+def test_many_signals_at_random_times_leave_the_managers_records_true() -> None:
     survive_signals(40_000)
 
 
-def test_what_one_interrupted_call_leaves_the_next_call_finds() -> None:
-    """A buffer that is cached and in no free list, as between two steps of `deallocate`, is handed out next."""
+def test_the_next_call_finds_the_buffer_of_an_interrupted_call() -> None:
+    """A buffer is cached and in no free list, as between two steps of `deallocate`. The next call hands it out."""
     manager = AttentionBufferManager(pressure=lambda _device: 0.0)
     tensor = manager.allocate(Q, (64,))
     address = tensor.data_ptr()
@@ -299,7 +299,7 @@ def test_what_one_interrupted_call_leaves_the_next_call_finds() -> None:
 
 
 def forked(manager: AttentionBufferManager) -> int:
-    """The child's exit code: 0 where it could allocate, free and clear within a minute."""
+    """The exit code of the child: 0 if it could allocate, free and clear within a minute."""
     child = os.fork()
     if child == 0:
         signal.alarm(60)
@@ -367,7 +367,7 @@ def test_a_child_of_fork_does_not_wait_for_a_thread_that_is_inside_a_slab(monkey
     assert manager.get_stats()["strategies"]["bucketed"] == 1
 
 
-def test_managers_that_no_one_holds_are_collected() -> None:
+def test_managers_without_references_are_collected() -> None:
     manager = AttentionBufferManager()
     manager.deallocate(manager.allocate(Q, (64,)))
     gone = weakref.ref(manager)

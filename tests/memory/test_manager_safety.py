@@ -1,4 +1,4 @@
-"""AttentionBufferManager: misuse is caught, and a buffer that anyone else holds is never handed out."""
+"""AttentionBufferManager: misuse is caught, and a buffer that someone still holds is never handed out."""
 
 import gc
 import threading
@@ -21,7 +21,7 @@ def manager(request):
 
 @pytest.fixture(params=[(64,), (1200, 1024), (2, 1024, 8, 64)], ids=["bucketed", "direct", "fragment"])
 def shape(request):
-    """One shape for each strategy that holds a buffer in its own way."""
+    """One shape for each strategy."""
     return request.param
 
 
@@ -42,7 +42,7 @@ def test_a_second_free_after_eviction_raises(manager, shape):
         manager.deallocate(t)
 
 
-def test_tracked_catches_a_stale_handle_after_its_buffer_was_handed_out_again(shape):
+def test_a_tracked_manager_catches_a_stale_handle_whose_buffer_was_handed_out_again(shape):
     manager = AttentionBufferManager()
     stale = manager.allocate(Q, shape)
     address = stale.data_ptr()
@@ -122,7 +122,7 @@ HOLDERS = {
 
 
 @pytest.mark.parametrize("holder", HOLDERS)
-def test_a_buffer_that_anyone_else_holds_is_quarantined(manager, shape, holder):
+def test_a_freed_buffer_that_something_still_holds_is_quarantined(manager, shape, holder):
     t = manager.allocate(Q, shape)
     t.fill_(3)
     address = t.data_ptr()
@@ -152,7 +152,7 @@ def test_autograd_gets_the_right_gradient_from_a_freed_buffer(manager):
     assert x.grad is not None and torch.equal(x.grad, torch.full((64,), 3.0))
 
 
-def test_a_quarantined_block_returns_to_its_slab_when_its_holder_goes(manager):
+def test_a_quarantined_block_returns_to_its_slab_when_its_holder_is_deleted(manager):
     shape = (2, 1024, 8, 64)
     t = manager.allocate(Q, shape)
     address, view = t.data_ptr(), t[0]
@@ -163,7 +163,7 @@ def test_a_quarantined_block_returns_to_its_slab_when_its_holder_goes(manager):
     assert manager.allocate(Q, shape).data_ptr() == address
 
 
-def test_a_variable_that_still_names_the_buffer_does_not_block_it(manager, shape):
+def test_a_variable_that_still_names_a_freed_buffer_does_not_prevent_its_reuse(manager, shape):
     names = []
     for _ in range(5):
         names.append(manager.allocate(Q, shape))
@@ -172,7 +172,7 @@ def test_a_variable_that_still_names_the_buffer_does_not_block_it(manager, shape
     assert (stats["cache_hits"], stats["quarantined"]) == (4, 0)
 
 
-def test_a_holder_that_came_after_the_free_is_seen():
+def test_a_view_made_after_the_free_is_seen():
     manager = AttentionBufferManager()
     t = manager.allocate(Q, (64,))
     manager.deallocate(t)
@@ -186,7 +186,7 @@ def test_a_holder_that_came_after_the_free_is_seen():
 
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("holder", HOLDERS)
-def test_any_holder_that_came_after_the_free_is_seen(holder, shape, named):
+def test_every_kind_of_holder_made_after_the_free_is_seen(holder, shape, named):
     manager = AttentionBufferManager()
     t = manager.allocate(Q, shape)
     manager.deallocate(t)
@@ -198,7 +198,7 @@ def test_any_holder_that_came_after_the_free_is_seen(holder, shape, named):
     del late
 
 
-def test_changes_of_shape_by_the_caller_do_not_reach_the_next(manager):
+def test_changes_of_shape_by_a_caller_do_not_reach_the_next_caller(manager):
     for change in (
         lambda t: t.t_(),
         lambda t: t.resize_(2, 2),
@@ -215,7 +215,7 @@ def test_changes_of_shape_by_the_caller_do_not_reach_the_next(manager):
         again.fill_(1)
 
 
-def test_a_buffer_whose_storage_was_exchanged_is_not_kept(manager, shape):
+def test_a_buffer_whose_storage_was_exchanged_is_not_cached(manager, shape):
     t = manager.allocate(Q, shape)
     t.data = torch.zeros(shape)
     manager.deallocate(t)
@@ -223,7 +223,7 @@ def test_a_buffer_whose_storage_was_exchanged_is_not_kept(manager, shape):
     assert (stats["quarantined"], stats["bytes_cached"]) == (1, 0)
 
 
-def test_a_holder_of_the_exchanged_storage_does_not_pass_for_the_tensor(manager, shape):
+def test_a_holder_of_the_exchanged_storage_is_not_taken_for_the_tensor(manager, shape):
     t = manager.allocate(Q, shape)
     alias = t.detach()
     t.data = torch.zeros(shape)
@@ -232,7 +232,7 @@ def test_a_holder_of_the_exchanged_storage_does_not_pass_for_the_tensor(manager,
     assert manager.get_stats()["quarantined"] == 1
 
 
-def test_debug_does_not_poison_what_was_exchanged_for_the_buffer():
+def test_debug_does_not_poison_a_storage_that_the_caller_put_into_the_buffer():
     manager = AttentionBufferManager(debug=True)
     t = manager.allocate(Q, (64,))
     alias, other = t.detach(), torch.ones(64)
@@ -258,7 +258,7 @@ def test_the_layout_that_a_stale_handle_changed_is_undone(manager, change):
 
 
 def test_dropped_tensors_are_not_leaked(manager, shape):
-    """Returned outputs that nobody deallocates leaked once per forward in the code this replaces."""
+    """The code that this replaces leaked one returned output per forward, because nobody deallocated it."""
     for _ in range(20):
         manager.allocate(Q, shape)
     stats = manager.get_stats()
@@ -282,7 +282,7 @@ def test_a_dropped_tensor_in_a_graph_lives_as_long_as_the_graph(manager):
     assert manager.get_stats()["bytes_in_use"] == 0
 
 
-def test_memory_of_a_dropped_tensor_goes_at_once():
+def test_the_memory_of_a_dropped_tensor_is_released_at_once():
     manager = AttentionBufferManager(lightweight=True)
     t = manager.allocate(Q, (1200, 1024))
     storage = manager._cache.slots[id(t)].storage_object
@@ -291,7 +291,7 @@ def test_memory_of_a_dropped_tensor_goes_at_once():
     assert storage() is None
 
 
-def test_a_manager_that_goes_gives_its_cache_back(shape):
+def test_a_deleted_manager_releases_its_cache(shape):
     gc.disable()
     try:
         manager = AttentionBufferManager()
@@ -313,7 +313,7 @@ def test_buffers_outlive_their_manager(shape):
     assert float(t.sum()) == 2 * t.numel()
 
 
-def test_buffers_are_ordinary_tensors_in_and_out_of_inference_mode(manager):
+def test_buffers_are_ordinary_tensors_inside_and_outside_inference_mode(manager):
     with torch.inference_mode():
         manager.deallocate(manager.allocate(Q, (64,)))
         manager.deallocate(manager.allocate(Q, (60,)))
@@ -329,7 +329,7 @@ def test_buffers_are_ordinary_tensors_in_and_out_of_inference_mode(manager):
     assert x.grad is not None and float(x.grad[0]) == 2
 
 
-def test_a_buffer_may_be_written_in_a_graph(manager):
+def test_a_buffer_can_be_written_in_a_graph(manager):
     """No buffer is a view: a view made without grad could not be written with it."""
     for shape in ((64,), (60,), (2, 1024, 8, 64)):
         t = manager.allocate(Q, shape, zero_init=True)
@@ -339,7 +339,7 @@ def test_a_buffer_may_be_written_in_a_graph(manager):
 
 
 class FreesAtTheEnd:
-    """In a cycle of its own, so that only the collector ends it; `held` is where its buffer is."""
+    """An object in a reference cycle, so that only the garbage collector deletes it. `held` has its buffer."""
 
     def __init__(self, manager, held):
         self.manager, self.held, self.me = manager, held, self
@@ -351,7 +351,7 @@ class FreesAtTheEnd:
 
 @pytest.mark.parametrize("buffer_in_cycle", [True, False])
 def test_a_finalizer_that_frees_does_not_deadlock(manager, buffer_in_cycle):
-    """The garbage collector runs inside the manager too, and what it runs may free buffers."""
+    """The garbage collector runs inside the manager too, and the finalizers that it calls may free buffers."""
     done = threading.Event()
     outside: list[torch.Tensor] = []
 
@@ -373,7 +373,7 @@ def test_a_finalizer_that_frees_does_not_deadlock(manager, buffer_in_cycle):
     assert manager.get_stats()["bytes_in_use"] == 0
 
 
-def test_what_is_freed_while_the_cache_is_searched_is_cached_at_once(manager, monkeypatch):
+def test_a_buffer_freed_during_a_search_of_the_cache_is_cached_at_once(manager, monkeypatch):
     held = manager.allocate(K, (64,))
     make_room = BufferCache.make_room
 
@@ -389,8 +389,8 @@ def test_what_is_freed_while_the_cache_is_searched_is_cached_at_once(manager, mo
 
 
 @pytest.mark.parametrize("change", ["take", "sweep"])
-def test_a_finalizer_amid_a_change_of_a_slab_does_not_wait_for_itself(manager, monkeypatch, change):
-    """It gets memory of torch's allocator, and what it frees is swept later."""
+def test_a_finalizer_that_runs_during_a_change_of_a_slab_does_not_deadlock(manager, monkeypatch, change):
+    """The finalizer gets memory of torch's allocator, and the buffer that it frees is collected later."""
     held = manager.allocate(K, (64,))
     inner = getattr(BucketSlab, change)
 
@@ -434,7 +434,7 @@ def test_debug_reports_a_write_after_free_when_the_buffer_is_reshaped():
         manager.allocate(Q, (99, 10))
 
 
-def test_a_holder_that_came_after_the_free_is_seen_by_a_request_of_another_shape():
+def test_a_view_made_after_the_free_is_seen_by_a_request_of_another_shape():
     manager = AttentionBufferManager()
     t = manager.allocate(Q, (64, 10))
     manager.deallocate(t)
@@ -445,14 +445,14 @@ def test_a_holder_that_came_after_the_free_is_seen_by_a_request_of_another_shape
     assert (stats["quarantined"], stats["per_scope"]["another"]["cache_hits"]) == (1, 0)
 
 
-def test_a_square_that_was_transposed_comes_back_as_it_was(manager):
+def test_a_square_buffer_that_was_transposed_is_handed_out_untransposed(manager):
     t = manager.allocate(Q, (8, 8))
     manager.deallocate(t.t_())
     del t
     assert manager.allocate(Q, (8, 8)).stride() == (8, 1)
 
 
-def test_what_is_freed_while_the_cache_is_cleared_is_cached_once(manager, monkeypatch):
+def test_a_buffer_freed_while_the_cache_is_cleared_is_cached_once(manager, monkeypatch):
     held = manager.allocate(K, (64,))
     manager.deallocate(manager.allocate(Q, (64,)))
     drop = BufferCache._drop

@@ -51,13 +51,13 @@ def resident_kib():
     ],
 )
 @needs_numa
-def test_the_first_that_applies_is_used_and_counted(type, nbytes, strategy):
+def test_the_first_strategy_that_applies_is_used_and_counted(type, nbytes, strategy):
     manager = AttentionBufferManager(strategies=Strategies(NumaAware(min_nodes=1)))
     manager.allocate(type, (nbytes,), torch.uint8, zero_init=False)
     assert {name: n for name, n in manager.get_stats()["strategies"].items() if n} == {strategy: 1}
 
 
-def test_numa_needs_more_than_one_node():
+def test_the_numa_strategy_needs_more_than_one_node():
     manager = AttentionBufferManager(strategies=Strategies(NumaAware(lambda: [0])))
     manager.allocate(SCORES, (17 * MIB,), torch.uint8)
     assert manager.get_stats()["strategies"]["fragment_aware"] == 1
@@ -66,7 +66,7 @@ def test_numa_needs_more_than_one_node():
 @pytest.mark.parametrize("alignment", [64, 256, 4096, 1 << 16])
 @pytest.mark.parametrize("nbytes", [100, 10_000, MIB + 1, 9 * MIB])
 @pytest.mark.parametrize("bucketed", [True, False])
-def test_alignment_is_real(alignment, nbytes, bucketed):
+def test_addresses_have_the_alignment_of_the_config(alignment, nbytes, bucketed):
     config = BufferConfig(1.0, "high", "persistent", prefer_bucketed=bucketed, alignment=alignment)
     manager = AttentionBufferManager(custom_configs={BufferType.MASK: config})
     held = [manager.allocate(BufferType.MASK, (nbytes + 7 * n,), torch.bool) for n in range(4)]
@@ -109,7 +109,7 @@ def test_small_buffers_are_parts_of_one_slab():
     assert {t.untyped_storage().nbytes() for t in held} == {size_class(4000)}
 
 
-def test_a_freed_class_is_used_again():
+def test_a_freed_block_is_used_again_for_its_size_class():
     slab = BucketSlab(CPU, pinned=False)
     blocks = [slab.take(1000, 64) for _ in range(3)]
     address = blocks.pop(1)[0].data_ptr()
@@ -134,7 +134,7 @@ def test_a_region_without_blocks_needs_no_garbage_collector():
         gc.enable()
 
 
-def test_best_fit_merges_neighbours_and_measures_holes():
+def test_best_fit_merges_neighbouring_holes_and_reports_their_sizes():
     slab = BestFitSlab(CPU, pinned=False)
     taken: list[Any] = [slab.take(n * MIB, 64) for n in (3, 2, 4, 1, 2)]
     assert slab.fragmentation() == (0, 12 * MIB)
@@ -157,7 +157,7 @@ def test_fragmentation_is_in_the_stats():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_slabs_never_overlap_and_lose_nothing(seed):
+def test_blocks_of_slabs_never_overlap_and_no_byte_is_lost(seed):
     dice = random.Random(seed)
     for slab in (BestFitSlab(CPU, pinned=False), BucketSlab(CPU, pinned=False)):
         held: dict[int, torch.Tensor] = {}
@@ -182,8 +182,8 @@ def test_slabs_never_overlap_and_lose_nothing(seed):
 
 
 @pytest.mark.parametrize("slab", [BestFitSlab, BucketSlab])
-def test_a_region_with_live_blocks_stays_where_there_are_two(slab):
-    """Address space only: no page of it is written but the first of each block."""
+def test_a_region_with_live_blocks_is_kept_where_there_are_two(slab):
+    """Only the first page of each block is written; the rest is address space."""
     slab = slab(torch.device("cpu"), pinned=False)
     (first, one), (small, two), (third, three) = slab.take(200 * MIB, 64), slab.take(MIB, 64), slab.take(200 * MIB, 64)
     assert one.region is two.region is not three.region
@@ -202,8 +202,8 @@ def test_a_region_with_live_blocks_stays_where_there_are_two(slab):
     assert slab.idle_bytes() == 0
 
 
-def test_a_region_that_is_full_to_its_end_stays_with_a_hole_in_its_midst():
-    """First and last block of one page each: the hole between them begins as far from one end as from the other."""
+def test_a_region_with_a_hole_in_the_middle_is_kept():
+    """The first and last block have one page each: the hole between them is as far from one end as from the other."""
     slab, page = BestFitSlab(CPU, pinned=False), mmap.PAGESIZE
     first, one = slab.take(page, 64)
     region = slab.regions[0]
@@ -221,7 +221,7 @@ def test_a_region_that_is_full_to_its_end_stays_with_a_hole_in_its_midst():
     del other
 
 
-def test_the_only_lazy_region_is_kept_and_one_of_two_goes():
+def test_the_only_lazy_region_is_kept_and_one_of_two_is_released():
     slab = BestFitSlab(CPU, pinned=False)
     slab.take(MIB, 64)
     slab.sweep()
@@ -234,7 +234,7 @@ def test_the_only_lazy_region_is_kept_and_one_of_two_goes():
         assert len(slab.regions) == 1
 
 
-def test_what_a_released_range_still_costs():
+def test_a_released_range_keeps_the_pages_that_it_covers_in_part():
     page, region = mmap.PAGESIZE, Region(CPU, 4 * MIB, pinned=False)
     if not region.lazy:
         pytest.skip("memory here is not returned by pages")
@@ -244,7 +244,7 @@ def test_what_a_released_range_still_costs():
     assert region.kept(page - 1, page + 2) == 2
 
 
-def test_what_leaves_the_cache_leaves_the_process():
+def test_evicted_buffers_are_returned_to_the_system():
     manager = AttentionBufferManager()
     t = manager.allocate(Q, (64 * MIB,), torch.uint8)
     before = resident_kib()
@@ -286,7 +286,7 @@ def test_numa_memory_is_bound_and_the_kernel_says_so():
 
 @needs_numa
 @pytest.mark.parametrize("broken", ["bind", "bound_nodes"])
-def test_where_the_kernel_refuses_the_next_strategy_is_used(monkeypatch, broken):
+def test_the_next_strategy_is_used_where_the_kernel_refuses(monkeypatch, broken):
     def refuses(*_):
         raise PermissionError(1, "mbind: Operation not permitted")
 
@@ -302,7 +302,7 @@ def test_where_the_kernel_refuses_the_next_strategy_is_used(monkeypatch, broken)
     assert (counts["numa_aware"], counts["fragment_aware"]) == (0, 2)
 
 
-def test_the_kernels_mask_is_read_bit_by_bit(monkeypatch):
+def test_nodes_are_read_from_the_bits_of_the_kernels_mask(monkeypatch):
     def answer(name, mode, mask, *_):
         assert name == "get_mempolicy"
         mode._obj.value, mask._obj[0], mask._obj[1] = numa._MPOL_BIND, 1 << 3 | 1 << 63, 1 << 1
@@ -311,7 +311,7 @@ def test_the_kernels_mask_is_read_bit_by_bit(monkeypatch):
     assert numa.bound_nodes(0) == [3, 63, 65]
 
 
-def test_node_lists(tmp_path):
+def test_lists_of_nodes_are_parsed(tmp_path):
     assert numa.nodes(tmp_path) == [0]
     folder = tmp_path / "devices/system/node"
     folder.mkdir(parents=True)
@@ -341,7 +341,7 @@ def test_comm_is_pinned_where_cuda_exists():
 
 
 @gpu
-def test_cuda_spellings_are_one_key():
+def test_all_spellings_of_a_cuda_device_share_a_free_list():
     manager = AttentionBufferManager()
     for device in ("cuda", "cuda:0", torch.device("cuda"), torch.device("cuda", 0)):
         manager.deallocate(manager.allocate(Q, (2, 1024, 8, 64), device=device))
@@ -350,7 +350,7 @@ def test_cuda_spellings_are_one_key():
 
 @gpu
 @pytest.mark.parametrize("nbytes", [1000, MIB + 4, 9 * MIB, 40 * MIB])
-def test_cuda_buffers_come_back_and_are_given_back(nbytes):
+def test_cuda_buffers_are_reused_and_returned_to_the_allocator(nbytes):
     manager = AttentionBufferManager(device="cuda", debug=True)
     before = torch.cuda.memory_allocated()
     t = manager.allocate(Q, (nbytes // 4,), zero_init=True)
@@ -371,7 +371,7 @@ def test_cuda_buffers_come_back_and_are_given_back(nbytes):
 
 @gpu
 @pytest.mark.parametrize("nbytes", [4096, 2 * MIB, 64 * MIB])
-def test_a_buffer_freed_on_one_stream_waits_on_another(nbytes):
+def test_another_stream_waits_before_it_uses_a_buffer_freed_on_the_first(nbytes):
     manager = AttentionBufferManager(device="cuda", lightweight=True)
     first, second = torch.cuda.Stream(), torch.cuda.Stream()
     with torch.cuda.stream(first):

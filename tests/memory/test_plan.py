@@ -1,4 +1,4 @@
-"""Plans never overlap, repeat, and stay near their lower bounds."""
+"""Buffers of a plan never overlap, plans are reproducible, and their sizes stay near the lower bounds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def together(a: Request, b: Request) -> bool:
 
 
 def overlaps(requests: list[Request], made: Plan) -> list[tuple[str, str]]:
-    """The oracle: every pair alive together whose bytes meet. Shares nothing with the planner."""
+    """The oracle: every pair of buffers that are alive together and overlap. It shares no code with the planner."""
     bad = []
     for a, b in combinations(requests, 2):
         at, bt = made.offsets[a.name], made.offsets[b.name]
@@ -32,8 +32,8 @@ def overlaps(requests: list[Request], made: Plan) -> list[tuple[str, str]]:
 
 
 def clique_bound(requests: list[Request]) -> int:
-    """The largest set of buffers that conflict pairwise, by bytes. Each has one address, so all of them lie apart, even
-    if no op sees all of them alive: with several ranges per buffer this can be well above max-live."""
+    """The largest set of buffers that conflict pairwise, by bytes. Each has one address, so no two of them overlap, even
+    if they are never all alive at one op: with several ranges per buffer this can be well above max-live."""
     together_with = {a.name: {b.name for b in requests if b is not a and together(a, b)} for a in requests}
     size = {r.name: r.nbytes for r in requests}
     best = 0
@@ -125,33 +125,33 @@ def check_timelines(seeds: range) -> None:
         assert made.arena_bytes == max(made.offsets[r.name] + r.nbytes for r in requests)
         assert all(offset % 64 == 0 for offset in made.offsets.values())
         ratios.append(made.arena_bytes / made.lower_bound_bytes)
-        if ratios[-1] > 1.35:  # then no plan could do it, and this one is all but the best
+        if ratios[-1] > 1.35:  # then no plan could be so small, and this one is nearly the best
             assert 1.35 * made.lower_bound_bytes < clique_bound(requests) >= made.arena_bytes / 1.05, seed
     assert statistics.median(ratios) <= 1.05
 
 
-def test_random_timelines() -> None:
+def test_plans_of_random_timelines_are_right_and_small() -> None:
     check_timelines(range(800))
 
 
 @pytest.mark.slow
-def test_ten_thousand_random_timelines() -> None:
+def test_plans_of_ten_thousand_random_timelines_are_right_and_small() -> None:
     check_timelines(range(10_000))
 
 
-def test_max_live_is_no_reachable_bound_with_several_ranges() -> None:
-    """Three buffers, pairwise alive together and never all three: any plan needs the sum of all, max-live is two."""
+def test_no_plan_reaches_max_live_where_buffers_have_several_ranges() -> None:
+    """Every two of three buffers are alive together, never all three: a plan needs all three, max-live is two of them."""
     a, b, c = Request("a", 64, ((0, 1),)), Request("b", 64, ((1, 2),)), Request("c", 64, ((0, 0), (2, 2)))
     assert lower_bound([a, b, c]) == 128
     assert plan([a, b, c]).arena_bytes == clique_bound([a, b, c]) == 192
-    requests = timeline(397)  # one of the generator's own: the best of all 8! orders is 1.42 × max-live
+    requests = timeline(397)  # a random timeline: the best of all 8! orders is 1.42 × max-live
     items, _ = plan_module._items(requests, 64)
     best = min(packing.top for o in permutations(items) if (packing := plan_module._pack(list(o), tightest=False)))
     assert plan(requests).arena_bytes == best > 1.35 * lower_bound(requests)
 
 
 @pytest.mark.parametrize("n_layer", [1, 2, 6, 12, 48])
-def test_transformer_traces(n_layer: int) -> None:
+def test_plans_of_transformers_are_right_and_small(n_layer: int) -> None:
     requests = transformer(n_layer)
     start = time.process_time()
     made = plan(requests)
@@ -162,7 +162,7 @@ def test_transformer_traces(n_layer: int) -> None:
         assert len(requests) > 1500
 
 
-def test_hard_large_plan_stays_within_its_time() -> None:
+def test_a_hard_large_plan_is_found_within_the_time_limit() -> None:
     rng = random.Random(0)
     starts = [rng.randint(0, 2000) for _ in range(1920)]
     requests = [
@@ -174,20 +174,20 @@ def test_hard_large_plan_stays_within_its_time() -> None:
     assert not overlaps(requests, made)
 
 
-def test_same_plan_every_time() -> None:
+def test_the_same_requests_have_the_same_plan_every_time() -> None:
     for seed in range(20):
         assert plan(timeline(seed)) == plan(timeline(seed))
 
 
-def test_the_same_plan_on_every_machine() -> None:
-    """Offsets as they were when this was written: another search finds others, and its author says so here."""
+def test_a_plan_is_the_same_on_every_machine() -> None:
+    """The offsets of the present search. A change of the search finds other offsets and must write them here."""
     made = [list(plan(timeline(seed)).offsets.values()) for seed in range(40)]
     assert hashlib.sha256(repr(made).encode()).hexdigest()[:16] == "70aa347932727bfd"
 
 
 @pytest.mark.parametrize(("below", "above", "lowest", "tightest"), [(128, 64, 0, 192), (64, 128, 0, 0), (64, 64, 0, 0)])
-def test_the_lowest_gap_and_the_tightest(below: int, above: int, lowest: int, tightest: int) -> None:
-    """Between b and d, which x meets, are the bytes of a and c, which it does not: of gaps of one size the lower one."""
+def test_a_gap_is_the_lowest_or_the_tightest(below: int, above: int, lowest: int, tightest: int) -> None:
+    """x is alive with b and d only, so it fits in the bytes of a and of c: two gaps. The lower of equal gaps is taken."""
     live = {"a": ((1, 1),), "b": ((0, 1),), "c": ((1, 1),), "d": ((0, 1),), "x": ((0, 0),)}
     sizes = {"a": below, "b": 64, "c": above, "d": 64, "x": 64}
     items, _ = plan_module._items([Request(name, sizes[name], live[name]) for name in live], 64)
@@ -196,7 +196,7 @@ def test_the_lowest_gap_and_the_tightest(below: int, above: int, lowest: int, ti
         assert packing is not None and packing.offsets[-1] == want
 
 
-def test_without_sharing_each_request_has_its_own_bytes_in_order() -> None:
+def test_without_sharing_every_request_has_its_own_bytes_in_order() -> None:
     requests = [Request("a", 100, ((0, 0),)), Request("b", 0, ((1, 1),)), Request("c", 65, ((2, 2),))]
     made = plan(requests, share=False)
     assert dict(made.offsets) == {"a": 0, "b": 128, "c": 128}
@@ -204,7 +204,7 @@ def test_without_sharing_each_request_has_its_own_bytes_in_order() -> None:
     assert plan(requests).arena_bytes == 100
 
 
-def test_alignment() -> None:
+def test_offsets_are_aligned() -> None:
     requests = [Request(f"b{i}", 100, ((0, 3),)) for i in range(5)]
     made = plan(requests, align=256)
     assert all(offset % 256 == 0 for offset in made.offsets.values())
@@ -219,7 +219,7 @@ def test_lower_bound_counts_both_ends_of_a_range() -> None:
     assert lower_bound([]) == 0
 
 
-def test_nothing_to_plan() -> None:
+def test_a_plan_without_requests_has_no_bytes() -> None:
     assert plan([]) == Plan({}, 0, 0, 64)
     assert plan([Request("empty", 0, ((0, 1),))]).arena_bytes == 0
 
@@ -235,17 +235,17 @@ def test_nothing_to_plan() -> None:
         ([], 0, "align: got 0"),
     ],
 )
-def test_refusals_name_the_argument(requests: list[Request], align: int, message: str) -> None:
+def test_errors_name_the_argument(requests: list[Request], align: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan(requests, align=align)
 
 
-def test_the_oracle_sees_an_overlap() -> None:
+def test_canary_the_oracle_sees_an_overlap() -> None:
     requests = [Request("a", 64, ((0, 2),)), Request("b", 64, ((2, 3),))]
     assert overlaps(requests, Plan({"a": 0, "b": 32}, 96, 128, 32)) == [("a", "b")]
 
 
-def test_planner_is_standard_library_only() -> None:
+def test_the_planner_imports_only_the_standard_library() -> None:
     source = ast.parse(Path(plan_module.__file__).read_text(encoding="utf-8"))
     imported = {n.module for n in ast.walk(source) if isinstance(n, ast.ImportFrom) and n.module}
     imported |= {alias.name for n in ast.walk(source) if isinstance(n, ast.Import) for alias in n.names}

@@ -1,4 +1,4 @@
-"""The report says what the plan says, and its page needs no other file."""
+"""The report has the numbers of the plan, and its page needs no other file."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def live_at(found: Trace, op: int) -> dict[str, int]:
     return {h.name: h.nbytes for h in found.handles.values() for p, q in found.live[h.name] if p <= op <= q}
 
 
-def test_totals(memory: MemoryPlan, report: MemoryReport) -> None:
+def test_totals_are_those_of_the_plan(memory: MemoryPlan, report: MemoryReport) -> None:
     totals = [sum(live_at(memory.trace, op).values()) for op in range(len(memory.trace.ops))]
     assert report.peak_bytes == memory.peak_bytes == sum(arena.arena_bytes for arena in memory.arenas.values())
     assert report.max_live_bytes == max(totals)
@@ -45,7 +45,7 @@ def test_totals(memory: MemoryPlan, report: MemoryReport) -> None:
     assert report.saved_bytes == report.unshared_bytes - report.peak_bytes > 0
 
 
-def test_tables(memory: MemoryPlan, report: MemoryReport) -> None:
+def test_tables_have_the_layers_roles_and_largest_buffers(memory: MemoryPlan, report: MemoryReport) -> None:
     alive = live_at(memory.trace, report.peak_op)
     assert {span.name: span.nbytes for span in report.alive} == alive
     assert [row.name for row in report.roles] == ["params", "grads", "inputs", "activations"]
@@ -63,7 +63,7 @@ def test_tables(memory: MemoryPlan, report: MemoryReport) -> None:
     assert temp.at_most_bytes >= temp.at_peak_bytes
 
 
-def test_text(report: MemoryReport) -> None:
+def test_the_text_has_the_numbers_of_the_report(report: MemoryReport) -> None:
     text = report.table()
     assert f"allocated      {human(report.peak_bytes)} ({report.peak_bytes:,} bytes) on cpu" in text
     assert f"{report.max_live_bytes:,} bytes), at op {report.peak_op} of {report.ops}, {report.peak_op_name}" in text
@@ -73,7 +73,7 @@ def test_text(report: MemoryReport) -> None:
     assert {len(row) for row in rows} == {len(header)}
 
 
-def test_numbers_end_below_the_end_of_their_header() -> None:
+def test_columns_of_numbers_are_aligned_with_their_headers() -> None:
     handles = {
         name: Handle(name, (n,), torch.float32, BufferType.SCORES, layer="layer 0")
         for name, n in (("a", 5), ("b", 10**9))
@@ -89,7 +89,7 @@ def test_numbers_end_below_the_end_of_their_header() -> None:
             assert [end for _, end in row[words:]] == [end for _, end in head[words:]]
 
 
-def test_json_is_the_same_as_data(report: MemoryReport) -> None:
+def test_the_json_equals_the_data(report: MemoryReport) -> None:
     data = json.loads(json.dumps(report.json()))
     assert data["peak_bytes"] == report.peak_bytes
     assert data["peak"]["op"] == report.peak_op
@@ -111,7 +111,7 @@ def test_an_empty_program_has_a_report() -> None:
     assert "<h1>empty</h1>" in found.html()
 
 
-def test_human() -> None:
+def test_bytes_are_printed_with_units() -> None:
     assert [human(n) for n in (0, 1023, 1024, 1536, 5 << 20, 3 << 30)] == [
         "0 B", "1023 B", "1.00 KiB", "1.50 KiB", "5.00 MiB", "3.00 GiB",
     ]  # fmt: skip
@@ -133,27 +133,32 @@ SPANS = (
 )
 
 
-def test_page_data_and_tables() -> None:
+def test_the_page_has_the_data_and_tables_of_the_report() -> None:
     page = MemoryPage(timeline_page("a run", SPANS, unit="ms", facts={"device": "cpu"}))
     assert page.text["h1"] == ["a run"]
     assert "cpu" in page.text["dd"]
-    assert page.data["name"] == ["w", "long", "first", "second"]  # in the order they are stacked; no time, no area
+    assert page.data["name"] == [
+        "w",
+        "long",
+        "first",
+        "second",
+    ]  # in stacking order; a buffer without a lifetime has no area
     assert page.data["unit"] == "ms"
     assert [page.data["series"][s] for s in page.data["of"]] == ["params", "query", "scores", "scores"]
     assert page.data["bytes"] == [50, 100, 4000, 5000]
     assert "Largest at the peak, 1.000 ms" in page.text["h2"]
-    assert page.text["td"].count("4.88 KiB") == 3  # scores at the peak, at most, and "second" among the largest
-    assert "first" not in page.text["span"]  # it ends before what begins at its end
+    assert page.text["td"].count("4.88 KiB") == 3  # scores at the peak, the maximum, and "second" in the largest
+    assert "first" not in page.text["span"]  # it is freed before "second" is allocated
 
 
-def test_page_reaches_for_nothing(report: MemoryReport) -> None:
+def test_the_page_needs_no_network(report: MemoryReport) -> None:
     text = report.html()
     page = MemoryPage(text)
     check_alone(text)
     assert len(page.data["name"]) == sum(span.nbytes > 0 for span in report.spans)
 
 
-def test_page_escapes_all_text() -> None:
+def test_the_page_escapes_all_text() -> None:
     evil = '</script><img src=x onerror="alert(1)"><!--legend-->&'
     spans = (Span(evil, BufferType.TEMP, 0, 1, 64, role=evil, layer=evil),)
     clean = MemoryPage(

@@ -1,4 +1,4 @@
-"""Live ranges follow from the program by the rules in `tilegrad.memory.planned.trace`."""
+"""Live ranges of programs follow the rules in `tilegrad.memory.planned.trace`."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_an_overwrite_starts_a_new_range() -> None:
     assert live(program) == {"a": ((0, 1), (3, 4)), "b": ((1, 2),)}
 
 
-def test_accumulation_and_in_place_extend_the_range() -> None:
+def test_accumulation_and_in_place_ops_extend_the_range() -> None:
     def program() -> None:
         write(out=a)
         write(out=b)
@@ -82,7 +82,7 @@ def test_accumulation_and_in_place_extend_the_range() -> None:
     assert live(program) == {"a": ((0, 5),), "b": ((1, 3), (5, 5))}
 
 
-def test_a_gradient_that_does_not_accumulate_is_overwritten_and_the_residual_stream_is_added_to() -> None:
+def test_only_a_gradient_that_does_not_accumulate_starts_a_new_range() -> None:
     def program(*, accumulate: bool) -> None:
         write(out=a)
         write(out=b)
@@ -96,7 +96,7 @@ def test_a_gradient_that_does_not_accumulate_is_overwritten_and_the_residual_str
 
 
 def test_the_first_micro_batch_does_not_read_the_gradient_of_a_weight() -> None:
-    """The trace sees where the value of a gradient begins that is no persistent buffer."""
+    """The gradient is not a persistent buffer here, so that the trace shows where its value begins."""
     x, w, dy, dw = (cast(Any, buffer(name, 4, 4)) for name in ("x", "w", "dy", "dw"))
 
     def program() -> None:
@@ -127,7 +127,7 @@ def test_persistent_roles_live_for_the_whole_program() -> None:
     assert live(program) == {"a": ((0, 2),), "w": ((0, 2),), "dw": ((0, 2),)}
 
 
-def test_persistent_handles_of_the_tree_come_first_and_in_its_order() -> None:
+def test_persistent_handles_come_first_and_in_the_order_of_the_tree() -> None:
     w1, w2, moment = buffer("w1", role="params"), buffer("w2", role="params"), buffer("m", role="optimizer")
     unused = buffer("unused")
     result = traced(lambda: (write(out=a), use(w2, w1, a)), {"params": [w1, w2], "state": (moment, unused)})
@@ -144,7 +144,7 @@ def copy_aside() -> None:
     write(out=c)
 
 
-def test_what_a_side_stream_touches_lives_until_the_wait() -> None:
+def test_a_buffer_used_on_a_side_stream_lives_until_the_wait() -> None:
     def program() -> None:
         copy_aside()
         wait("copy")
@@ -155,7 +155,7 @@ def test_what_a_side_stream_touches_lives_until_the_wait() -> None:
     assert result.ops == ("write", "copy", "write", "wait copy", "use")
 
 
-def test_a_side_stream_that_overwrites_its_own_buffer_leaves_no_gap() -> None:
+def test_a_buffer_overwritten_on_a_side_stream_has_one_live_range() -> None:
     def program() -> None:
         copy_aside()
         with start("copy"):
@@ -208,7 +208,7 @@ def test_marks_do_nothing_outside_a_trace() -> None:
     wait("copy")
 
 
-def test_a_view_is_its_buffer() -> None:
+def test_an_access_to_a_view_counts_for_its_buffer() -> None:
     wide = buffer("x", 6, 4)
     heads = wide.view(2, 3, -1)
     assert (heads.shape, heads.nbytes) == ((2, 3, 4), wide.nbytes)
@@ -217,7 +217,7 @@ def test_a_view_is_its_buffer() -> None:
         wide.view(5, 5)
 
 
-def test_a_flat_handle_is_all_of_its_buffers() -> None:
+def test_an_access_to_a_flat_handle_counts_for_all_its_buffers() -> None:
     g, h = buffer("g", role="grads"), buffer("h", role="grads")
     both = FlatHandle("both", (8,), torch.float32, BufferType.TEMP, "grads", buffers=(g, h), starts=(0, 4))
     assert list(handles({"flat": both, "a": a})) == [g, h, a]
@@ -253,7 +253,7 @@ def test_a_tensor_in_a_traced_program_is_refused() -> None:
         traced(lambda: use(torch.zeros(1)))
 
 
-def test_handles_look_like_tensors_to_shape_functions() -> None:
+def test_functions_of_shapes_take_handles_like_tensors() -> None:
     handle = Handle("q", (2, 3), torch.bfloat16, BufferType.QUERY, device=torch.device("cuda", 1))
     assert (handle.shape, handle.dtype, handle.device, handle.nbytes) == (
         (2, 3),
@@ -293,7 +293,7 @@ def test_bind_keeps_the_tree_and_replaces_handles() -> None:
     assert [handle.name for handle in handles(tree)] == ["a", "b", "c"]
 
 
-def test_stack_of_layers() -> None:
+def test_live_ranges_of_a_stack_of_layers() -> None:
     stack = tanh_stack.declare(n_layer=3)
     result = traced(stack.step, stack)
     assert len(result.ops) == 3 * 4 + 1 + 3 * 5

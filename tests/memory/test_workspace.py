@@ -1,4 +1,4 @@
-"""Backward buffers shared by hand: counted, freed once, and one pending owner at a time."""
+"""Users share backward buffers explicitly: they are counted, freed once, and have one pending owner at a time."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def test_all_users_see_the_same_buffers() -> None:
         first["grad_K"]
 
 
-def test_twelve_users_hold_the_bytes_of_one() -> None:
+def test_twelve_users_hold_no_more_bytes_than_one() -> None:
     assert leases(12)[0].workspace.nbytes == leases(1)[0].workspace.nbytes == 4 * 24 + 8 * 5
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-def test_freed_in_any_order_the_last_frees_the_buffers(order: tuple[int, ...]) -> None:
+def test_the_last_release_frees_the_buffers_in_any_order(order: tuple[int, ...]) -> None:
     users = leases(3)
     workspace = users[0].workspace
     buffer = weakref.ref(users[0]["grad_Q"])
@@ -63,7 +63,7 @@ def test_releasing_twice_is_harmless() -> None:
     second.release()
 
 
-def test_a_dropped_user_counts_as_released_and_pending_no_more() -> None:
+def test_a_deleted_user_counts_as_released_and_is_no_longer_pending() -> None:
     first, second = leases(2)
     workspace = first.workspace
     first.begin()
@@ -88,12 +88,12 @@ def test_a_dropped_user_counts_as_released_and_pending_no_more() -> None:
         (NEEDS, "meta", "on meta, but the workspace has .* on cpu"),
     ],
 )
-def test_other_needs_are_refused_with_both_named(needs: dict, device: str, message: str) -> None:
+def test_different_sizes_are_refused_by_an_error_that_names_both(needs: dict, device: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         leases(1)[0].workspace.acquire("layer 1", needs, device)
 
 
-def test_one_pending_owner_at_a_time() -> None:
+def test_there_is_one_pending_owner_at_a_time() -> None:
     first, second = leases(2)
     first.begin()
     first.begin()
@@ -107,7 +107,7 @@ def test_one_pending_owner_at_a_time() -> None:
     second.end()
 
 
-def test_releasing_the_pending_owner_lets_others_work() -> None:
+def test_releasing_the_pending_owner_lets_other_users_work() -> None:
     first, second = leases(2)
     first.begin()
     first.release()
@@ -133,7 +133,7 @@ def test_another_thread_is_refused_even_for_the_same_owner() -> None:
     assert "layer 0 (thread MainThread) is pending" in caught[0]
 
 
-def test_of_many_threads_one_is_in_at_a_time() -> None:
+def test_one_of_many_threads_owns_the_buffers_at_a_time() -> None:
     users = leases(8)
     barrier = threading.Barrier(len(users))
     inside, most, refused, entered = 0, 0, 0, 0

@@ -1,4 +1,4 @@
-"""Tiny random models of transformers' architectures, and how far two attention implementations are apart on them."""
+"""Tiny random models of transformers' architectures, and the distance between two attention implementations on them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def configuration(name: str, **more: Any) -> Any:
 
 
 def model_of(name: str, implementation: str, **more: Any) -> Any:
-    """Weights are the same for each implementation; large enough that attention is far from uniform."""
+    """Weights are the same for each implementation and so large that attention is far from uniform."""
     auto = AutoModelForCausalLM
     auto = AutoModelForMaskedLM if name in ENCODERS else AutoModelForSeq2SeqLM if name in ENCODER_DECODERS else auto
     torch.manual_seed(0)
@@ -103,7 +103,7 @@ def batch_of(name: str, padding: str | None = None, b: int = 3, t: int = 23) -> 
 
 
 def results(model: Any, batch: dict[str, Tensor], call: Any = None) -> dict[str, Tensor]:
-    """Logits of tokens, and every gradient, by name; `call` is the model compiled."""
+    """Logits of tokens, and every gradient by name. `call` is the compiled model."""
     model.zero_grad()
     out = (model if call is None else call)(**batch)
     out.loss.backward()
@@ -114,7 +114,7 @@ def results(model: Any, batch: dict[str, Tensor], call: Any = None) -> dict[str,
 
 
 def apart(got: dict[str, Tensor], want: dict[str, Tensor]) -> tuple[float, float]:
-    """(logits, gradients): the largest relative distances. A gradient below a hundredth of the largest counts as that large."""
+    """The largest relative distance of logits and of gradients. A gradient counts as at least a hundredth of the largest."""
     assert got.keys() == want.keys(), got.keys() ^ want.keys()
     logits = float((got["logits"] - want["logits"]).abs().max() / want["logits"].abs().max())
     gradients = [n for n in want if n != "logits"]

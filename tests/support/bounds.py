@@ -1,16 +1,16 @@
-"""What each op may round, next to its oracle: σ and a B of tilegrad/kernels/closeness.py.
+"""What each op may round, next to its oracle: the σ and a B of the rule in tilegrad/kernels/closeness.py.
 
-An op's function here is its algorithm in numbers that carry their error along. A `Number` has its exact value, the variance of
+A function here is an op's algorithm in numbers that carry their error along. A `Number` has its exact value, the variance of
 what was rounded to the short dtype so far (by `rounded`, nowhere else), and B of the accumulator. To first order, for f(x, y):
 
     var(f) = (∂f/∂x)² var(x) + (∂f/∂y)² var(y)
     B(f)   = |∂f/∂x| B(x) + |∂f/∂y| B(y) + |f|
     B(Σ t) = ΣB(t) + √n √(4 (Σt)² + 2 Σt²)
 
-The last is six deviations of Σₖ ρₖ sₖ, with ρ the roundings of n partial sums s, of variance a²/3. Terms in no particular order
+The last line is six deviations of Σₖ ρₖ sₖ, where ρ (of variance a²/3) rounds n partial sums s. Terms in no particular order
 make Σₖ sₖ² ≈ n ((Σt)²/3 + Σt²/6); any order would allow √n Σ|t|, which is √n times as much and hides errors of float32.
 
-The last rounding of an output is the rule's own. The exact values are not used: the oracle is autograd's, of another formula.
+The last rounding of an output is the rule's own. The exact values are not used: the oracle is autograd with another formula.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tilegrad.kernels.scratch import accumulation_dtype
 
 Operand: TypeAlias = "Number | Tensor | float"
 cross_entropy = bounds_of_cross_entropy
-ELEMENTARY = 4.0  # units that exp, tanh and σ err by: vector libraries promise 3.5 to 4
+ELEMENTARY = 4.0  # the error of exp, tanh and σ in units: vector libraries promise 3.5 to 4
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Number:
         return Number(self.x, self.var + rounding(self.x, dtype), self.b)
 
     def fn(self, value: Tensor, slope: Tensor, roundings: float) -> Number:
-        """value = f(x), slope = f'(x); the function itself errs by `roundings` units."""
+        """value = f(x) and slope = f'(x); the function itself errs by `roundings` units."""
         return Number(value, slope**2 * self.var, slope.abs() * self.b + roundings * value.abs())
 
     def __add__(self, other: Operand) -> Number:
@@ -79,7 +79,7 @@ class Number:
         return Number(total, var, b + _of_a_sum(total, squares, self.x.shape[dim]))
 
     def scattered(self, index: Tensor, size: int) -> Number:
-        """Rows added up by index, (n, C) → (size, C)."""
+        """Adds up rows by index, (n, C) → (size, C)."""
 
         def add(x: Tensor) -> Tensor:
             return x.new_zeros(size, x.shape[1]).index_add_(0, index, x)
@@ -121,13 +121,13 @@ def sigmoid(x: Number) -> Number:
 
 
 def bounds(dtype: torch.dtype, outputs: Mapping[str, Number]) -> dict[str, Bound]:
-    """`dtype` is the inputs'. In float64 the oracle rounds as much, and B counts twice."""
+    """`dtype` is that of the inputs. In float64 the oracle rounds as much, and B counts twice."""
     a = roundoff(accumulation_dtype(dtype)) * (2 if dtype == torch.float64 else 1)
     return {name: Bound(y.var.sqrt(), a * y.b) for name, y in outputs.items()}
 
 
 def _products_rounded(x: Tensor) -> bool:
-    """Products of bfloat16 on a CPU that has instructions for them end in bfloat16, weights are rounded to it before."""
+    """On a CPU with bfloat16 instructions products are rounded to bfloat16 at the end, and weights are before."""
     return x.dtype == torch.bfloat16 and x.device.type == "cpu" and linear_op._has_bf16_products()
 
 
@@ -184,7 +184,7 @@ def norm(x: Tensor, w: Tensor, b: Tensor | None, dy: Tensor, *, eps: float, rms:
 
 
 def activation(kind: str, h: Tensor, da: Tensor) -> dict[str, Bound]:
-    """tanh's backward rounds da σ(2h) on its way. Its oracle's 1 − tanh² cancels, and counts where the oracle is no wider."""
+    """tanh's backward rounds da σ(2h). The oracle's 1 − tanh² cancels, which counts where the oracle is not wider."""
     x, g = of(h), of(da)
     if kind == "gelu":
         k = math.sqrt(2 / math.pi)
@@ -205,7 +205,7 @@ def activation(kind: str, h: Tensor, da: Tensor) -> dict[str, Bound]:
 
 
 def swiglu(gate: Tensor, up: Tensor, da: Tensor) -> dict[str, Bound]:
-    """silu(gate) and da ∘ up are rounded on their way."""
+    """silu(gate) and da ∘ up are rounded before they are used."""
     x, dtype = of(gate), gate.dtype
     s = sigmoid(x)
     silu, dsilu = (x * s).rounded(dtype), (of(da) * of(up)).rounded(dtype)
@@ -217,14 +217,14 @@ def swiglu(gate: Tensor, up: Tensor, da: Tensor) -> dict[str, Bound]:
 
 
 def _slope_of_a_factor(t: Number, y: Number, dtype: torch.dtype) -> Tensor:
-    """sd⟨e, y⟩ where each y has a factor t that is rounded: equal t of a coarse dtype round alike."""
+    """sd⟨e, y⟩ where each y has a rounded factor t: equal t of a coarse dtype have the same rounding."""
     values, which = t.x.flatten().unique(return_inverse=True)
     summed: Tensor = torch.zeros_like(values).index_add_(0, which, y.x.flatten() ** 2).norm()
     return summed * roundoff(dtype) / math.sqrt(3)
 
 
 def rope(x: Tensor, dy: Tensor) -> dict[str, Bound]:
-    """Tables, products and sum are the accumulator's; |x cos| + |x sin| ≤ √2 |(x1, x2)|."""
+    """Tables, products and the sum have the accumulator's dtype; |x cos| + |x sin| ≤ √2 |(x1, x2)|."""
     out = {}
     for name, z in (("y", x.double()), ("dx", dy.double())):
         half = z.shape[-1] // 2
@@ -234,7 +234,7 @@ def rope(x: Tensor, dy: Tensor) -> dict[str, Bound]:
 
 
 def embedding(tokens: Tensor, wte: Tensor, wpe: Tensor | None, dx: Tensor) -> dict[str, Bound]:
-    """Nothing but the outputs is rounded; gradients are sums over tokens."""
+    """Only the outputs are rounded; gradients are sums over tokens."""
     b, t = tokens.shape
     position = torch.arange(t, device=tokens.device).repeat(b)
     out = {"x": of(torch.zeros_like(dx)), "dwte": of(dx).scattered(tokens.flatten(), wte.shape[0])}
@@ -252,18 +252,18 @@ def embedding_mse(x: Tensor, w: Tensor, targets: Tensor, inv_total: float) -> di
 
 @dataclass
 class AdamW:
-    """Flat arenas, step by step; nothing but the accumulator's roundings."""
+    """AdamW on flat arenas, step by step. Only the accumulator rounds."""
 
     params: Number
     m: Number
     v: Number
-    grads: Number | None = None  # of the last step, clipped
+    grads: Number | None = None  # the clipped gradients of the last step
 
     def step(
         self, grads: Tensor, number: int, learning_rate: float, decayed: int, weight_decay: float, max_norm: float,
         betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8,
     ) -> Number:  # fmt: skip
-        """The norm; `number` counts from 1. 1 − βᵗ cancels."""
+        """Takes a step and returns the norm of the gradients. `number` counts from 1; 1 − βᵗ cancels."""
         g = self.grads = of(grads)
         norm = sqrt((g * g).sum(0))
         correction1, correction2 = (of(1.0) - (of(beta**number) * 1.0) for beta in betas)

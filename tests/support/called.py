@@ -1,7 +1,7 @@
-"""A plugin of pytest for the mutants: which functions of the package each test calls, or some tests alone in a given order.
+"""A plugin of pytest for the mutants. It records which functions of the package each test calls, or runs chosen tests.
 
-CALLED=file   writes {test: [passed, seconds, [path:line of each function called]]}, what it calls on ranks included
-UNTRACED=1    with no functions called
+CALLED=file   writes {test: [passed, seconds, [path:line of each function called]]}, calls on ranks included
+UNTRACED=1    leaves the functions out
 PICKED=file   runs the tests that the file names, one in a line, in its order
 """
 
@@ -38,7 +38,7 @@ def _ours() -> set[str]:
 
 @contextmanager
 def on_a_rank() -> Iterator[None]:
-    """Notes in a process that a test started what it calls there, for that test."""
+    """Records the functions that a test calls in a process that it started."""
     _codes.clear()
     sys.settrace(_note)
     try:

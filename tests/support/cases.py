@@ -1,4 +1,4 @@
-"""Random calls of attention, and how to run one: shared by the tests of every kernel."""
+"""Random calls of attention and functions that run them, for the tests of every kernel."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class Case:
     window: tuple[int | None, int | None] | None = None
     scale: float | None = None
     softcap: float = 0.0
-    bias: str = ""  # which of "bhqk" are kept, others broadcast; upper case adds a bool mask instead
+    bias: str = ""  # which axes of "bhqk" it has, the rest is broadcast; upper case adds a bool mask instead
     bias_dtype: torch.dtype = torch.float32
     alibi: str = ""  # "h" or "bh"
     sinks: bool = False
-    intervals: str = ""  # which of "bh" are kept, then how many numbers a column has: "2", "h4", "bh2" …
+    intervals: str = ""  # which axes of "bh" it has, then how many numbers a column has: "2", "h4", "bh2" …
     dropout_p: float = 0.0
     dlse: bool = False
-    scores: float = 1.0  # how large they are: q and k are multiplied by its root
+    scores: float = 1.0  # the size of scores: q and k are multiplied by its root
     layout: str = "bhtd"  # "bthd": transposed views; "fused": views of one qkv buffer
     lengths: tuple[tuple[int, int], ...] = ()
     device: str = "cpu"
@@ -64,7 +64,7 @@ class Call:
 
 
 def build(case: Case, seed: int = 0) -> Call:
-    """The tensors of a case. Large scores are drawn again until the closeness rule can say something about every p."""
+    """The tensors of a case. Large scores are drawn again until the closeness rule applies to every p."""
     for tried in range(seed, seed + 64):
         call = _build(case, tried)
         if case.scores < 1e4 or case.lengths or case.softcap or _rule_applies(call, case.scores):
@@ -75,8 +75,8 @@ def build(case: Case, seed: int = 0) -> Call:
 def _rule_applies(call: Call, scores: float) -> bool:
     """Whether no p is near float32's smallest normal number, below which exp gives 0 on some processors.
 
-    From scores of 10⁶ on one key must have all of each row: the rule is of first order, and can't say how two keys share a row
-    whose scores differ by less than they are rounded by."""
+    From scores of 10⁶ on one key must have all of each row. The rule is of first order: it cannot bound how two keys share a
+    row if their scores differ by less than their rounding."""
     p = reference.softmax(call.q.double(), call.k.double(), call.mask, range(len(call.q))).p
     if scores < 1e6:
         return bool(((p < 1e-48) | (p > 1e-36)).all())
@@ -133,7 +133,7 @@ def _build(case: Case, seed: int) -> Call:
 
 
 def _intervals(case: Case, g: torch.Generator) -> Tensor:
-    """Runs of up to 40 neighbouring columns have the same intervals, so that whole tiles are masked out; some of a run's are
+    """Runs of up to 40 neighbouring columns have the same intervals, so that whole tiles are masked out. Some intervals are
     empty, some have every row, and every fourth column has its own. A row of the first head attends to nothing."""
     b, h, pairs = (
         case.b if "b" in case.intervals else 1,
@@ -168,7 +168,7 @@ def _laid_out(x: Tensor, layout: str) -> Tensor:
 
 
 def run(call: Call, kernel: str | None, *, deterministic: bool = False) -> Tensors:
-    """Forward and backward through the contracts; every buffer starts as NaN, so what is not written shows."""
+    """Runs the forward and backward ops. Every buffer starts as NaN, so a number that is not written shows."""
     q, k, v, mask = call.q, call.k, call.v, call.mask
 
     def new(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -220,7 +220,7 @@ def by_face(call: Call, **more: Any) -> Tensors:
 
 
 def oracle(call: Call) -> Tensors:
-    """By whole matrices in float64, on the call's device."""
+    """The results of whole matrices in float64, on the call's device."""
     q, k, v, do = (x.double() for x in (call.q, call.k, call.v, call.do))
     o, lse = reference.forward(q, k, v, call.mask)
     g = reference.backward(q, k, v, do, None if call.dlse is None else call.dlse.double(), call.mask)
@@ -232,15 +232,15 @@ def bounds(call: Call, exact: Tensors, exp_error: float = 0.0) -> dict[str, Boun
 
 
 def check_call(call: Call, got: Tensors, exp_error: float = 0.0) -> None:
-    """`got`, all results of a call or some of them, under the closeness rule."""
+    """Holds `got`, all results of a call or some of them, to the closeness rule."""
     exact = oracle(call)
     assert_close(got, {name: exact[name] for name in got}, bounds(call, exact, exp_error))
 
 
-AXES: dict[str, tuple[object, ...]] = {  # every option of a call, and sizes around the ends of tiles
+AXES: dict[str, tuple[object, ...]] = {  # all options of a call, and sizes near multiples of a tile
     "dtype": (torch.float64, torch.float32, torch.bfloat16, torch.float16),
     "dims": ((16, 16), (1, 1), (3, 24), (40, 5), (64, 64), (97, 97)),
-    "heads": ((1, 1), (2, 1), (1, 3), (2, 2)),  # of keys and values, and how many of queries for each
+    "heads": ((1, 1), (2, 1), (1, 3), (2, 2)),  # kv heads, and the query heads of each
     "b": (1, 3),
     "t": ((33, 33), (1, 1), (1, 113), (65, 31), (17, 64), (113, 113), (0, 5), (5, 0), (2, 16)),
     "band": (
@@ -268,18 +268,18 @@ UNPACKED = {
     "layout": "bhtd",
     "intervals": "",
     "b": 1,
-}  # packed sequences have none of them
+}  # packed sequences have none of these options
 
 
 def allowed(spec: Spec) -> bool:
-    """Leaves out the values that the others make meaningless."""
+    """False where one value makes another meaningless."""
     if spec.get("lengths") and any(spec.get(axis, value) != value for axis, value in UNPACKED.items()):
         return False
     return not (spec.get("bias_dtype") == "own" and not spec.get("bias", "qk").islower())
 
 
 def case_of(spec: Spec) -> Case:
-    """The case of a specification, which may have more axes than these."""
+    """The case of a specification, which may have additional axes."""
     (hkv, group), (d, dv), (tq, tk), (causal, window) = spec["heads"], spec["dims"], spec["t"], spec["band"]
     same = {name: spec[name] for name in AXES if name not in ("heads", "dims", "t", "band", "bias_dtype")}
     bias_dtype = torch.float32 if spec["bias_dtype"] == "float32" else spec["dtype"]
@@ -288,7 +288,7 @@ def case_of(spec: Spec) -> Case:
 
 
 LARGE_SCORES = (1e4, 1e6, 1e8, 1e10)
-WITH_LARGE_SCORES = {  # what may be in a score; scale is no power of two
+WITH_LARGE_SCORES = {  # the terms of a score; the scale is not a power of two
     "causal": Case(b=1, hkv=1, tq=70, tk=70, d=40, dv=40, causal=True, dlse=True),
     "not": Case(b=1, hkv=1, group=2, tq=33, tk=70, d=24, dv=24, scale=-0.3),
     "bias": Case(b=1, hkv=1, tq=33, tk=70, d=40, dv=40, bias="hqk", causal=True),
@@ -306,7 +306,7 @@ _SIDE = st.sampled_from((None, 0, 1, 3, 16, 40))
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Every feature with every other; sizes small enough for whole float64 matrices, ragged on purpose."""
+    """Every feature with every other feature. Sizes are ragged, and small enough for whole float64 matrices."""
     dtype = draw(st.sampled_from((torch.float64, torch.float32, torch.bfloat16, torch.float16)))
     d = draw(_D)
     case = Case(

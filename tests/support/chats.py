@@ -1,4 +1,4 @@
-"""Chat templates as models have them, and a small model with a tokenizer that knows their special tokens."""
+"""Chat templates of real models, and a small model with a tokenizer that knows their special tokens."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def tokenizer_with_special_tokens() -> BpeTokenizer:
 
 
 def write_chat_model(folder: Path, template: str | None, *, block_size: int = 128) -> BpeTokenizer:
-    """A folder of weights with a tokenizer, its EOS </s>, and a chat template."""
+    """Writes a folder of weights with a tokenizer, whose EOS is </s>, and a chat template."""
     tokenizer = tokenizer_with_special_tokens()
     config = ModelConfig(
         vocab_size=tokenizer.vocab_size, block_size=block_size, n_layer=1, n_head=2, n_embd=16, norm="rmsnorm",

@@ -1,5 +1,5 @@
-"""Triton's compiler without a GPU: a driver that only names an architecture takes the place of CUDA's, and a launch compiles
-instead of running. Argument specialisation, tile choice and ptxas are the real ones.
+"""Triton's compiler without a GPU. A driver that only names an architecture replaces CUDA's, and a launch compiles
+instead of running. Argument specialisation, the choice of tiles and ptxas are the real ones.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SHARED_MEMORY_BYTES = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120:
 
 
 def slowly(case: object) -> Any:
-    """A case of the slow set, a tuple where it has several arguments. CI compiles every kernel, and for every architecture."""
+    """Marks a case as slow; several arguments are a tuple. CI compiles every kernel for every architecture."""
     values = case if isinstance(case, tuple) else (case,)
     return pytest.param(*values, marks=pytest.mark.slow)
 
@@ -39,12 +39,12 @@ INSTRUCTION_BYTES = 16
 
 
 def resources(kernels: dict[str, Any], folder: Path) -> dict[str, Compiled]:
-    """Kernels of one architecture by name. nvdisasm takes longer to start than to run: it runs once for all of them."""
+    """The kernels of one architecture by name. nvdisasm takes longer to start than to run, so it runs once for all."""
     new = {code: folder / f"{name}.cubin" for name, x in kernels.items() if (code := x.asm["cubin"]) not in _dumped}
     if new:
         for code, path in new.items():
             path.write_bytes(code)
-        listed = [dump("cuobjdump", "-lelf", path) for path in new.values()]  # with the architecture's name
+        listed = [dump("cuobjdump", "-lelf", path) for path in new.values()]  # the listing has the architecture's name
         (architecture,) = {name for line in listed for name in re.findall(r"\.sm_(\w+)\.cubin", line)}
         (every := folder / "instructions").write_bytes(b"".join(map(instructions, new)))
         code_lines = re.findall(
@@ -65,7 +65,7 @@ def resources(kernels: dict[str, Any], folder: Path) -> dict[str, Compiled]:
 
 
 def instructions(cubin: bytes) -> bytes:
-    """What is in the sections .text of a 64-bit ELF file."""
+    """The contents of the .text sections of a 64-bit ELF file."""
     at, count, names = (int.from_bytes(cubin[a:b], "little") for a, b in ((40, 48), (60, 62), (62, 64)))
     sections = [struct.unpack_from("<I20xQQ", cubin, at + 64 * i) for i in range(count)]  # name, place, size
     start = sections[names][1]
@@ -85,7 +85,7 @@ def dump(tool: str, *arguments: str | Path) -> str:
 def compiling(architecture: int, folder: Path) -> Iterator[dict[str, Compiled]]:
     """After the block, what was launched in it, by name; a kernel launched again is "‹name› again"."""
     from triton.backends.compiler import GPUTarget
-    from triton.runtime.driver import driver  # its own default fails where there is no GPU, so it is put back by hand
+    from triton.runtime.driver import driver  # its default fails without a GPU, so it is restored explicitly
     from triton.runtime.jit import JITFunction
 
     class Driver:
@@ -93,7 +93,7 @@ def compiling(architecture: int, folder: Path) -> Iterator[dict[str, Compiled]]:
             return GPUTarget("cuda", architecture, 32)
 
         def get_current_device(self) -> int:
-            return architecture  # a device of its own: Triton remembers the target of each
+            return architecture  # its own number for a device: Triton remembers the target of each
 
         def get_current_stream(self, _device: int) -> int:
             return 0

@@ -1,4 +1,4 @@
-"""CUDA's driver without a GPU: what a launch hands to it is read back from memory, as the driver would copy it."""
+"""CUDA's driver without a GPU. It reads the arguments of a launch from memory, as the real driver copies them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KINDS = {
 
 
 class Map(NamedTuple):
-    """A tensor map, as cuTensorMapEncodeTiled is asked for it; sizes are in its own order, columns first."""
+    """The arguments of cuTensorMapEncodeTiled for a tensor map. Sizes are in its order, columns first."""
 
     address: int
     dtype: int
@@ -31,7 +31,7 @@ class Map(NamedTuple):
 
 
 class Started(NamedTuple):
-    """A kernel: programs, threads, bytes of shared memory, stream, function, and the address of its parameters."""
+    """A launch: programs, threads, bytes of shared memory, stream, function, and the address of the parameters."""
 
     grid: tuple[int, int, int]
     threads: int
@@ -42,11 +42,11 @@ class Started(NamedTuple):
 
 
 class FakeDriver:
-    """Records kernels and zeroed memory in `calls`; answers the codes of `answers` first, one for each call."""
+    """Records kernels and zeroed memory in `calls`. The first calls return the codes in `answers`."""
 
     def __init__(self, patch: pytest.MonkeyPatch, device: int = 0, stream: int = 7) -> None:
         self.calls: list[Any] = []
-        self.maps: dict[int, Map] = {}  # by address
+        self.maps: dict[int, Map] = {}  # tensor maps by address
         self.answers: list[int] = []
         self.stream = stream
         self._functions = SimpleNamespace(

@@ -1,6 +1,6 @@
-"""Decoders for tests of what is above them: one that reads the whole text again for each token, and one that plays a script.
+"""Decoders for tests of generation: one reads the whole text again for each token, one follows a script.
 
-Both behave as engine/decoder.py's on CUDA: results come only when they are waited for, and a full slot refuses a step.
+Both behave like the decoder of engine/decoder.py on CUDA: a result is there only after a wait, and a full slot refuses a step.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from tilegrad.model import reference
 from tilegrad.model.config import ModelConfig
 from tilegrad.model.reference import logits_of
 
-Draw = Callable[[int, list[int], Prompt, int], tuple[int, float]]  # slot, tokens read, prompt, tokens drawn before
+Draw = Callable[[int, list[int], Prompt, int], tuple[int, float]]  # slot, tokens read, prompt, tokens drawn so far
 
 
 class SlotsOf:
-    """The host's interface of a Decoder over any function that draws a token."""
+    """The interface of a Decoder over any function that draws a token."""
 
     def __init__(self, batch_size: int, capacity: int, draw: Draw, device: str = "cuda") -> None:
         self.batch_size, self.capacity, self._draw = batch_size, capacity, draw
@@ -32,7 +32,7 @@ class SlotsOf:
         self._results: list[Drawn] = []
 
     def prefill(self, prompts: Mapping[int, Prompt]) -> None:
-        for slot, prompt in prompts.items():  # a result for each
+        for slot, prompt in prompts.items():  # each prompt has a result
             assert 0 <= slot < self.batch_size and 1 <= len(prompt.tokens) <= self.capacity
             self.read.append(list(prompt.tokens))
             self._slots[slot] = prompt, list(prompt.tokens), prompt.draws
@@ -67,7 +67,7 @@ class SlotsOf:
 
 
 class ReferenceDecoder(SlotsOf):
-    """Over the reference model, without a cache. Noise is torch's, by seed, sequence and draw."""
+    """Decodes with the reference model, without a cache. Its noise is torch's, by seed, sequence and draw."""
 
     def __init__(
         self, config: ModelConfig, params: Mapping[str, Tensor], batch_size: int, capacity: int, **_: object
@@ -89,11 +89,11 @@ class ReferenceDecoder(SlotsOf):
         return token, float(logits.log_softmax(-1)[token])
 
 
-Script = Callable[[int, int], int]  # sequence, tokens drawn before → token
+Script = Callable[[int, int], int]  # sequence, tokens drawn so far → token
 
 
 class ScriptedDecoder(SlotsOf):
-    """Writes the tokens of a script, whatever it reads."""
+    """Writes the tokens of a script, whatever the prompt is."""
 
     def __init__(self, batch_size: int, capacity: int, script: Script, device: str = "cuda") -> None:
         super().__init__(batch_size, capacity, lambda _s, _c, p, draws: (script(p.sequence, draws), -0.5), device)
@@ -102,7 +102,7 @@ class ScriptedDecoder(SlotsOf):
 def scripted(
     script: Script, *, device: str = "cpu", kind: type[ScriptedDecoder] = ScriptedDecoder
 ) -> Callable[..., ScriptedDecoder]:
-    """What makes such decoders, in place of the class `Decoder`."""
+    """A function that replaces the class `Decoder` and makes scripted ones."""
 
     def make(_config: ModelConfig, _params: object, batch_size: int, capacity: int, **_: object) -> ScriptedDecoder:
         return kind(batch_size, capacity, script, device)

@@ -1,11 +1,11 @@
-"""`tilegrad` with a fault, for torchrun: faulty_rank.py FAULT RANK STEP, then tilegrad's own arguments.
+"""`tilegrad` with a fault, for torchrun. Its arguments: FAULT RANK STEP, then those of tilegrad.
 
 asleep    the rank sleeps before it reads the data of the step
-silent    of the step on, no sum over ranks ends, nor does it raise, on any rank
-torn      the rank is killed in the step's save, when its own file is written; not when torchrun has restarted it
-killed    the rank is killed before it reads the data of the step; restarted for the nth time, another one n steps later,
-          and ten times in all
-other seed   the rank is given another one
+silent    from the step on no sum over ranks ends or raises, on any rank
+torn      the rank is killed in the step's save, when its own file is written; not after a restart by torchrun
+killed    the rank is killed before it reads the data of the step; after the nth restart another
+          rank is killed n steps later, ten times in all
+other seed   the rank has another seed
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ enter = Mesh.at
 
 
 def at(mesh: Mesh, place: str, **options: bool) -> None:
-    """What the mesh does at a place, then what goes wrong there."""
+    """Replaces `Mesh.at`: calls it, then causes the fault if this is its place."""
     enter(mesh, place, **options)
     fault, rank, step = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])

@@ -1,4 +1,4 @@
-"""Python code in a process of its own, forked from one that has imported torch: it begins in a tenth of the time."""
+"""Python code in its own process, forked from one that has imported torch: it begins in a tenth of the time."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-CONTEXT = multiprocessing.get_context(
-    "forkserver"
-)  # its processes are forked from one that has imported what takes long
+CONTEXT = multiprocessing.get_context("forkserver")  # processes are forked from one that has imported the slow modules
 CONTEXT.set_forkserver_preload(["torch", "torch.distributed.checkpoint", "pytest"])
 
 
 def python(code: str, *arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    """As `python -c code arguments` in this folder and environment, of whose threads and modules of ours it has none."""
+    """Runs `python -c code arguments` in this folder and environment, without this process's threads and modules."""
     with tempfile.TemporaryDirectory() as name:
         out, error = Path(name, "out"), Path(name, "error")
         how = (code, arguments, str(out), str(error), os.getcwd(), dict(os.environ))

@@ -1,4 +1,4 @@
-"""What the fused ops must give: the bits of their pieces, and column sums of what they wrote, under the closeness rule."""
+"""Checks of the fused ops: they have the bits of their pieces, and column sums of their outputs obey the closeness rule."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ EPS = 1e-5
 
 
 def assert_column_sums(got: dict[str, Tensor], summed: dict[str, Tensor]) -> None:
-    """Each of `got` is the sum over the rows of what `summed` has under its name."""
+    """Each tensor in `got` is the sum over rows of the tensor with its name in `summed`."""
     for name, x in summed.items():
         allowed = bounds.bounds(x.dtype, {name: bounds.of(x).sum(0)})
         assert_close({name: got[name]}, {name: x.double().sum(0)}, allowed)
 
 
 def assert_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
-    """Bits; on a device, whose compiler contracts products and sums as it likes, a rounding of each."""
+    """Compares bits; on a device, whose compiler may fuse products and sums, up to a rounding."""
     for name, x in want.items():
         if x.device.type == "cpu":
             assert torch.equal(got[name], x), name
@@ -45,7 +45,7 @@ def assert_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
 def check_fused_norm(
     n: int, c: int, dtype: torch.dtype, *, rms: bool, bias: bool, device: str, kernel: str | None
 ) -> None:
-    """Rows of inputs are padded apart. The branch is joined, the output comes again over dy, and dx is added up."""
+    """Rows of inputs have gaps. The branch is added, the output is written again over dy, and dx is added up."""
     x, f, dy = (randn(n, 2 * c, dtype=dtype, seed=seed).to(device)[:, c:] for seed in (0, 1, 2))
     w, b = randn(c, dtype=dtype, seed=3).to(device), randn(c, dtype=dtype, seed=4).to(device) if bias else None
     forward, backward = (spoiled(norm_workspace(x, backward=which, kernel=kernel), x) for which in (False, True))
@@ -95,7 +95,7 @@ def check_fused_norm(
 
 
 def check_fused_activation(kind: str, n: int, c: int, dtype: torch.dtype, *, device: str, kernel: str | None) -> None:
-    """The output comes again over h, or over da, whose gradients are then over up and gate; gradients are added up."""
+    """SwiGLU's output is written over da and its gradients over up and gate; else the output over h, the gradient over da."""
     h, up, da = (3 * randn(n, c, dtype=dtype, seed=seed).to(device) for seed in (0, 1, 2))
     scratch = spoiled(activation_workspace(h, kind, kernel=kernel), h)
 

@@ -1,4 +1,4 @@
-"""Observers that run ops elsewhere: in the midst of a pattern, which must stay, and on rows with gaps between them."""
+"""Observers that run ops on other memory: inside a pattern, which must not change, and on rows with gaps between them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 
 from tilegrad.kernels.op import Call
 
-BESIDE = 13  # elements before and after: no alignment is left
+BESIDE = 13  # elements before and after, so that no alignment is left
 PATTERN = 0xA5
 
 
 class Guard:
-    """An observer of ops. `calls` counts those that ran; one that writes outside its tensors raises by name."""
+    """An observer of ops. `calls` counts those that ran; one that writes outside its tensors raises an error with its name."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -59,8 +59,8 @@ def _inside(view: Tensor, memory: Tensor) -> Tensor:
 
 
 class Apart:
-    """An observer of ops. Each runs three more times, with a gap after each row of what it writes, of what it reads, and of
-    both: the results are the same but for rounding, or strides are refused by name. `taken` and `refused` count by name."""
+    """An observer of ops. Each op runs three more times: with gaps between the rows that it writes, that it reads, and both.
+    The results are the same up to rounding, or an error names the strides. `taken` and `refused` count ops by name."""
 
     def __init__(self) -> None:
         self.taken, self.refused = Counter[str](), Counter[str]()
@@ -89,7 +89,7 @@ class Apart:
 
 
 def _copy(x: Any, *, apart: bool) -> Any:
-    """A tensor's copy; where rows are to have gaps, with three elements between them."""
+    """A copy of a tensor, with three elements between its rows if they are to have gaps."""
     if not isinstance(x, Tensor):
         return x
     if not apart or x.ndim < 2:

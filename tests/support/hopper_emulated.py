@@ -1,4 +1,4 @@
-"""Hopper's forward in the Gluon emulator: what a call's launches compute in plain Python."""
+"""Hopper's forward in the Gluon emulator, which runs the launches of a call in plain Python."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tilegrad.kernels.attention.problem import output_shapes
 def forward(
     call: Call, programs: int, broken: Callable[[pytest.MonkeyPatch], None] = lambda _patch: None
 ) -> dict[str, torch.Tensor]:
-    """o and lse of the forward, in plain Python; `broken` changes device functions."""
+    """Computes o and lse in plain Python. `broken` replaces device functions."""
     from tilegrad.kernels.attention import hopper
     from tilegrad.kernels.attention.hopper import forward as forward_kernel
     from tilegrad.kernels.attention.hopper import (
@@ -35,7 +35,7 @@ def forward(
     o_shape, lse_shape = output_shapes(q, v, mask)
     out = {"o": q.new_full(o_shape, math.nan), "lse": q.new_full(lse_shape, math.nan, dtype=torch.float32)}
     modules = (forward_kernel, forward_load, forward_scheduler, pieces, pipeline, registers, numerics, scores)
-    with in_python(*modules) as launch, pytest.MonkeyPatch.context() as patch:  # undone first
+    with in_python(*modules) as launch, pytest.MonkeyPatch.context() as patch:  # the patches are undone first
         broken(patch)
         patch.setattr(launch_forward, "multiprocessors", lambda _device: programs)
         run_in_python(patch, launch_forward, launch)
@@ -46,7 +46,7 @@ def forward(
 
 
 def run_in_python(patch: pytest.MonkeyPatch, host: Any, launch: Callable[..., None]) -> None:
-    """Launches of a host module become calls of `launch`, and its plans run them one after the other."""
+    """Launches of a host module become calls of `launch`, and its launch plans run them one after the other."""
 
     def prepare(kernel: Any, _key: Any, grid: int, arguments: Any, **_warps: int) -> Any:
         return Started(lambda: launch(kernel, grid, arguments))

@@ -24,7 +24,7 @@ AXES: dict[str, tuple[object, ...]] = {
     "packed": (False, False, True),
     "deterministic": (False, True),
 }
-LONGEST, LEAST = 420, 17  # fewer rows go to triton
+LONGEST, LEAST = 420, 17  # triton takes calls with fewer rows
 
 
 @functools.cache
@@ -33,7 +33,7 @@ def specs() -> tuple[Spec, ...]:
 
 
 def case_of(spec: Spec, dice: random.Random, longest: int = LONGEST) -> Case:
-    """Sizes drawn from `dice`."""
+    """A case with sizes drawn from `dice`."""
     d, (causal, window) = spec["d"], spec["band"]
     lengths: tuple[tuple[int, int], ...] = ()
     if spec["packed"]:
@@ -48,7 +48,7 @@ def case_of(spec: Spec, dice: random.Random, longest: int = LONGEST) -> Case:
 
 
 def _few_rows(case: Case) -> bool:
-    """Left to triton by the table: few rows, many columns."""
+    """Whether the table leaves the call to triton: few rows, many columns."""
     tq = max(q for q, _ in case.lengths) if case.lengths else case.tq
     tk = max(k for _, k in case.lengths) if case.lengths else case.tk
     return 4 * tq <= tk

@@ -1,6 +1,6 @@
-"""Triton's interpreter. Triton itself chooses it at import; `interpreting` chooses it for some calls of a process.
+"""Triton's interpreter. Triton chooses it at import; `interpreting` chooses it for some calls of a process.
 
-Attention remembers which kernel a call was given, so its tests have a process of their own (`in_the_interpreter`).
+Attention remembers the kernel of a call, so its tests run in a process of their own (`in_the_interpreter`).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from tilegrad import kernels
 from tilegrad.kernels import linear
 
 KERNELS = Path(kernels.__file__).parent
-Assign = Callable[[Any, str, Any], object]  # setattr, or a form of it that can be undone
+Assign = Callable[[Any, str, Any], object]  # setattr, or a version of it that can be undone
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="run by test_in_the_interpreter")
 
 
 def in_the_interpreter(*arguments: str) -> None:
-    """pytest with these arguments, a file first, in a process where Triton interprets."""
-    quiet = ["-W", "ignore::DeprecationWarning", "-W", "ignore::RuntimeWarning"]  # numpy's, in the interpreter
+    """Runs pytest with these arguments, of which the first is a file, in a process where Triton interprets."""
+    quiet = ["-W", "ignore::DeprecationWarning", "-W", "ignore::RuntimeWarning"]  # warnings of numpy in the interpreter
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", *quiet, *arguments]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     for name in [name for name in environment if name.startswith("PYTEST_XDIST")]:
@@ -46,7 +46,7 @@ def in_the_interpreter(*arguments: str) -> None:
 
 @contextmanager
 def interpreting() -> Iterator[None]:
-    """Inside, Triton's kernels are interpreted; nothing where this whole process is the interpreter's."""
+    """Triton's kernels are interpreted inside. It does nothing in a process where Triton always interprets."""
     if INTERPRETED:
         yield
         return
@@ -64,7 +64,7 @@ def interpreting() -> Iterator[None]:
         return made.setdefault(jit.fn, InterpretedFunction(jit.fn))
 
     with ExitStack() as changed, warnings.catch_warnings():
-        for category in (DeprecationWarning, RuntimeWarning):  # numpy's
+        for category in (DeprecationWarning, RuntimeWarning):  # warnings of numpy
             warnings.simplefilter("ignore", category)
 
         def assign(home: Any, name: str, value: Any) -> None:
@@ -83,7 +83,7 @@ def interpreting() -> Iterator[None]:
 
 @contextmanager
 def run_by(kernels: str, request: pytest.FixtureRequest) -> Iterator[None]:
-    """Inside, tables choose Triton's kernels, interpreted, where kernels is "triton"; else they choose as usual."""
+    """If `kernels` is "triton", tables choose Triton's kernels inside, interpreted; else they choose as usual."""
     if kernels != "triton":
         yield
         return
@@ -95,10 +95,10 @@ def run_by(kernels: str, request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def round_bfloat16(assign: Assign) -> None:
-    """From here on bfloat16 is bfloat16 in the interpreter, which holds it as the 16 bits of a whole number.
+    """Makes the interpreter round bfloat16 as a device does. The interpreter stores it as the 16 bits of an integer.
 
-    float32 is rounded to the nearest, ties to even, as on a device; by itself it is cut off: such numbers err twice as far
-    and to one side, which the closeness rule sees. Products (tl.dot) and arithmetic take the numbers, not the bits."""
+    float32 is rounded to the nearest, ties to even. Without this the interpreter truncates: the error is twice as large and
+    has one sign, which the closeness rule sees. Products (tl.dot) and arithmetic take the numbers, not the bits."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -134,9 +134,9 @@ def round_bfloat16(assign: Assign) -> None:
 
 
 def prepare_the_language(assign: Assign) -> Any:
-    """From here on the interpreter prepares triton.language once and not at every call of a @triton.jit function, and makes a
-    block's type and shape once for each that occurs: tests of many small programs take half the time. No arithmetic changes.
-    `restore()` of what is returned leaves triton.language as it was."""
+    """Makes the interpreter patch triton.language once, not at every call of a @triton.jit function, and build each type and
+    shape of a block once: tests of many small programs take half the time. No arithmetic changes. `restore()` of the
+    returned object leaves triton.language as it was."""
     import triton.language as tl
     from triton.language import core
     from triton.runtime import interpreter

@@ -15,7 +15,7 @@ Here = Callable[[str], bool]  # whether the bytecodes of a file count
 
 
 class Trace:
-    """Counts bytecodes, and raises at the `at`-th; `first` has the count at which each place of the code was reached first."""
+    """Counts bytecodes and raises at number `at`. `first` has the count at which each place of the code was first reached."""
 
     def __init__(self, here: Here, at: int | None = None) -> None:
         self.here, self.at, self.count = here, at, 0
@@ -55,14 +55,14 @@ def traced(trace: Trace) -> Iterator[Trace]:
 
 
 def places(act: Callable[[], object], here: Here) -> list[int]:
-    """Counts at which `interrupted` reaches each place of the code once, of what `act` runs."""
+    """The counts at which `interrupted` reaches each place of the code that `act` runs, once each."""
     with traced(Trace(here)) as trace:
         act()
     return sorted(trace.first.values())
 
 
 def interrupted(act: Callable[[], object], here: Here, at: int) -> bool:
-    """Runs `act` with a KeyboardInterrupt at the `at`-th bytecode; whether it came out of `act`."""
+    """Runs `act` with a KeyboardInterrupt at bytecode number `at`. Returns whether `act` raised it."""
     try:
         with traced(Trace(here, at)):
             act()

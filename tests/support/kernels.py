@@ -1,4 +1,4 @@
-"""A kernel of attention, prepared and run on buffers without the checks and the table of `attention_fwd`."""
+"""Prepares and runs a kernel of attention on buffers, without the checks and the table of `attention_fwd`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small models, batches for them, and how their tensors are compared."""
+"""Small models, batches for them, and comparisons of their tensors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ QWEN3 = replace(
 
 
 def kinds(n_embd: int) -> tuple[ModelConfig, ...]:
-    """Models of one layer that together have every kind of layer."""
+    """Configs of one-layer models that together have every kind of layer."""
     gpt = replace(CONFIG, n_layer=1, n_embd=n_embd)
     return (
         gpt,
@@ -63,7 +63,7 @@ def set_batch(model: Transformer, tokens: Tensor, targets: Tensor) -> None:
 
 
 def random_ends(b: int, t: int, documents: int, seed: int = 0) -> Tensor:
-    """cu_seqlens of packed rows: in each row 1 … documents of them, of random lengths."""
+    """cu_seqlens of packed rows. Each row has 1 to `documents` documents of random lengths."""
     g, ends = torch.Generator().manual_seed(seed), [0]
     for row in range(b):
         most = min(documents, t)
@@ -74,7 +74,7 @@ def random_ends(b: int, t: int, documents: int, seed: int = 0) -> Tensor:
 
 
 def one_by_one(tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None) -> list[tuple[Tensor, Tensor]]:
-    """Each document that has a target, as a batch of its own; the rows, if there are no documents."""
+    """Each document with a target as a batch of one; if there are no documents, each row."""
     if cu_seqlens is None:
         return [(tokens, targets)]
     spans = list(pairwise(cu_seqlens.tolist()))
@@ -100,7 +100,7 @@ def exact_gradients(
 
 def assert_equal_gradients(got: dict[str, Tensor], exact: dict[str, Tensor], limit: float) -> None:
     """max|a − n| / max(max|a|, max|n|, 1e-5 · the model's largest gradient) for each tensor. A gradient that vanishes, as that
-    of qk norms does where there is one key, is a sum of terms as large as others': within 4.5 roundings of the largest."""
+    of qk norms where there is one key, is a sum of terms that do not: it is within 4.5 roundings of the largest."""
     assert got.keys() == exact.keys()
     largest = max(float(g.abs().max()) for g in exact.values())
     for name, gradient in exact.items():

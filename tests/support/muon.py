@@ -9,14 +9,14 @@ from tilegrad.kernels.muon import COEFFICIENTS, MARGINS, MuonConfig
 
 
 def singular_values(s: Tensor, name: str) -> Tensor:
-    """What the five steps make of the singular values of x."""
+    """The singular values of x after the five steps."""
     for a, b, c in COEFFICIENTS[name]:
         s = a * s + b * s**3 + c * s**5
     return s
 
 
 def orthogonal(u: Tensor, name: str) -> Tensor:
-    """By the singular value decomposition: U f(S) V'."""
+    """U f(S) V' by the singular value decomposition."""
     left, s, right = torch.linalg.svd(u, full_matrices=False)
     found: Tensor = left @ torch.diag(singular_values(s / (MARGINS[name] * s.norm() + 1e-7), name)) @ right
     return found

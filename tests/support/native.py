@@ -1,4 +1,4 @@
-"""The native library as tests see it: a mark for those that need it, and a process state without it."""
+"""A mark for tests that need the native library, and a context without the library."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ each_isa = pytest.mark.parametrize(
 
 @contextmanager
 def without_library(folder: Path) -> Iterator[Path]:
-    """No library and no compiler, as after an install on a machine without one. Yields the path where a library would be."""
+    """There is no library and no compiler inside, as on a machine without one. Yields the path where a library would be."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "LIBRARY", folder / "none.so")
         patch.setenv("CXX", str(folder / "no-compiler"))
-        patch.setattr(api, "prepared_calls", {})  # calls that ran with the library
+        patch.setattr(api, "prepared_calls", {})  # prepared calls of the library
         patch.setattr(eager_call, "fast_path", None)
         library.library.cache_clear()
         library.warn_if_missing.cache_clear()

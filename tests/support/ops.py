@@ -1,4 +1,4 @@
-"""What the tests of the ops share: truth by autograd, poisoned scratch, the allocator's events."""
+"""Helpers of the tests of ops: results of autograd, poisoned scratch, the allocator's events."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Ten
 
 
 def poisoned(shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, Tensor]:
-    """Scratch as a caller may leave it: NaN, or a very large integer."""
+    """Scratch that is full of NaN, or of a very large integer."""
 
     def poison(dtype: torch.dtype) -> float:
         if dtype.is_floating_point:
@@ -58,7 +58,7 @@ def poisoned(shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[
 def truth(
     formula: Formula, inputs: Mapping[str, Tensor | None], douts: Mapping[str, Tensor], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """The formula's outputs, and the gradients of Σ out · dout as d‹input›, all in `dtype`."""
+    """The outputs of the formula, and the gradients of Σ out · dout under the names d‹input›, all in `dtype`."""
     leaves = {name: None if x is None else x.detach().to(dtype).requires_grad_() for name, x in inputs.items()}
     outputs = formula(**leaves)
     given = [leaf for leaf in leaves.values() if leaf is not None]
@@ -76,7 +76,7 @@ def assert_true(
     douts: Mapping[str, Tensor],
     bounds: Mapping[str, Bound],
 ) -> None:
-    """`got` (a part of outputs and gradients) under the closeness rule."""
+    """Holds `got` (some of the outputs and gradients) to the closeness rule."""
     exact = truth(formula, inputs, douts, torch.float64)
     assert_close(got, {name: exact[name] for name in got}, bounds)
 
@@ -87,7 +87,7 @@ def assert_factors_are_seen(
     rounded: float = 1.01,
     wide: float = 1.001,
 ) -> None:
-    """`got` is right, and none of its tensors is when multiplied: those of a short dtype by `rounded`, the others by `wide`."""
+    """`got` is right, and each of its tensors is wrong when multiplied: by `rounded` if its dtype is short, else by `wide`."""
     assert_right(dict(got))
     for name, x in got.items():
         with pytest.raises(AssertionError, match=f"{name}: "):
@@ -106,8 +106,8 @@ def allocated_bytes(fn: Callable[[], Any]) -> int:
 
 
 def allowed_bytes(dtype: torch.dtype, *products: tuple[int, int, int]) -> int:
-    """1 KiB of small numbers; where there are bf16 instructions, twice what torch's bare products (n, cin) · (cin, cout) and
-    those of their gradients allocate: oneDNN works in memory of its own, a little more or less of it for other n."""
+    """1 KiB for small numbers. With bf16 instructions, twice what torch's products (n, cin) · (cin, cout) and those of their
+    gradients allocate, because oneDNN has a workspace of its own, whose size depends a little on n."""
     largest = 1024
     if dtype == torch.bfloat16 and linear._has_bf16_products():
         for n, cin, cout in products:
@@ -118,8 +118,8 @@ def allowed_bytes(dtype: torch.dtype, *products: tuple[int, int, int]) -> int:
 
 
 def assert_rounded(x: Tensor, wide: Tensor) -> None:
-    """x is `wide` rounded to the nearest, but for the rare number where another last bit of `wide` decides. The closeness rule
-    would not tell that from cutting off, which pulls every step of a training run the same way."""
+    """x is `wide` rounded to the nearest, except for a rare number where another last bit of `wide` decides. The closeness
+    rule cannot distinguish this from truncation, which pulls every step of a training run the same way."""
     assert torch.equal(x.isnan(), wide.isnan())
     same = (x == wide.to(x.dtype)) | x.isnan()
     assert float(same.double().mean()) >= 0.99, (

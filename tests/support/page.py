@@ -1,4 +1,4 @@
-"""A page as a browser parses it."""
+"""Reads an HTML page as a browser does."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Page(HTMLParser):
 
 
 def check_alone(text: str) -> None:
-    """The page needs nothing from elsewhere, follows the reader's colours, and has no comments."""
+    """The page needs no other file, follows the reader's colour scheme, and has no comments."""
     assert not Page(text).links
     for word in ("http:", "https:", "//cdn", "@import", "url(", "fetch(", "import("):
         assert word not in text

@@ -1,6 +1,6 @@
 """Few specifications of a call that cover every pair of values of any two axes: all-pairs testing, greedily.
 
-A specification is one value of every axis. A value that an axis lists twice is taken twice as often among equals.
+A specification is one value of every axis. A value that an axis lists twice wins ties twice as often.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ def all_pairs(axes: Axes, allowed: Allowed = lambda _spec: True) -> set[Pair]:
 
 
 class _Missing:
-    """Pairs that no specification has yet. A value is a number, and a set of values the bits of an int."""
+    """The pairs that no specification has yet. A value is a number, and a set of values is the bits of an int."""
 
     def __init__(self, axes: Axes, allowed: Allowed, dice: random.Random) -> None:
         self.axes, self.dice = axes, dice
         self.items = list(dict.fromkeys((axis, value) for axis, values in axes.items() for value in values))
         self.number = {item: n for n, item in enumerate(self.items)}
-        self.partners = [0] * len(self.items)  # those that a value was not seen with yet
+        self.partners = [0] * len(self.items)  # the values that a value has not been paired with
         for x, y in all_pairs(axes, allowed):
             self.partners[self.number[x]] |= 1 << self.number[y]
             self.partners[self.number[y]] |= 1 << self.number[x]
-        self.allowed = list(self.partners)  # those that it may be seen with
+        self.allowed = list(self.partners)  # the values that it may be paired with
 
     def draw(self, first: int, second: int) -> tuple[int, Spec] | None:
-        """(new pairs, a specification with these two values); None where nothing of some axis goes with the rest."""
+        """(new pairs, a specification with these two values); None if some axis has no value that is allowed with the rest."""
         found, bits, new = {first, second}, 1 << first | 1 << second, 1
         begun = {self.items[n][0] for n in found}
         for axis in self.dice.sample(list(self.axes), len(self.axes)):
@@ -69,8 +69,8 @@ class _Missing:
 
 
 def covering(axes: Axes, allowed: Allowed = lambda _spec: True, seed: int = 0) -> list[Spec]:
-    """Each specification begins with a pair that is missing and takes, axis by axis, the value that covers the most; of DRAWS
-    such the best is chosen. `allowed` also judges a specification of some axes only: it must not ask for others."""
+    """Each specification begins with a missing pair and takes, axis by axis, the value that covers the most pairs. The best of
+    DRAWS specifications is taken. `allowed` must also judge a specification that has only some axes."""
     dice = random.Random(seed)
     missing, chosen, tries = _Missing(axes, allowed, dice), list[Spec](), 0
     while any(missing.partners):

@@ -1,9 +1,9 @@
-"""Ranks for tests: processes that are started once, hold one mesh, and run the functions that a test sends them.
+"""Ranks for tests: processes that start once, have a mesh, and run the functions that a test sends them.
 
-    ranks.run(check, 3)        check(mesh, 3) on every rank; its results in the order of ranks
+    ranks.run(check, 3)        runs check(mesh, 3) on every rank; returns the results in the order of ranks
 
-A function is sent by name, so it is at the top of its module. Where it raises on a rank, `run` raises with that rank's
-traceback, and the next `run` starts new processes: what is left of the others may wait in a collective.
+A function is sent by name, so it is at the top of its module. If it raises on a rank, `run` raises with that rank's
+traceback, and the next `run` starts new processes, because the other ranks may still wait in a collective.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Ranks:
 
     def _spawn(self) -> None:
         """This process holds the store, as torchrun does."""
-        distributed: Any = torch.distributed  # whose types leave TCPStore out
+        distributed: Any = torch.distributed  # its type stubs lack TCPStore
         store = distributed.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=self.timeout_s))
         for rank in range(self.world):
             ours, theirs = CONTEXT.Pipe()

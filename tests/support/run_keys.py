@@ -1,4 +1,4 @@
-"""Values of every key of a run, as a TOML file has them, and which of them do not go together."""
+"""Values of every key of a run, as in a TOML file, and which of them are refused together."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "train.keep_checkpoints": ("1", "2"),
     "train.log_interval": ("1", "3"),
     "train.sample_tokens": ("0", "3", "100"),
-    "train.memory_budget": ("none", '"1.5GB"', "least"),  # the least that the plan takes
+    "train.memory_budget": ("none", '"1.5GB"', "least"),  # the smallest budget that the plan fits
     "train.device": ('"cpu"', ABSENT),
     "train.dtype": ('"auto"', '"float32"', '"float64"', '"bfloat16"'),
     "train.linear": ('"plain"', ABSENT),
@@ -64,8 +64,8 @@ KEYS: dict[str, tuple[str, ...]] = {
     "train.invariant": ("false", "true"),
     "train.seed": ("0", "12345678901"),
     "train.log": ('"auto"', '"none"', '["tensorboard"]', "[]"),
-    "train.epochs": (ABSENT, "none"),  # tests/train/test_epochs.py has the others
-    "train.patience": ("0", "7"),  # more evaluations than a run has, so that none ends early
+    "train.epochs": (ABSENT, "none"),  # other values are in tests/train/test_epochs.py
+    "train.patience": ("0", "7"),  # 7 is more evaluations than a run has, so that none ends early
     "train.init": ("none", '"weights"'),  # a folder of weights of the same model
     "train.freeze": ("[]", '"wte.*"', '["blocks.*.ln?.*", "ln_f.*"]'),
     "train.schedule": ('"cosine"', '"linear"', '"wsd"', '"trapezoid"'),
@@ -97,7 +97,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "lora.alpha": (ABSENT, "4", "0.5"),
     "lora.layers": (ABSENT, '"attention"', '["down", "up"]'),
     "lora.dropout": (ABSENT, "0.0", "0.2"),
-    "lora.adapter": ("none", '"adapter"'),  # a folder of adapters that go with the other keys
+    "lora.adapter": ("none", '"adapter"'),  # a folder of adapters that fit the other keys
 }  # fmt: skip
 TOKENIZER_FILE = 270  # tokens of tokenizer.json
 
@@ -112,7 +112,7 @@ ROTARY = {
 WITHOUT_ADAPTERS = {f"lora.{key}": (ABSENT,) for key in ("rank", "alpha", "layers", "dropout")} | {
     "lora.adapter": ("none",)
 }
-FAMILIES: dict[str, dict[str, tuple[str, ...]]] = {  # what an export to transformers has; "": any model
+FAMILIES: dict[str, dict[str, tuple[str, ...]]] = {  # the values that an export to transformers has; "": any model
     "": {"train.init": ("none",), **WITHOUT_ADAPTERS},
     "gpt2": {
         **DENSE, "model.activation": ('"gelu"',), "model.norm": ('"layernorm"',), "model.position": ('"learned"',),
@@ -220,7 +220,7 @@ RULES = [(frozenset(keys), keys, rule) for keys, rule in REFUSED.items()]
 
 
 def refused_together(spec: Spec) -> tuple[str, ...] | None:
-    """The keys whose values are refused together; None where all go. A specification need not have all keys."""
+    """The keys whose values are refused together; None if there are none. A specification need not have all keys."""
     given = spec.keys()
     for names, keys, rule in RULES:
         if names <= given and rule(*(spec[key] for key in keys)):
@@ -229,7 +229,7 @@ def refused_together(spec: Spec) -> tuple[str, ...] | None:
 
 
 def allowed(spec: Spec) -> bool:
-    """A specification of some keys goes where some family has all its values."""
+    """A specification of some keys is allowed if some family has all its values."""
     if refused_together(spec) is not None:
         return False
     families = [spec["family"]] if "family" in spec else FAMILIES

@@ -1,4 +1,4 @@
-"""`smallest_kept`, `kth_largest` and `smallest_kept_mass` of Triton's sampling, each in a kernel of its own."""
+"""`smallest_kept`, `kth_largest` and `smallest_kept_mass` of Triton's sampling, each in its own kernel."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _smallest_listed_kernel(x, key, n, bound, most, scale, MASSES: tl.constexpr,
 
 
 def smallest_listed_key(x: Tensor, bound: float, scale: float, *, masses: bool, more: int) -> int:
-    """The keys are in registers. A search by count ends when at most bound + more keys are kept."""
+    """The keys are in registers. A search by count ends when it keeps at most bound + more keys."""
     key, limit = torch.zeros((), dtype=torch.int32), torch.tensor(bound, dtype=torch.float64)
     most = int(bound) + more
     launch(_smallest_listed_kernel, (1,), x, key, len(x), limit, most, scale, MASSES=masses, TILE=32)

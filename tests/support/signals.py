@@ -1,4 +1,4 @@
-"""Signals that whoever started the tests ignores."""
+"""Signals that the parent process of the tests may ignore."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 def hear_interrupts() -> None:
-    """A shell script starts a command with `&` with SIGINT ignored, and every process of a test would ignore it too: one
+    """A shell script ignores SIGINT for a command that it starts with `&`. Every process of a test would inherit that, and one
     that is interrupted would never end."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -16,7 +16,7 @@ def hear_interrupts() -> None:
 
 @contextmanager
 def hangups_heard() -> Iterator[None]:
-    """Inside, also where nohup runs the tests; outside they outlive their terminal."""
+    """SIGHUP is not ignored inside, also where nohup runs the tests."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     try:
         yield

@@ -1,7 +1,7 @@
-"""Random shapes of a GPU kernel against the oracle, each specification in a process of its own.
+"""Compares a GPU kernel with the oracle for random shapes. Each specification has a process of its own.
 
 A process compiles its specification and runs its share of the shapes: all cores compile, and a specification that faults
-spoils no other.
+stops no other.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 
 @dataclass
 class Verdict:
-    """One specification: which of its shapes failed and why, and what the kernels were specialised for."""
+    """The result of a specification: which of its shapes failed and why, and what the kernels were specialised for."""
 
     specification: int
     shapes: int
@@ -30,7 +30,7 @@ class Verdict:
     seconds: float = 0.0
 
 
-Check = Callable[[int, int], None]  # (specification, seed) → raises where a result is wrong
+Check = Callable[[int, int], None]  # (specification, seed); raises if a result is wrong
 Shapes = Callable[[int, list[int]], Verdict]
 
 
@@ -47,7 +47,7 @@ def check_shapes(check: Check, specification: int, seeds: list[int]) -> Verdict:
 
 
 def sweep(check: Shapes, order: list[int], shapes: int) -> Iterator[Verdict]:
-    """`shapes` shapes over the specifications `order`, those that compile longest first; verdicts as they come.
+    """Spreads `shapes` shapes over the specifications `order`, slowest to compile first. Yields each verdict when it is there.
 
     `check` is a module's function: it is sent to new processes."""
     context = multiprocessing.get_context("spawn")
@@ -59,12 +59,12 @@ def sweep(check: Shapes, order: list[int], shapes: int) -> Iterator[Verdict]:
 
 
 def _plain(verdict: Verdict) -> dict[str, object]:
-    """As JSON has it; `asdict` makes of a Counter another, of pairs."""
+    """A value for JSON. (`asdict` turns a Counter into a Counter of pairs.)"""
     return vars(verdict) | {"specialised": dict(verdict.specialised)}
 
 
 def report(kernel: str, verdicts: list[Verdict], folder: Path | None) -> str:
-    """One line of sums; everything to `folder`/`kernel`.json."""
+    """Returns one line of sums and writes everything to `folder`/`kernel`.json."""
     failures = [line for verdict in verdicts for line in verdict.failures]
     shapes = sum(verdict.shapes for verdict in verdicts)
     specialised = sum((verdict.specialised for verdict in verdicts), Counter[str]())

@@ -1,4 +1,4 @@
-"""A small program in the style of the first law, to trace, plan, bind and run: a stack of y = x + tanh(x W1') W2'."""
+"""A small program of ops to trace, plan, bind and run: a stack of y = x + tanh(x W1') W2'."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Param:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """h = x W1'   a = tanh(h)   f = a W2'   y = x + f. Saved: h. Recomputed: a. The second value of a is a new one."""
+    """h = x W1'   a = tanh(h)   f = a W2'   y = x + f. h is saved and a is recomputed, which starts a new live range."""
 
     w1: Param
     w2: Param

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class ThreadRank:
-    """One of `world` ranks. Sums are formed in the order of ranks; `sent` counts the elements that left this one."""
+    """One of `world` ranks. Sums are formed in the order of ranks; `sent` counts the elements that this rank sent."""
 
     def __init__(self, rank: int, world: int, meet: threading.Barrier, given: list[Tensor]) -> None:
         self.rank, self.world, self.sent = rank, world, 0
@@ -41,7 +41,7 @@ class ThreadRank:
 
 
 class Alone:
-    """The only rank: what is gathered or summed in place is there."""
+    """The only rank: collectives in place have nothing to do."""
 
     rank, world = 0, 1
 
@@ -53,7 +53,7 @@ class Alone:
 
 
 def run_on_threads(world: int, check: Callable[[ThreadRank], T]) -> list[T]:
-    """check(rank) on every rank; its results in the order of ranks."""
+    """Runs check(rank) on every rank; returns the results in the order of ranks."""
     meet, given = threading.Barrier(world, timeout=60), [Tensor()] * world
 
     def guarded(rank: int) -> T:
@@ -68,7 +68,7 @@ def run_on_threads(world: int, check: Callable[[ThreadRank], T]) -> list[T]:
 
 
 def switching_often(work: Callable[[int], object], threads: int) -> None:
-    """work(0) … work(threads − 1) at once."""
+    """Runs work(0) … work(threads − 1) at the same time."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:

@@ -40,7 +40,7 @@ def specs() -> tuple[Spec, ...]:
 
 
 def case_of(spec: Spec, dice: random.Random, device: str, *, t: int = 300, small: bool = False) -> Case:
-    """Sizes drawn from `dice`; `small` for the interpreter, which has no time."""
+    """A case with sizes drawn from `dice`, `small` ones for the interpreter, which is slow."""
     d, dv = ((16, 16), (8, 24), (5, 3))[len(str(spec["dims"])) % 3] if small else spec["dims"]
     few = spec["rows"] == "few"
     tq, tk = dice.randint(1, 16) if few else dice.randint(17, t), dice.randint(50, max(51, t))

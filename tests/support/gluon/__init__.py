@@ -1,1 +1,1 @@
-"""A Gluon emulator: README.md."""
+"""A Gluon emulator, described in README.md."""

@@ -1,4 +1,4 @@
-"""A Gluon kernel in plain Python: README.md says what is emulated, what is checked and what is not."""
+"""Runs a Gluon kernel in plain Python. README.md says what is emulated, what is checked and what is not."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ REPLACED: dict[str, Any] = {
 
 @contextmanager
 def in_python(*modules: ModuleType, seed: int = 0) -> Iterator[Callable[..., None]]:
-    """launch(kernel, grid, arguments), with the device functions of `modules` as plain ones."""
+    """Yields launch(kernel, grid, arguments). Inside, the device functions of `modules` are plain functions."""
     kept = [(module, name, value) for module in modules for name, value in vars(module).items()]
     try:
         for module, name, value in kept:

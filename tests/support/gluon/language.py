@@ -18,7 +18,7 @@ from support.gluon.values import Block, Number, Pointer, block
 
 
 def _plain(x: Any) -> Any:
-    """A Number for a 0-dim integer tensor."""
+    """Makes a 0-dim integer tensor a Number."""
     return Number(x.item()) if x.dim() == 0 and not x.is_floating_point() else block(x)
 
 
@@ -50,7 +50,7 @@ class Language(SimpleNamespace):
     math = SimpleNamespace(exp2=torch.exp2, log2=torch.log2)
 
     def fma(self, x: Any, y: Any, z: Any) -> Any:
-        """Rounded twice. Where z is 0, as on a device."""
+        """Rounds twice. Where z is 0 the result is that of a device."""
         return block(torch.as_tensor(x * y + z))
 
     def program_id(self, axis: int) -> int:
@@ -109,7 +109,7 @@ class Language(SimpleNamespace):
         at.memory[where[inside]] = torch.as_tensor(value).expand(where.shape)[inside].to(at.memory.dtype)
 
     def atomic_add(self, at: Pointer, n: Any, sem: str = "") -> Any:
-        """With n = 0, a thread that polls again resumes after another atomic."""
+        """With n = 0 it reads a counter: a thread that polls again resumes after another atomic."""
         here, schedule = task(), task().schedule
         looks = isinstance(n, int) and n == 0
         schedule.pause(lambda: not looks or schedule.atomics != here.seen)

@@ -26,7 +26,7 @@ class Schedule:
         self.tasks: list[Task] = []
         self.failure: BaseException | None = None
         self.done = threading.Event()
-        self.atomics = 0  # that changed something
+        self.atomics = 0  # number of atomics that changed a value
         self.writes: list[tuple[Task, Callable[[], object]]] = []  # read from shared memory, not yet in memory
         self.barriers: list[Barrier] = []
 
@@ -40,7 +40,7 @@ class Schedule:
         return self.dice.choices(ready, [task.weight for task in ready])[0] if ready else None
 
     def pause(self, ready: Callable[[], bool] = lambda: True) -> None:
-        """Lets others run; returns when `ready` and drawn."""
+        """Lets other threads run; returns when `ready` is true and this thread is drawn."""
         here = task()
         here.ready = ready
         following = self.drawn()
@@ -116,7 +116,7 @@ class Task(threading.Thread):
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        """The end, whatever it is: an error is raised again by the thread of the test."""
+        """Ends the thread. Its error, if any, is raised again by the thread of the test."""
         schedule = self.schedule
         if not isinstance(error, Stopped):
             schedule.failure = schedule.failure or error

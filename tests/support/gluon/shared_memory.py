@@ -52,7 +52,7 @@ class Shared:
 
 
 class SharedLinearLayout:
-    """Element e is at the XOR of bases[n], (row, column), over the set bits n of e."""
+    """Element e is at (row, column) = the XOR of bases[n] over the set bits n of e."""
 
     def __init__(self, bases: list[list[int]]) -> None:
         self.bases = tuple((r, c) for r, c in bases)
@@ -60,7 +60,7 @@ class SharedLinearLayout:
 
 @functools.cache
 def _seen_by_tma(rows: int, columns: int, bases: tuple[tuple[int, int], ...]) -> Tensor:
-    """By row and column of TMA's 128-byte swizzle of float32: the element, row · columns + column, of a linear layout."""
+    """The element (row · columns + column) of a linear layout at each row and column of TMA's 128-byte swizzle of float32."""
     place = torch.arange(rows * columns)
     row, column = torch.zeros_like(place), torch.zeros_like(place)
     for n, (r, c) in enumerate(bases):
@@ -73,7 +73,7 @@ def _seen_by_tma(rows: int, columns: int, bases: tuple[tuple[int, int], ...]) ->
 
 
 class Rearranged(Shared):
-    """A buffer that TMA reads, written in a linear layout: buffers are kept as TMA sees them."""
+    """A buffer written in a linear layout and read by TMA. Buffers are stored in the order of TMA."""
 
     def __init__(self, x: Tensor, layout: SharedLinearLayout) -> None:
         super().__init__(x)
@@ -88,7 +88,7 @@ def beginning(buffer: Shared, dtype: torch.dtype, shape: list[int], layout: Shar
     if layout is None:
         return Shared(buffer.x.view(-1).view(dtype)[: math.prod(shape)].view(shape))
     assert dtype == buffer.dtype and shape[0] == len(buffer.x) and shape[1] % 32 == 0
-    return Rearranged(buffer.x[:, : shape[1]], layout)  # TMA has 32 columns after 32
+    return Rearranged(buffer.x[:, : shape[1]], layout)  # TMA stores blocks of 32 columns one after the other
 
 
 def fence_async_shared() -> None:
@@ -101,7 +101,9 @@ class Barrier:
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule, self.count, self.arrivals, self.bytes, self.phase = schedule, 0, 0, 0, 0
-        self.loads: list[tuple[int, Callable[[], None]]] = []  # on their way: bytes, what fills the slot
+        self.loads: list[
+            tuple[int, Callable[[], None]]
+        ] = []  # loads in flight: bytes, the function that fills the buffer
         schedule.barriers.append(self)
 
     def arrive(self, arrivals: int, more_bytes: int = 0) -> None:
@@ -138,14 +140,14 @@ class Barriers:
 
 
 class NamedBarrier:
-    """A barrier of the hardware: a number, and the threads that it counts."""
+    """A barrier of the hardware with a number and a count of threads."""
 
     def __init__(self) -> None:
         self.arrived = self.rounds = 0
 
     @staticmethod
     def at(number: int, threads: int, *, waits: bool) -> None:
-        """All threads of a partition arrive; they continue, or wait for the rest."""
+        """All threads of a partition arrive. They continue, or wait for the rest."""
         here = task()
         barrier = here.program.named.setdefault(number, NamedBarrier())
         barrier.arrived += here.threads

@@ -10,7 +10,7 @@ from support.gluon.values import Block, block
 
 
 class Product:
-    """a b + acc, on its way."""
+    """An MMA in flight: a b + acc."""
 
     def __init__(self, a: Any, b: Shared, acc: Any, use_acc: bool) -> None:
         self.a, self.b, self.acc, self.use_acc = a, b, acc, use_acc

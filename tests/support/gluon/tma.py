@@ -1,4 +1,4 @@
-"""TMA: boxes of a tensor to shared memory and back, as late as their waits allow."""
+"""TMA: copies boxes of a tensor to shared memory and back, as late as the waits allow."""
 
 from __future__ import annotations
 

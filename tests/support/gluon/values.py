@@ -1,4 +1,4 @@
-"""What a device function computes with: integers, tensors in registers, pointers."""
+"""The values of device functions: integers, tensors in registers, pointers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Block(Tensor):
     type = SimpleNamespace(layout=None)  # type: ignore[assignment]
 
     def split(self) -> tuple[Block, Block]:  # type: ignore[override]
-        """The two of the last axis, as Triton's split."""
+        """The two halves of the last axis, as Triton's split gives them."""
         first, last = self.unbind(-1)
         return block(first), block(last)
 
@@ -63,7 +63,7 @@ def block(x: Tensor) -> Block:
 
 
 class Pointer:
-    """Elements of a tensor's memory, from its first one on."""
+    """A pointer into the memory of a tensor."""
 
     def __init__(self, memory: Tensor, at: Any = 0) -> None:
         self.memory, self.at = memory, at
