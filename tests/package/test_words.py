@@ -49,7 +49,10 @@ IN_PROSE = {  # what to say instead → the habit, in comments, strings and page
     "after, next": re.compile(r"(?<!\bis )(?<!\bare )(?<!\bbe )(?<!\bstays )(?<!\bleft )\bbehind\b"),
 }
 HEADLESS = re.compile(r"\S.*  (?:#|//) of\b")  # a comment after code that begins with "of": of which noun?
-HEADED = ("src/tilegrad/functional/", "src/tilegrad/kernels/", "src/tilegrad/masks.py")
+HEADED = (
+    *("src/tilegrad/functional/", "src/tilegrad/kernels/", "src/tilegrad/masks.py"),
+    "src/tilegrad/training/",
+)
 ACCEPTS_NOTHING = re.compile(r"accepted:\s*(?:[;)]|$)")
 IN_RESULTS = {
     "run": re.compile(r"\bleases?\b", re.IGNORECASE),

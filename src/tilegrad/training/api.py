@@ -65,20 +65,21 @@ def train(
 @dataclass(frozen=True, slots=True)
 class TrainedModel:
     """A model with its weights and its tokenizer. `params` are float32 (float64 after a float64 run), by name.
-    `eos_token_ids` are the tokens that end a text. `weights` says which were loaded: "raw", "averaged" (optimizer.ema), or
-    "mean of 3 checkpoints"."""
+    `eos_token_ids` are the tokens that end a text. `weights` says which weights were loaded: "raw", "averaged"
+    (optimizer.ema), or "mean of 3 checkpoints"."""
 
     config: ModelConfig
     params: dict[str, Tensor]
     tokenizer: Tokenizer
-    step: int  # steps done when it was saved
+    step: int  # steps done when the weights were saved
     checkpoint: Path
     eos_token_ids: frozenset[int] = frozenset()
     chat_template: ChatTemplate | None = None
     weights: str = "raw"
 
     def generate(self, prompt: str, max_tokens: int = 80, **settings: Unpack[Settings]) -> str:
-        """The prompt and its continuation. `settings` are keywords of `tilegrad.generate`, which takes several prompts."""
+        """The prompt and its continuation. `settings` are keywords of `tilegrad.generate`, which also takes several
+        prompts."""
         from .generation import Generation
 
         generation = Generation(self, prompt, max_tokens=max_tokens, **settings)
@@ -96,7 +97,7 @@ class TrainedModel:
         stop: Collection[int] = (),
         **settings: Unpack[SamplingSettings],
     ) -> Iterator[int]:
-        """Yields the tokens that follow a prompt, up to the first that is in `stop`, which is left out."""
+        """Yields the tokens that follow a prompt. The first token that is in `stop` ends them and is left out."""
         from .generation import Generation
 
         model = replace(self, eos_token_ids=frozenset(stop))
@@ -106,7 +107,7 @@ class TrainedModel:
 
     @torch.no_grad()
     def logits(self, text: str | Sequence[int]) -> Tensor:
-        """Logits (T, V) for the token after each token of a text; a text has at most block_size tokens."""
+        """Logits (T, V): row t predicts the token after token t. A text has at most block_size tokens."""
         from ..model.reference import hidden_states, logits_of
 
         tokens = [int(token) for token in (self.tokenizer.encode(text) if isinstance(text, str) else text)]
@@ -248,10 +249,10 @@ def logprobs(
 ) -> list[Tensor]:
     """log p(token | the tokens before it) for each token of each sequence but its first, by the forward of training.
 
-    model       what `load` returns, or a folder that it accepts
-    sequences   a text, or a list of texts and of token lists, of 2 … block_size + 1 tokens each
-    device      as in `generate`, and so is dtype
-    invariant   True: the same bits as `generate(..., logprobs=True, invariant=True)`
+    model           what `load` returns, or a folder that it accepts
+    sequences       a text, or a list of texts and of token lists, of 2 … block_size + 1 tokens each
+    device, dtype   as in `generate`
+    invariant       True: the same bits as `generate(..., logprobs=True, invariant=True)`
 
     >>> import tempfile, tilegrad
     >>> folder = f"{tempfile.mkdtemp()}/small"
@@ -315,12 +316,12 @@ def evaluate(
 ) -> Evaluation:
     """Loss, perplexity and bits per byte of a run, a checkpoint or a folder of weights, as `tilegrad evaluate` prints them.
 
-    run, init   as in `load`, and so are averaged and average
-    data        text files and folders; none: all windows that the run holds out for validation
-    batch_size  by default the run's own, and so is seq_len; for a folder of weights the defaults of a run with `--init`
-    device      by default CUDA if there is a GPU, else the CPU
-    dtype       by default the run's own; for a folder of weights bfloat16 on CUDA, float32 elsewhere
-    show        is called with each event and its numbers
+    run, init, averaged, average    as in `load`
+    data                            text files and folders; none: all windows that the run holds out for validation
+    batch_size, seq_len             by default those of the run; for a folder of weights those of a run with `--init`
+    device                          by default CUDA if there is a GPU, else the CPU
+    dtype                           by default the run's dtype; for a folder of weights bfloat16 on CUDA, float32 elsewhere
+    show                            is called with each event and its numbers
 
     >>> import tempfile, tilegrad
     >>> folder = f"{tempfile.mkdtemp()}/small"

@@ -3,7 +3,7 @@
 The template writes the messages and the generation prompt, and the model continues this text. Its turn ends at one of
 `eos_token_ids`, or at the special token that the template writes after an answer.
 
-When the context has no room for an answer, the oldest turns are dropped; the system message stays.
+When the context has no room for an answer, the oldest question and its answer are dropped; the system message stays.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 
 class Chat:
-    """`messages` are all messages that the model reads. `cut` says why the last answer is incomplete; None: it is
-    complete. `dropped` says, once in a conversation, that its beginning is not read any more."""
+    """`messages` are all messages that the model reads. `cut` says why the last answer is incomplete; None: the answer is
+    complete. `dropped` says, once in a conversation, that the model does not read its oldest messages any more."""
 
     def __init__(
         self,
@@ -84,8 +84,8 @@ class Chat:
             self.cut = f"answer: cut after {most:,} tokens, because {why}"
 
     def _fitting(self, messages: list[Message]) -> tuple[list[Message], list[int]]:
-        """The messages and their tokens. The oldest turns are dropped until an answer has room: max_tokens, or a quarter of the
-        context if max_tokens is None."""
+        """The messages and their tokens. The oldest questions and answers are dropped until max_tokens more tokens fit into
+        the context, or a quarter of the context if max_tokens is None."""
         size = self._model.config.block_size
         wanted = min(size, size // 4 if self._max_tokens is None else self._max_tokens)
         tokens = self._encode(messages)

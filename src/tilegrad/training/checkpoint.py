@@ -4,9 +4,10 @@
         tensors.safetensors
         manifest.json                          step, state, size and sha256 of every file, and a digest of itself
 
-A checkpoint is written under a hidden name, every file is synced to disk, and then the folder is renamed. Only then are
-older checkpoints deleted, each after it was renamed to a hidden name. So every visible checkpoint is whole, and a killed
-process or a full disk loses at most the one being saved. The next save deletes hidden leftovers. A folder has one writer.
+A checkpoint is written into a folder with a hidden name, every file is synced to disk, and then the folder is renamed. Only
+then are older checkpoints deleted, each after it was renamed to a hidden name. So every visible checkpoint is whole, and if a
+process is killed or the disk is full, at most the checkpoint being saved is lost. The next save deletes hidden leftovers. Only
+one process writes into a folder.
 Several ranks write shards instead of one file (pieces.py); both formats are read the same way. If the same tensors are
 saved in two folders, the second checkpoint hard-links the files of the first, and either can be deleted.
 """
@@ -71,8 +72,8 @@ def save_checkpoint(
 ) -> Path:
     """Save into a new folder inside `folder` (made if it is missing), and return the new folder's path.
 
-    tensors   contiguous, on any device; views of one arena are fine, tensors that overlap are refused
-    state     plain JSON: what else a resumed run needs (config, seeds, position in the data)
+    tensors   contiguous, on any device; views of one arena are accepted, tensors that overlap are refused
+    state     what else a resumed run needs, as plain JSON: configuration, seeds, position in the data
     keep      how many good checkpoints stay, including this one; older ones are deleted. A checkpoint counts as good by its
               manifest and the sizes of its files; `latest_checkpoint` checks every byte.
     """
@@ -111,7 +112,7 @@ def save_same(folder: Path, source: Path, state: Mapping[str, object], *, keep: 
 def _staged(
     folder: Path, step: int, write: Callable[[Path], dict[str, FileEntry]], state: Mapping[str, object], keep: int
 ) -> Path:
-    """Save the files that `write` puts into a hidden folder. `write` returns their entries for the manifest."""
+    """Save the files that `write` writes into a hidden folder. `write` returns their entries for the manifest."""
     folder.mkdir(parents=True, exist_ok=True)
     remove_leftovers(folder)
     path, staged = next_path(folder, step), folder / STAGED
@@ -180,7 +181,7 @@ def load_adapters(
 def _load_params(
     path: Path, shapes: Mapping[str, tuple[int, ...]], *, averaged: bool, mean_of: Sequence[Path]
 ) -> Checkpoint:
-    """The parameters of these shapes: the trained ones, and the run's own copy of the rest."""
+    """The parameters of these shapes: the trained ones from the checkpoint, the frozen ones from the run's own copy."""
     frozen = load_own(path.parent.parent, read_state(path))
     if not mean_of:
         loaded = _load_trained(path, shapes, frozen, averaged=averaged)
@@ -228,13 +229,13 @@ def _load_trained(
 
 
 def _widened(x: torch.Tensor) -> torch.Tensor:
-    """A bfloat16 tensor in float32, which has all its values; others as they are."""
+    """A bfloat16 tensor as float32, without rounding; any other tensor unchanged."""
     return x.float() if x.dtype == torch.bfloat16 else x
 
 
 def load_into(path: Path, tensors: Mapping[str, torch.Tensor]) -> Checkpoint:
-    """Copy a checkpoint into `tensors`, on any device, one at a time from mapped files. If a name, shape or dtype differs,
-    ValueError is raised and nothing is written."""
+    """Copy a checkpoint into `tensors`, on any device, one tensor at a time from mapped files. If a name, shape or dtype
+    differs, ValueError is raised and nothing is written."""
     manifest = _verified(path)
     with Tensors(path, manifest) as file:
         here, there = set(tensors), set(file.headers)
@@ -255,11 +256,11 @@ def load_into(path: Path, tensors: Mapping[str, torch.Tensor]) -> Checkpoint:
 
 class Tensors:
     """The tensors of a checkpoint, in one file or in shards; the files are mapped while this object is open. A shard has
-    slices of flattened tensors, and its header has their offsets. The slices of a tensor must cover it exactly. Two tensors of
-    an older checkpoint that are one now (`older_parts`) are one here.
+    slices of flattened tensors, and its header has their offsets. The slices of a tensor must cover it exactly. An older
+    checkpoint has two tensors for some parameters that are one tensor now (`older_parts`); both are read as one.
 
     headers   name → (safetensors' dtype, shape)
-    joined    name → its two parts in an older checkpoint
+    joined    name → the names of its two parts in an older checkpoint
     """
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
@@ -364,8 +365,8 @@ def newest_checkpoints(folder: Path, average: int) -> tuple[Path, ...]:
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """The newest checkpoint after a check of every byte; None if none was saved. If it is damaged, `DamagedCheckpoint` says
-    how, and its `previous` is the newest good one before it: the caller decides whether to resume from that."""
+    """The newest checkpoint, after a check of every byte; None if none was saved. If it is damaged, `DamagedCheckpoint` is
+    raised, whose `previous` is the newest good checkpoint before it: the caller decides whether to resume from `previous`."""
     newest = newest_name(folder)
     if newest is None:
         return None
@@ -383,12 +384,12 @@ def newest_name(folder: Path) -> Path | None:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether the path has a checkpoint's name, or is one."""
+    """Whether the path has the name of a checkpoint, or is a folder with a manifest."""
     return _NAME.fullmatch(path.name) is not None or (path / MANIFEST).is_file()
 
 
 def read_state(path: Path) -> RunState:
-    """The state that a run saved with the tensors. Every field is checked, and the sizes of the tensors' files."""
+    """The state that a run saved with the tensors. Every field of the state and the sizes of the files are checked."""
     state = read_manifest(path)["state"]
     if "run" not in {*state}:
         reason = f"{MANIFEST}: run: got none; accepted: the configuration of a run"
@@ -399,14 +400,14 @@ def read_state(path: Path) -> RunState:
 
 
 def _parse(path: Path) -> tuple[int, int]:
-    """Number and step, from the name."""
+    """(number, step) of a checkpoint, from its name."""
     match = _NAME.fullmatch(path.name)
     assert match, path
     return int(match[1]), int(match[2])
 
 
 def _saved(folder: Path) -> list[Path]:
-    """Every checkpoint by name, in the order in which they were saved."""
+    """Every folder with the name of a checkpoint, in the order in which they were saved."""
     if not folder.is_dir():
         return []
     return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name)), key=_parse)

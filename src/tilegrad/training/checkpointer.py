@@ -16,12 +16,12 @@ from .state import RunState
 class Checkpointer:
     def __init__(self, folder: Path, engine: Engine, mesh: Mesh, keep: int) -> None:
         self._folder, self._engine, self._mesh, self._keep = folder, engine, mesh, keep
-        self.newest: tuple[int, Path] | None = None  # step and path of the newest in checkpoints/
+        self.newest: tuple[int, Path] | None = None  # step and path of the newest checkpoint in checkpoints/
         self.best: Best | None = None
         self._written: tuple[int, Path] | None = None  # step and path of the last save, in either folder
 
     def save(self, state: RunState) -> Path | None:
-        """Save into checkpoints/; None if this step is saved already."""
+        """Save into checkpoints/ and return the new folder, or None if this step is saved already."""
         if self.newest is not None and self.newest[0] == self._engine.steps:
             return None
         path = self._write("checkpoints", state, keep=self._keep)
@@ -49,7 +49,7 @@ class Checkpointer:
         self.newest = (self._engine.steps, path) if path.parent.name == "checkpoints" else None
 
     def forget_last(self) -> None:
-        """Never link to the last save again: after a rewind, its step has other tensors."""
+        """Never link to the last save again: after a rewind, the same step has other tensors."""
         self._written = None
 
     def check(self, state: RunState) -> None:
@@ -62,7 +62,7 @@ class Checkpointer:
             check_state(state)
 
     def _write(self, place: str, state: RunState, *, keep: int) -> Path:
-        """Save; if the last save has the same tensors, link to its files."""
+        """Save a checkpoint; if the last save has the same tensors, link to its files."""
         folder, engine, mesh = self._folder / place, self._engine, self._mesh
         step, source = self._written or (-1, self._folder)
         same = step == engine.steps and mesh.gather(is_complete(source))[0]

@@ -1,5 +1,5 @@
 """The values of a run, by section: [model], [train], [optimizer], [data] and [lora]. `sections.py` reads them from a TOML file,
-flags or a dictionary. Sizes are bounded by LIMITS, and checked before anything is allocated for them.
+flags or a dictionary. LIMITS bounds sizes; they are checked before memory is allocated for them.
 """
 
 from __future__ import annotations
@@ -55,9 +55,10 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.
 
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
-    """`gradient_accumulation` micro-batches of `batch_size`, counted over all ranks, make a step. Intervals are in steps, 0 =
-    never. A RunConfig replaces seq_len=0 by the model's block_size, warmup_steps=-1 by a twentieth of the steps,
-    decay_steps=-1 by a fifth of them where the schedule has it, and dtype="auto" by bfloat16 on CUDA, float32 elsewhere."""
+    """A step has `gradient_accumulation` micro-batches of `batch_size` sequences, counted over all ranks. Intervals are in
+    steps; 0: never. A RunConfig replaces seq_len=0 by the model's block_size, warmup_steps=-1 by a twentieth of the steps,
+    decay_steps=-1 by a fifth of the steps if the schedule decays last, and dtype="auto" by bfloat16 on CUDA, else by
+    float32."""
 
     steps: int = 1000
     batch_size: int = 16
@@ -86,7 +87,7 @@ class TrainConfig:
     log: str | tuple[str, ...] = "auto"  # loggers besides log.jsonl; auto: TensorBoard where it is installed
     epochs: int | None = None  # instead of steps, which are computed once the data is read
     patience: int = 0  # the run ends after this many evaluations without a better validation loss; 0: never
-    freeze: tuple[str, ...] = ()  # patterns of parameters' names
+    freeze: tuple[str, ...] = ()  # patterns of parameter names
     schedule: Schedule = "cosine"
     decay_steps: int = -1
     stages: tuple[Stage, ...] = ()
@@ -177,8 +178,8 @@ class TrainConfig:
 class OptimizerConfig:
     """name="muon": Muon for the matrices of the blocks (kernels/muon), AdamW for the rest. `ema` is the decay of an average of
     the weights (kernels/ema.py); 0: no average. `moments` is the dtype of AdamW's moments. The other keys are Muon's.
-    matrix_learning_rate is the peak of Muon's rate, which follows the schedule of learning_rate, AdamW's rate. None is 0.02
-    with scale="spectral", and learning_rate with scale="rms"."""
+    matrix_learning_rate is the peak of Muon's learning rate; None: 0.02 with scale="spectral", learning_rate with scale="rms".
+    Muon's rate follows the schedule of learning_rate, which is AdamW's rate."""
 
     name: Optimizer = "adamw"
     momentum: float = 0.95
@@ -216,7 +217,7 @@ class OptimizerConfig:
             )
 
     def muon(self, learning_rate: float) -> MuonConfig:
-        """Muon's settings. learning_rate: the peak of AdamW's rate."""
+        """Muon's settings. learning_rate: the peak of AdamW's learning rate."""
         rate = self.matrix_learning_rate
         if rate is None:
             rate = 0.02 if self.scale == "spectral" else learning_rate
@@ -303,7 +304,7 @@ class AdapterConfig(LoraConfig):
 
 
 class StepOptions(TypedDict):
-    """What a run says of its step."""
+    """Keyword arguments of `Engine` and `StepSpec` that a run sets."""
 
     linear: Linear
     head: HeadProducts
@@ -319,8 +320,8 @@ class StepOptions(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class RunConfig:
-    """All of a run: the model's shape, how it is trained, on which data, and with which adapters, if any. docs/training.md
-    lists every key. Keys that do not fit together raise ValueError.
+    """The configuration of a run: the shape of the model, how it is trained, on which data, and with which adapters, if any.
+    docs/training.md lists every key. Keys that do not fit together raise ValueError.
 
     >>> import tilegrad
     >>> tilegrad.RunConfig().train.seq_len == tilegrad.RunConfig().model.block_size
@@ -406,7 +407,7 @@ class RunConfig:
 
     @property
     def step_options(self) -> StepOptions:
-        """What `Engine` and `StepSpec` take by these names."""
+        """The run's values of these keyword arguments."""
         t = self.train
         return StepOptions(
             linear=t.linear,
@@ -438,7 +439,7 @@ def check_vocab_size(run: RunConfig, needed: int) -> None:
 
 
 def _of_weights(run: RunConfig) -> str:
-    """Words for an error: which weights the run begins with, if any."""
+    """The part of an error that names the weights which the run begins with; "" if it begins with none."""
     return "" if run.train.init is None else f" of the weights in {run.train.init}"
 
 

@@ -86,15 +86,15 @@ class Dataset:
         return cls(file, tokenizer, unigram_entropy(tokens), batches, held_out, count, summary)
 
     def validation(self, batch_size: int, *, most: int | None = None, rank: int = 0, world: int = 1) -> Iterator[Batch]:
-        """The validation batches in their order, at most `most`; this rank gets every world-th of them."""
+        """The first `most` validation batches, in order; this rank gets every world-th of them."""
         self.file.check_length()
         if self.held_out is None:
             return iter(())
         return batches_in_order(self.held_out, batch_size, most=most, rank=rank, world=world)
 
     def prompt(self, room: int) -> list[int]:
-        """The beginning of the first held-out row, at most `room` tokens; if too little is held out, of the training data. The
-        prompt of a conversation ends where the assistant's text begins."""
+        """The beginning of the first held-out row, at most `room` tokens; if too little is held out, the beginning of the
+        training data. The prompt of a conversation ends where the assistant's text begins."""
         training = self.batches.rows
         if isinstance(training, PackedRows):
             rows = [one for one in (self.held_out, training) if isinstance(one, PackedRows)]
@@ -146,7 +146,7 @@ def _trained(tokens: Tokens, documents: DocumentFile) -> Tokens:
 
 
 def _counts(rows: PackedRows, batches: Batches, pieces: Pieces, held_out: int) -> Numbers:
-    """How many documents fill the rows, are cut or left out; a run prints this when it begins."""
+    """Counts that a run prints when it begins: rows, padding, and documents that are held out, cut or left out."""
     positions = batches.rows_in_epoch * rows.seq_len
     return {
         "pieces": len(pieces),

@@ -44,8 +44,8 @@ _SHOWN_S = 5.0  # seconds between two progress events
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The loss of a model on a text. `bytes` is None if the bytes of tokens are not known, `perplexity` if the loss is no
-    cross-entropy, and `bits_per_byte` in both cases."""
+    """The loss of a model on a text. `bytes` is None if the tokenizer does not know the bytes of its tokens, `perplexity` is
+    None if the loss is not a cross-entropy, and `bits_per_byte` is None in both cases."""
 
     loss: float  # nats per token; mean squared error where model.loss is embedding_mse
     perplexity: float | None
@@ -59,10 +59,10 @@ class Evaluation:
 class Evaluator:
     def __init__(self, dataset: Dataset, engine: Engine, ranks: Ranks, settings: TrainConfig) -> None:
         self._dataset, self._engine, self._ranks, self._settings = dataset, engine, ranks, settings
-        self.loss: float | None = None  # of the last evaluation
+        self.loss: float | None = None  # the loss of the last evaluation
 
     def weights(self) -> AbstractContextManager[None]:
-        """Inside, the engine computes with the weights that are evaluated: averaged ones, if the run has optimizer.ema."""
+        """In this context, the engine computes with the weights to evaluate: averaged ones if the run has optimizer.ema."""
         return averaged(self._engine) if self._engine.spec.ema else nullcontext()
 
     def run(self) -> float | None:
@@ -92,9 +92,9 @@ class Evaluator:
 def evaluate_weights(
     params: Mapping[str, Tensor], at: Path, files: Sequence[Path], *, device: str | None, settings: Values, show: Show
 ) -> Evaluation:
-    """Evaluate the weights `params` of `at`, a checkpoint or a folder of weights.
+    """Evaluate the weights `params`, which were loaded from `at`, a checkpoint or a folder of weights.
 
-    files      text; none: all windows that the run of the checkpoint holds out
+    files      files of text; none: all windows that the run of the checkpoint holds out
     settings   keys of [train] that differ from the run's: batch_size, seq_len, dtype
     """
     config, tokenizer_file = _run_of(at)
@@ -134,8 +134,8 @@ def evaluate_weights(
 
 
 def _with_files(config: RunConfig, files: Sequence[Path]) -> RunConfig:
-    """The settings with other files, in the format of these. Packing and too_long are the run's if the run has files of the
-    same kind, text or conversations; else those of a new run."""
+    """The settings with other files, and the format of these files. If the run's files are of the same kind, text or
+    conversations, packing and too_long are those of the run; otherwise those of a new run."""
     own = config.data
     data = replace(own, files=tuple(map(str, files)), format="auto", packing=None, too_long="auto")
     found = settled(replace(config, data=data))
@@ -161,7 +161,8 @@ def _read(config: RunConfig, tokenizer: Path, scratch: Path, show: Show) -> tupl
 
 
 def _run_of(at: Path) -> tuple[RunConfig, Path]:
-    """The settings of a checkpoint's run, or those that fine-tune a folder of weights; and the file of the tokenizer."""
+    """(settings, file of the tokenizer) of the run of a checkpoint. For a folder of weights, the settings of a run that
+    fine-tunes them."""
     if is_weights(at):
         config = initial_run(at)
         return config, Path(config.data.tokenizer)
@@ -170,7 +171,7 @@ def _run_of(at: Path) -> tuple[RunConfig, Path]:
 
 
 def _evaluate(scorer: Scorer, rows: Rows, batch_size: int, lengths: Tokens | None, show: Show) -> Evaluation:
-    """`lengths`: bytes of each token. `show` gets "evaluate" every few seconds."""
+    """`lengths`: bytes of each token. `show` gets the event "evaluate" every few seconds."""
     began = last_shown = time.monotonic()
     batches = -(-len(rows.in_order()) // batch_size)
     total, count, nbytes = 0.0, 0, 0

@@ -1,5 +1,5 @@
 """Write the weights of a run, or of a folder of weights, as a folder that transformers loads or as a GGUF file. If a run began
-with imported weights and still has their tokenizer, their config and tokenizer files are written too."""
+with imported weights and still has their tokenizer, the config and tokenizer files of these weights are written too."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from .folder import origin_of, own_tokenizer, weights_of
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What is exported: a model, and the files that belong to it."""
+    """A model to export, and the files that belong to it."""
 
     config: ModelConfig
     params: Mapping[str, Tensor]
     origin: Path | None  # a folder of weights with config.json and tokenizer files
-    tokenizer: Path | None  # the run's tokenizer.json, also that of a byte tokenizer
+    tokenizer: Path | None  # the run's tokenizer.json; a byte tokenizer has one too
     step: int | None  # None: a folder of weights
     weights: str = "raw"
 
@@ -43,8 +43,8 @@ class Written(NamedTuple):
 
 
 def _exported(source: Path, *, best: bool, init: Path | None, averaged: bool, average: int | None) -> Exported:
-    """The newest or best weights of a run, those of a checkpoint, or those of a folder of weights. Adapters are merged into
-    their base weights, which are in `init` if their folder has moved."""
+    """The newest or best weights of a run, the weights of a checkpoint, or a folder of weights. Adapters are merged into
+    their base weights; `init` is the folder of the base weights, if it has moved."""
     if is_weights(source):
         if best:
             raise ValueError(f"best: got {source}, a folder of weights; accepted: --best with a run")
@@ -77,7 +77,7 @@ def export_run(
     average: int | None = None,
 ) -> Written:
     """Write a folder for transformers. A run's own BPE tokenizer.json is copied; a byte tokenizer is not exported. `averaged`
-    and `average` are those of `tilegrad.load`."""
+    and `average` mean the same as in `tilegrad.load`."""
     x = _exported(run, best=best, init=init, averaged=averaged, average=average)
     has_bpe = x.tokenizer is not None and not isinstance(load_tokenizer(x.tokenizer), ByteTokenizer)
     write_weights(

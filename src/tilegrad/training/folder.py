@@ -58,12 +58,12 @@ MARKER, LOCK = ".tilegrad-run", "run.lock"
 _MARK = b'{"format": "tilegrad run", "version": 1}\n'
 _LOCK = re.compile(rb"(?:\d+(?: [0-9a-f]+)?\n)?")  # the content of a lock: a process's id and a token
 _MODELS = "the folder of a run, a checkpoint in it, or a folder of weights"
-_LISTED = 3  # names that an error lists
+_LISTED = 3  # the most names that an error lists
 SHARED_S = 5.0  # seconds that a network file system may take to show a new file
 
 
 def locate(path: Path, *, accepted: str = "the folder of a run, or a checkpoint in it") -> tuple[Path, Path | None]:
-    """(folder, checkpoint) of a path: a folder, whose checkpoint is None, or a checkpoint in a run."""
+    """(folder, checkpoint) of a path: (`path`, None) for a run's folder, (the run's folder, `path`) for a checkpoint in it."""
     if not path.is_dir():
         what = "got a file" if path.exists() else f"no such folder{did_you_mean(path.name, _neighbours(path))}"
         raise FileNotFoundError(f"{path}: {what}; accepted: {accepted}")
@@ -84,12 +84,12 @@ def checkpoint_of(folder: Path, given: Path | None, *, check: bool = True) -> Pa
 
 
 def _places(folder: Path) -> tuple[Path, Path]:
-    """Where checkpoints are. A run that died before its first regular checkpoint may have a best one."""
+    """The folders of checkpoints. A run that died before its first regular checkpoint may have a best one."""
     return folder / "checkpoints", folder / "best"
 
 
 def holds_a_run(folder: Path) -> bool:
-    """Whether there is a checkpoint. The leftovers of a process that was killed in its first save do not count."""
+    """Whether the folder has a checkpoint. The leftovers of a process that was killed in its first save do not count."""
     return any(newest_name(place) for place in _places(folder))
 
 
@@ -122,7 +122,8 @@ def best_of(folder: Path) -> Best | None:
 
 
 class Chosen(NamedTuple):
-    """The checkpoint whose weights are used, or the checkpoints whose mean is used; `path` is then the newest."""
+    """The checkpoint `path` whose weights are used. If `mean_of` is not empty, the mean of the weights of these checkpoints
+    is used, and `path` is the newest of them."""
 
     folder: Path
     path: Path
@@ -130,8 +131,8 @@ class Chosen(NamedTuple):
 
 
 def weights_of(run: Path, *, best: bool, average: int | None = None) -> Chosen:
-    """What to generate from or to export: the newest or best checkpoint of the folder `run`, or `run` itself if it is a
-    checkpoint. average=n: the newest n checkpoints."""
+    """The checkpoint to load weights from: the newest or best one of the folder `run`, or `run` itself if it is a checkpoint.
+    average=n: the newest n checkpoints."""
     folder, given = locate(run, accepted=_MODELS)
     if given is None and not best and not holds_a_run(folder):
         raise ValueError(f"{folder}: got neither checkpoints/ nor config.json in it; accepted: {_MODELS}")
@@ -149,8 +150,8 @@ def weights_of(run: Path, *, best: bool, average: int | None = None) -> Chosen:
 
 
 def forget(folder: Path) -> None:
-    """Delete log, curves, loggers' ids and frozen parameters of a run that died before its first checkpoint. Only files that
-    a run wrote are deleted, and nothing through a symbolic link."""
+    """Delete the log, the curves, the ids in loggers.json and the frozen parameters of a run that died before its first
+    checkpoint. Only files that a run wrote are deleted, and nothing through a symbolic link."""
     for name in ("log.jsonl", IDS, OWN):
         (folder / name).unlink(missing_ok=True)
     curves = folder / "tensorboard"
@@ -185,7 +186,7 @@ def write_run(folder: Path, run: RunConfig) -> None:
 
 
 def own_data(folder: Path, state: RunState, *, documents: bool = False) -> tuple[TokenFile, Tokenizer]:
-    """The run's own tokens and tokenizer; refused if the checkpoint of this state was trained with another tokenizer. With
+    """The run's own tokens and tokenizer. Raises if the checkpoint of this state was trained with another tokenizer. With
     `documents`, the ends of documents as well."""
     tokens, tokenizer = load_prepared(folder / "data", documents=documents)
     _check_tokenizer(folder, state, tokens.tokenizer_sha256)
@@ -193,8 +194,8 @@ def own_data(folder: Path, state: RunState, *, documents: bool = False) -> tuple
 
 
 def own_tokenizer(folder: Path, state: RunState) -> Tokenizer:
-    """The run's own tokenizer; refused if the checkpoint of this state was trained with another. An old checkpoint, which
-    has no digest of its tokenizer, is compared by its tokens."""
+    """The run's own tokenizer. Raises if the checkpoint of this state was trained with another tokenizer. An old checkpoint
+    has no digest of its tokenizer; instead the digests of the tokens are compared."""
     file = folder / "data" / "tokenizer.json"
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no such file; put the run's own tokenizer back")
@@ -211,8 +212,8 @@ def own_tokenizer(folder: Path, state: RunState) -> Tokenizer:
 
 
 def origin_of(folder: Path, tokenizer: Tokenizer) -> Path | None:
-    """The folder with the files of the weights that the run began with; None if there is none, or if their tokenizer is not the
-    run's."""
+    """The folder origin/ with the files of the weights that the run began with; None if there is none, or if it has another
+    tokenizer than the run."""
     file = folder / "origin" / "tokenizer.json"
     return file.parent if file.is_file() and load_tokenizer(file).json() == tokenizer.json() else None
 
@@ -227,7 +228,7 @@ def _check_tokenizer(folder: Path, state: RunState, found: str) -> None:
 
 
 def _check_ours(folder: Path) -> None:
-    """Refuse a folder that is neither missing, nor empty, nor the folder of a run."""
+    """Raise unless the folder is missing, empty, or the folder of a run."""
     if not folder.is_dir():
         if folder.exists() or folder.is_symlink():
             raise ValueError(f"{folder}: not a folder; accepted: a new folder (--out)")
@@ -248,7 +249,7 @@ def _is_regular(path: Path) -> bool:
 
 
 def _is_left_by_a_killed_process(path: Path) -> bool:
-    """Whether it is the lock, or the beginning of the marker, of a process that was killed before it wrote the marker."""
+    """Whether the file is a lock or an incomplete marker, left by a process that was killed before it wrote the marker."""
     if not _is_regular(path) or path.stat().st_size >= 64:
         return False
     if path == staged_name(path.with_name(MARKER)):
@@ -258,8 +259,8 @@ def _is_left_by_a_killed_process(path: Path) -> bool:
 
 @contextmanager
 def claimed(folder: Path, *, new: bool) -> Iterator[str]:
-    """Lock `folder` against other processes, and yield the lock's token. The folder of a `new` run is made if it is missing,
-    and deleted again if it stays empty. The operating system releases the lock however the process ends."""
+    """Lock `folder` against other processes, and yield the token of the lock. The folder of a `new` run is made if it is
+    missing, and deleted again if it stays empty. However the process ends, the operating system releases the lock."""
     if new:
         _check_ours(folder)
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -287,8 +288,8 @@ def claimed(folder: Path, *, new: bool) -> Iterator[str]:
 
 
 def check_shared(folder: Path, token: str, mesh: Mesh) -> None:
-    """Raise on all ranks if one of them does not find rank 0's token in `folder`, where each rank writes its part of a
-    checkpoint. Called on every rank; rank 0's token counts."""
+    """Raise on all ranks if one of them does not find the token of rank 0 in `folder`, because each rank writes its part of a
+    checkpoint there. Every rank calls this; only the `token` of rank 0 is used."""
     token = mesh.gather(token)[0]
     until = time.monotonic() + SHARED_S
     while not (found := _token(folder) == token) and time.monotonic() < until:
@@ -316,8 +317,8 @@ _FLAGS = (
 
 
 def _locked(path: Path, token: str) -> io.FileIO:
-    """Write this process's id and the token into `path`, locked until the file is closed. An interrupt in here closes it too,
-    because nothing else refers to the file object."""
+    """Write the id of this process and the token into `path`, which is locked until the file is closed. An interrupt during
+    this call closes the file too, because nothing else refers to the file object."""
     import fcntl  # not on Windows, where `generate` works without it
 
     while True:

@@ -1,11 +1,11 @@
-"""The parameters of a run that are not trained. Checkpoints do not contain them, only what identifies them.
+"""The frozen parameters of a run. Checkpoints do not contain them, only digests that identify them.
 
-base        the base weights of adapters stay in the folder that --init named: a checkpoint has the name of the folder and a
+base        the base weights of adapters stay in the folder that --init named. A checkpoint has the name of the folder and a
             digest of the weights in it. If the folder has moved, --init says where it is now.
 own copy    other frozen parameters (train.freeze) are copied once into frozen.safetensors in the run's folder, so that the
-            run does not need the folder of weights any more; a checkpoint has the sha256 of this file.
+            run does not need the folder of weights any more. A checkpoint has the sha256 of this file.
 
-A resumed run refuses weights that differ from those that it began with.
+A resumed run refuses frozen parameters with another digest.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def open_base(config: ModelConfig, folder: Path) -> BaseWeights:
 
 
 def base_of(config: ModelConfig, state: RunState, init: Path | None) -> BaseWeights:
-    """The weights that the adapters of this state were trained on, from `init` or, if that is None, from their own folder."""
+    """The weights that the adapters of this state were trained on, from `init` or, if that is None, from the folder that the
+    state names."""
     saved = state["base"]
     folder = Path(saved["folder"]) if init is None else init
     try:
@@ -61,7 +62,7 @@ def base_of(config: ModelConfig, state: RunState, init: Path | None) -> BaseWeig
 
 
 def save_own(folder: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write a run's own copy, whole or not at all, and return its sha256."""
+    """Write the run's own copy, whole or not at all, and return its sha256."""
     with whole_file(folder / OWN) as staged:
         save_tensors({name: x.detach().cpu().contiguous() for name, x in tensors.items()}, staged)
     return sha256_of(folder / OWN)
@@ -84,7 +85,7 @@ def load_own(folder: Path, state: RunState) -> dict[str, Tensor]:
 
 
 def older_parts(names: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """The tensors that are one now, each with its two parts in a checkpoint before version 0.2: up and gate.
+    """name → (up, gate): up_gate tensors, each with the names of its two parts in a checkpoint from before version 0.2.
 
     >>> older_parts(["m.blocks.0.ffn.up.weight", "m.blocks.0.ffn.gate.weight", "blocks.1.ffn.up.weight"])
     {'m.blocks.0.ffn.up_gate.weight': ('m.blocks.0.ffn.up.weight', 'm.blocks.0.ffn.gate.weight')}

@@ -10,7 +10,7 @@ Finish = Literal["eos", "stop", "length"]
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """What follows a prompt. `text` ends before EOS or the stop string; `tokens` include the token that ended it."""
+    """The continuation of a prompt. `text` ends before EOS or the stop string; `tokens` include the token that ended it."""
 
     prompt: str | tuple[int, ...]  # as it was given
     text: str
@@ -21,7 +21,7 @@ class Generated:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One token of a sequence. `text` is new text that later tokens can't change; it may be empty."""
+    """One token of a sequence. `text` is the new text that later tokens can't change; it may be empty."""
 
     sequence: int  # prompt · num_samples + sample
     text: str

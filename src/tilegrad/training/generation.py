@@ -1,10 +1,10 @@
 """Text from a model: prompts of any lengths share the slots of a `Decoder` (engine/decoder.py).
 
-    slot ends its sequence  →  prefill the next prompt there        the other slots continue
+    a sequence ends         →  prefill the next prompt in its slot; the other slots continue
     cache of a slot is full →  the window slides: prefill the last ⌈capacity / 2⌉ tokens of its text, from position 0 on
 
-A token's noise depends on the seed, the number of its sequence and how many tokens were drawn before it. So a sequence depends
-on the rest of its batch only by rounding, and with `invariant` not at all.
+The noise that draws a token depends on the seed, the number of the sequence and how many of its tokens were drawn before. So a
+sequence depends on the rest of its batch only by rounding, and with `invariant` not at all.
 
 On CUDA the host submits up to three steps before it reads the first result. Tokens after the end of a sequence are ignored.
 
@@ -75,7 +75,7 @@ class Settings(SamplingSettings, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A sequence to be written: its prompt, how tokens are drawn, and what ends it."""
+    """A sequence to generate: its prompt, how tokens are drawn, and what ends it."""
 
     tokens: Sequence[int]
     max_tokens: int
@@ -86,13 +86,14 @@ class Request:
 
 
 class StopAt:
-    """Text up to the stop string that is complete first, however the text is split into pieces."""
+    """The text before the first stop string. The first is the one whose last character comes first, however the text is split
+    into pieces."""
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop, self._held, self.found = stop, "", False
 
     def add(self, text: str) -> str:
-        """Returns the text that can't be part of a stop string."""
+        """Add text, and return the text that can't be part of a stop string."""
         if self.found or not self._stop:
             return "" if self.found else text
         held = self._held + text
@@ -128,12 +129,12 @@ class _Open:
 
     @property
     def slides(self) -> bool:
-        """Whether its window must slide now: its cache is full, and the host has read all tokens that were drawn."""
+        """Whether the window must slide now: the cache is full, and the host has read all tokens that were drawn."""
         known = self.asked == len(self.tokens) < self.request.max_tokens
         return known and self.cached == self._capacity
 
     def prompt(self) -> Prompt:
-        """What to prefill when the sequence begins or its window slides."""
+        """The tokens to prefill when the sequence begins or its window slides."""
         drawn, all_tokens = len(self.tokens), [*self.request.tokens, *self.tokens]
         window = all_tokens[-(_kept(self._capacity) if drawn else self._capacity) :]
         self.asked, self.cached = self.asked + 1, len(window)
@@ -164,11 +165,12 @@ class _Open:
 def write(
     decoder: Decoder, requests: Iterable[Request], tokenizer: Tokenizer | None, *, stream: bool = True
 ) -> Iterator[Piece]:
-    """Yields the tokens of all requests as they are drawn. Without `stream` the last token of a sequence has its whole text.
-    Without a tokenizer there is no text."""
+    """Yields the tokens of all requests as they are drawn. Without `stream`, the last token of a sequence has the text of the
+    whole sequence. Without a tokenizer there is no text."""
     waiting, slots = iter(requests), dict[int, _Open]()
     active = set[int]()  # slots that a step draws tokens for
-    pending: dict[int, deque[_Open]] = {slot: deque() for slot in range(decoder.batch_size)}  # by results to come
+    # slot → the sequences whose results are not read yet, one entry for each result
+    pending: dict[int, deque[_Open]] = {slot: deque() for slot in range(decoder.batch_size)}
     ahead = _AHEAD.get(decoder.spec.device.type, 1)
     try:
         while True:
@@ -219,7 +221,7 @@ def draw(
     lora: LoraConfig | None = None,
     **sampling: Unpack[SamplingSettings],
 ) -> Iterator[int]:
-    """Yields the tokens that follow a prompt, as they are drawn, without EOS. lora: configuration of the adapters in params."""
+    """Yields the tokens that follow a prompt as they are drawn, without EOS. lora: configuration of the adapters in params."""
     _check_count("max_tokens", max_tokens)
     request = Request(prompt, max_tokens, Sampling(**sampling), eos=eos)
     capacity = min(config.block_size, len(prompt) + max_tokens - 1)
@@ -292,7 +294,7 @@ class Generation:
         yield from write(decoder, requests, model.tokenizer, stream=stream)
 
     def results(self, *, logprobs: bool = False) -> Iterator[Generated]:
-        """The sequences in the order of the prompts, each as soon as it and those before it are complete."""
+        """Yields the sequences in the order of the prompts, each as soon as it and all sequences before it are complete."""
         parts: dict[int, list[Piece]] = {}
         done = 0
         for piece in self.pieces(stream=False):
@@ -316,8 +318,8 @@ class Generation:
 def place(
     model: TrainedModel, device: torch.device | str | None, dtype: torch.dtype | str | None
 ) -> tuple[torch.device, torch.dtype]:
-    """Device and dtype of generation. None: the device of the weights; bfloat16 for float32 weights on CUDA, otherwise the
-    dtype of the weights."""
+    """Device and dtype of generation. device=None: the device of the weights. dtype=None: bfloat16 for float32 weights on
+    CUDA, otherwise the dtype of the weights."""
     own = model.params["wte.weight"]
     check_device(str(own.device if device is None else device))
     at = torch.device(own.device if device is None else device)
@@ -358,7 +360,7 @@ def _check_count(name: str, value: int) -> None:
 def encode_prompts(
     model: TrainedModel, prompts: Prompts, name: str = "prompts"
 ) -> tuple[list[str | tuple[int, ...]], list[list[int]]]:
-    """The prompts as a list, and the tokens of each. `name` is the name of the caller's argument, for error texts."""
+    """The prompts as a list, and the tokens of each prompt. `name` is the caller's argument, for errors."""
     listed = _listed(prompts, name)
     names = [name.removesuffix("s")] if len(listed) == 1 else [f"{name}[{i}]" for i in range(len(listed))]
     return listed, [_encoded(model, prompt, own) for prompt, own in zip(listed, names, strict=True)]
@@ -400,7 +402,7 @@ def _stops(stop: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def sliding(config: ModelConfig, prompt_tokens: int, max_tokens: int) -> str | None:
-    """The warning if a sequence does not fit into block_size, else None. The last token is never read."""
+    """The warning if a sequence does not fit into block_size, else None. The model never reads the last token."""
     size = config.block_size
     if prompt_tokens + max_tokens - 1 <= size:
         return None
@@ -412,5 +414,5 @@ def sliding(config: ModelConfig, prompt_tokens: int, max_tokens: int) -> str | N
 
 
 def _kept(capacity: int) -> int:
-    """Tokens that a slide keeps."""
+    """How many tokens stay in the window when it slides."""
     return (capacity + 1) // 2

@@ -1,6 +1,6 @@
-"""The keys of a run, from `example.toml` in this folder: name, default and meaning of each.
+"""The keys of a run, from `example.toml` in this folder: the name, default and meaning of each key.
 
-`tilegrad init` writes that file, and the flags of `tilegrad train` and `plan` are made from it, without importing torch.
+`tilegrad init` writes this file. The flags of `tilegrad train` and `plan` are made from it, without importing torch.
 """
 
 from __future__ import annotations

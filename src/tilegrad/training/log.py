@@ -1,4 +1,4 @@
-"""A run's log: one JSON object per line, only ever appended to. Loggers (loggers.py) get the same numbers."""
+"""A run's log: one JSON object per line. A run only appends to it. Loggers (loggers.py) get the same numbers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Record = dict[str, Any]
 
 
 class RunLog:
-    """Appends records to a file. Each is flushed at once, and all are synced to disk when the log is closed.
+    """Appends records to a file. Each record is flushed at once, and the file is synced to disk when the log is closed.
 
     A record has `step`, `kind` and numbers: {"step": 10, "kind": "train", "loss": 2.5}. A number that is not finite is
-    written as null. The kind "resume" means that the run continued from that step: earlier records of later steps no
-    longer count (`read_log`). An incomplete last line, left by a killed process, is cut off.
+    written as null. The kind "resume" means that the run continued from that step: `read_log` leaves out the records of later
+    steps that come before it in the file. An incomplete last line, left by a killed process, is cut off.
 
     loggers            names of loggers that get every number as well
     hyper_parameters   name → value; loggers compare runs by them
@@ -77,7 +77,7 @@ class RunLog:
 
 def read_log(path: Path) -> list[Record]:
     """The records, without those that a later "resume" replaced and without an incomplete last line. Any other line that is
-    not a record raises ValueError with its number."""
+    not a record raises ValueError with the number of the line."""
     records: list[Record] = []
     *lines, _torn = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, 1):

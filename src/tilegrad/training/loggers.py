@@ -1,10 +1,10 @@
-"""Where a run's numbers go besides log.jsonl: TensorBoard, Weights & Biases, MLflow (`train.log`).
+"""Loggers that get a run's numbers besides log.jsonl: TensorBoard, Weights & Biases, MLflow (`train.log`).
 
-Each number becomes a point of the curve "name/kind", such as loss/train. A resumed run continues the same run of wandb and
-MLflow, whose ids are in loggers.json in the run's folder. Servers, projects and offline modes are chosen by environment
-variables that these packages document: WANDB_MODE, WANDB_PROJECT, MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME.
+Each number becomes a point of the curve "name/kind", such as loss/train. A resumed run continues the same run in wandb and in
+MLflow, whose ids are in loggers.json in the run's folder. Environment variables that these packages document choose servers,
+projects and offline modes: WANDB_MODE, WANDB_PROJECT, MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME.
 
-A logger that fails (a full disk, no network) never ends a run: a sentence on stderr says so, and the run continues without it.
+A logger that fails (a full disk, no network) never ends a run: a message on stderr says so, and the run continues without it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..text.atomic import create, named, write_whole
 from ..text.untrusted import read_json, shown
 
 LOGGERS = ("tensorboard", "wandb", "mlflow")
-EVENTS = "events.out.tfevents."  # what the names of TensorBoard's files begin with
+EVENTS = "events.out.tfevents."  # prefix of the names of TensorBoard's files
 IDS = "loggers.json"
 _ID = re.compile(r"[\w-]{1,128}")
 _BATCH, _PARAMS, _FLUSH_S = 900, 100, 1.0  # MLflow accepts 1,000 points in a call, and 100 parameters
@@ -43,7 +43,7 @@ class Logger(Protocol):
 
 
 class Loggers:
-    """The loggers of a run; those that fail are left out from then on."""
+    """The loggers of a run. A logger that fails gets no more numbers."""
 
     def __init__(self, names: Iterable[str], folder: Path, hyper_parameters: Mapping[str, object]) -> None:
         self._open: dict[str, Logger] = {}
@@ -87,7 +87,7 @@ def installed(name: str) -> bool:
 
 
 def _faults(name: str) -> tuple[type[Exception], ...]:
-    """The errors that a logger may raise: the usual ones, and the package's own."""
+    """The errors that a logger may raise: built-in ones, and those that its package defines."""
     usual = (OSError, ValueError, RuntimeError, ImportError)
     with suppress(ImportError):
         if name == "wandb":
@@ -121,8 +121,7 @@ def _save_id(folder: Path, name: str, value: str) -> None:
 
 
 class _TensorBoard:
-    """A file of TensorBoard's events. SummaryWriter is not used, because its thread prints a traceback when the disk is
-    full."""
+    """A TensorBoard event file. SummaryWriter is not used, because its thread prints a traceback when the disk is full."""
 
     def __init__(self, run: Path, hyper_parameters: Mapping[str, object]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
@@ -137,7 +136,7 @@ class _TensorBoard:
         self._file = os.fdopen(create(self._path), "wb")
         self._records = RecordWriter(self._file)
         self._write([Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString()])
-        if hyper_parameters:  # `SummaryWriter.add_hparams` would write them into another folder
+        if hyper_parameters:  # SummaryWriter.add_hparams would write hyper-parameters into another folder
             summaries = hparams(_plain(hyper_parameters), dict.fromkeys(("loss/train", "loss/validation"), math.nan))
             self._write(Event(wall_time=time.time(), summary=one).SerializeToString() for one in summaries)
 
@@ -244,5 +243,5 @@ def chosen_loggers(log: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def _plain(values: Mapping[str, object]) -> dict[str, bool | int | float | str]:
-    """Values as the packages accept them."""
+    """Values in types that the packages accept."""
     return {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in values.items()}

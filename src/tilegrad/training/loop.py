@@ -1,7 +1,8 @@
-"""The training loop: step → log → evaluation → checkpoint → report, resumable to the bit. run.py starts it.
+"""The training loop: step → log → evaluation → checkpoint → report. A resumed run has the bits of one that was never stopped.
+run.py starts the loop.
 
-SIGTERM, SIGHUP, Ctrl-C and a closed output end the run after the current step: it is saved, reported, and can be resumed. A
-full disk, or ten consecutive steps that are not finite, end it with `RunEnded`, which says what is saved.
+SIGTERM, SIGHUP, Ctrl-C and a closed output end the run after the current step; the run is saved, gets its report, and can be
+resumed. A full disk, or ten consecutive steps that are not finite, end it with `RunEnded`, which says what is saved.
 
 With several ranks, rank 0 writes the files, the log, the report and the sample. All ranks stop after the same step.
 """
@@ -53,8 +54,8 @@ from .state import RunState
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """`stopped_by`: the signal that ended the run before its last step, SIGPIPE if its output was closed; else None.
-    `ended_early`: why `patience` ended the run before its last step; else None."""
+    """`stopped_by`: the signal that ended the run before its last step, or SIGPIPE if its output was closed; None if neither
+    happened. `ended_early`: why `patience` ended the run before its last step; None if it did not."""
 
     folder: Path
     steps: int
@@ -75,7 +76,7 @@ class Run:
         self, start: Start, dataset: Dataset, show: Show, ranks: Ranks, base: BaseWeights | None = None
     ) -> None:
         self.base = base  # the frozen weights of a run with adapters
-        self.frozen_sha256: str | None = None  # of the run's own copy of other frozen parameters
+        self.frozen_sha256: str | None = None  # sha256 of the run's own copy of other frozen parameters
         self.start, self.config, self.folder, self.show = start, start.config, start.folder, show
         self.dataset, self.ranks, self.mesh = dataset, ranks, ranks.mesh
         t, mesh = self.config.train, ranks.mesh
@@ -185,7 +186,7 @@ class Run:
         self.metrics.emit("start", numbers)
 
     def _stopped_by(self) -> str | None:
-        """The signal that ended the run; with several ranks, that of the first rank which had one."""
+        """The signal that ended the run; with several ranks, the signal of the lowest rank that got one."""
         mine = self.stopped[0] if self.stopped else None
         if self.mesh.world == 1:
             return mine
@@ -240,7 +241,7 @@ class Run:
             self.skipped.last_finite_state = Position(engine, data, _nan_if_none(loss))
 
     def _rewind(self) -> None:
-        """Go back to before the first of the steps in a row that were not finite."""
+        """Return to the position before the current sequence of skipped steps."""
         engine, data, self.train_loss = self.skipped.last_finite_state
         restore_counters(self.engine, engine)
         self._enter_stage()
@@ -248,8 +249,8 @@ class Run:
         self._reset()
 
     def _enter_stage(self, step: int | None = None) -> None:
-        """Read batches of the sizes of the next step's stage, with its window. Called before a position is saved or restored,
-        because a position may be between the pieces of a row."""
+        """Set batch_size, seq_len and window to those of the stage of `step`, by default the next step. Called before a
+        position is saved or restored, because a position may be between the pieces of a row."""
         stages = self.config.train.stages
         if stages:
             stage = stages[stage_of(stages, self.engine.steps if step is None else step)]
@@ -257,7 +258,7 @@ class Run:
             self.engine.window = cast(int | None, stage.window)
 
     def _log_stage(self) -> None:
-        """Log the stage of the next step if it begins with that step, which counts from 1 in the log."""
+        """Log the stage of the next step if the stage begins with it. In the log, steps count from 1."""
         stages, step = self.config.train.stages, self.engine.steps
         if stages and step in begins(stages):
             number = stage_of(stages, step)
@@ -266,7 +267,7 @@ class Run:
             self.metrics.emit("stage", {"step": step + 1, "stage": number + 1, "stages": len(stages), **values})
 
     def _step(self) -> None:
-        """Submit a step, and record those that are done."""
+        """Submit a step, and log the steps that are done."""
         t, engine, batches = self.config.train, self.engine, self.dataset.batches
         floor = min(t.min_learning_rate, t.learning_rate)
         rate = learning_rate(
@@ -297,7 +298,7 @@ class Run:
             self._record()
 
     def _record(self, *, wait: bool = False) -> None:
-        """Log the steps that are done; with `wait`, all that are in flight."""
+        """Log the steps that are done; with `wait`, all steps in flight."""
         try:
             self._log(self.engine.finished(wait=wait))
         except NonFiniteError:
@@ -328,7 +329,8 @@ class Run:
                 self.metrics.emit("train", numbers | progress | {"planned_bytes": engine.plan.peak_bytes})
 
     def _log_jumps(self, step: int, jumps: int) -> None:
-        """Log that magnitudes have jumped, and show it once in a run: such a tensor was cut off at its old scale."""
+        """Log how many magnitudes have jumped, and show a message once in a run: each such tensor was cut off at its old
+        scale."""
         values = {"jumps": jumps, "tensors": ", ".join(self.engine.jumps)}
         self.metrics.log(step, "float8", values)
         if not self.jumps:
@@ -343,7 +345,7 @@ class Run:
             self.metrics.log(step, "validation", {"loss": loss, **weights})
             shown = {"step": step, "loss": loss, "unigram_entropy": self.dataset.entropy, **weights}
             self.metrics.emit("validation", shown)
-            best = self.checkpointer.best  # after a resume its step may be later than this one
+            best = self.checkpointer.best  # after a resume, its step may be later than the current step
             better = self.checkpointer.is_best(loss) or (best is not None and best.step >= step)
             self.evaluations_since_best = 0 if better else self.evaluations_since_best + 1
             self.checkpointer.save_if_best(self._state(), loss)
@@ -362,7 +364,7 @@ class Run:
             raise ValueError(f"run: got {self.config}; accepted: one that JSON restores; this one becomes {read}")
 
     def _state(self) -> RunState:
-        """What a resumed run needs besides the tensors, as plain JSON."""
+        """The state that a resumed run needs besides the tensors, as plain JSON."""
         engine, data, loss = self.skipped.last_finite_state
         state: RunState = {
             "engine": counters(self.engine),
@@ -385,7 +387,7 @@ class Run:
         engine, report = self.engine, self.folder / "report.html"
         measured = self._resident()
         with self.evaluator.weights():
-            params = engine.params  # reading params is a collective, and so is the end of `weights`
+            params = engine.params  # reading params is a collective operation, and so is leaving the context `weights`
             self.mesh.at(f"step {engine.steps}: a sample", alone=True)
             if self.mesh.rank:
                 sample = ""
@@ -468,7 +470,7 @@ class Run:
 
 
 def _warm_up(device: torch.device) -> None:
-    """Multiply once, before memory is measured: the first call of BLAS allocates tens of megabytes for any model."""
+    """Multiply two matrices before memory is measured, because the first call of BLAS allocates tens of megabytes."""
     if device.type == "cpu":
         torch.ones(512, 512).mm(torch.ones(512, 512))
 

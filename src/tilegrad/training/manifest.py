@@ -19,7 +19,7 @@ from .state import RunState, check_run_state, check_shapes
 _FORMAT, _VERSION = "tilegrad checkpoint", 1
 TENSORS, MANIFEST = "tensors.safetensors", "manifest.json"
 SHARD = re.compile(r"shard-\d{5}-[\w-]+\.safetensors")
-MOST = 1 << 62  # largest step, and largest offset in a tensor
+MOST = 1 << 62  # the largest step, and the largest offset in a tensor
 
 
 class FileEntry(TypedDict):
@@ -34,7 +34,8 @@ class Manifest(TypedDict):
 
 
 class DamagedCheckpoint(ValueError):
-    """A checkpoint that is not as it was saved, or of another version. `previous` is the newest good one before it, or None."""
+    """A checkpoint whose files have changed, or whose version this tilegrad does not read. `previous` is the newest good
+    checkpoint before it, or None."""
 
     def __init__(self, path: Path, reason: str, previous: Path | None = None) -> None:
         self.path, self.reason, self.previous = path, reason, previous
@@ -43,7 +44,7 @@ class DamagedCheckpoint(ValueError):
 
 
 def check_state(state: Mapping[str, object]) -> None:
-    """Refuse a state that JSON would not restore unchanged."""
+    """Raise if JSON would not restore the state unchanged."""
     _check_plain(dict(state), "state")
 
 
@@ -112,7 +113,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def _check_files(path: Path, files: Mapping[str, object]) -> None:
-    """Each file must be there with its size. Any other shard is refused, because it would be read too."""
+    """Check that each file exists and has its size, and that the folder has no other shard, which DCP would read too."""
     for name, what in files.items():
         if not (path / name).is_file():
             raise DamagedCheckpoint(path, f"{name} is missing")
@@ -129,7 +130,7 @@ def _are_shards(files: Mapping[str, object]) -> bool:
 
 
 def is_complete(path: Path) -> bool:
-    """Whether the manifest is right and every file is there with its size; the bytes are not read."""
+    """Whether the manifest is right and every file exists and has its size; the bytes are not read."""
     try:
         read_manifest(path)
     except (DamagedCheckpoint, FileNotFoundError):

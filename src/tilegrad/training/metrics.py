@@ -1,4 +1,4 @@
-"""What a run tells of its steps: records in the log, events to show, and the count of steps that were not finite."""
+"""The records and events of a run's steps, and the count of steps that were skipped because they were not finite."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .log import RunLog
 
 
 class Position(NamedTuple):
-    """A run's position without weights and moments, which a skipped step does not change."""
+    """The state of a run without weights and moments, which a skipped step does not change."""
 
     engine: dict[str, int]
     data: BatchesState
@@ -28,13 +28,13 @@ class InFlight(NamedTuple):
     draws: int
     data: BatchesState
     learning_rate: float
-    tokens: int  # read by all ranks for this step, padding not counted
-    tokens_seen: int  # read for this step and all steps before it
+    tokens: int  # tokens that all ranks read for this step, padding not counted
+    tokens_seen: int  # tokens that were read for this step and all steps before it
 
 
 class SkippedSteps:
     """Counts the steps that were skipped because they were not finite. `last_finite_state` is the position before the current
-    row of skipped steps; after ten in a row the run rewinds to it."""
+    sequence of skipped steps; after ten in a row the run returns to it."""
 
     def __init__(self, total: int, in_a_row: int, position: Position) -> None:
         self.total, self.in_a_row, self.last_finite_state = total, in_a_row, position

@@ -5,13 +5,14 @@
         shard-00002-model-00001-of-00001.safetensors     …
         manifest.json                                    as with one process: step, state, size and sha256 of every file
 
-A piece is a slice of a flattened tensor, identified by the tensor's name and its offset there. So a checkpoint does not
-depend on buckets, arenas or ranks. A checkpoint of one process is read too: its tensors are whole pieces.
+A piece is a slice of a flattened tensor, identified by the name of the tensor and the offset of the slice. So a checkpoint
+does not depend on buckets, arenas or ranks. A checkpoint of one process is read too: each of its tensors is one piece.
 
-DCP plans which rank writes and reads what; the rest is as in `checkpoint.py`. Pieces are written under a hidden name, each
-rank hashes its own file, and rank 0 checks the sizes of all files, writes the manifest and renames the folder. A rank that
-dies leaves a hidden folder and nothing else. Before a checkpoint is read, each file is hashed by one rank, and all ranks
-agree. No file is a pickle, but DCP sends its plans between ranks as pickled objects.
+DCP plans which pieces each rank writes and reads; the rest is as in `checkpoint.py`. Pieces are written into a folder with a
+hidden name, each rank hashes its own file, and rank 0 checks the sizes of all files, writes the manifest and renames the
+folder. A rank that dies leaves a hidden folder and nothing else. Before a checkpoint is read, each file is hashed by one rank,
+and all ranks raise if one of them finds a wrong hash. No file is a pickle, but DCP sends its plans between ranks as pickled
+objects.
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ if TYPE_CHECKING:
     from ..engine.engine import Engine
 
 
-_DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16"}  # safetensors' names
+_DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16"}  # names of dtypes in safetensors
 dcp: ModuleType = torch.distributed.checkpoint  # its type stubs lack the names used here
 
 
 class Piece(torch.Tensor):
-    """A slice of a flattened tensor, in the form that DCP accepts: like a DTensor, it has the size of the whole tensor."""
+    """A slice of a flattened tensor, in the form that DCP accepts: as for a DTensor, its size is that of the whole tensor."""
 
     tensor: Tensor
     at: ChunkStorageMetadata
@@ -81,7 +82,7 @@ class Piece(torch.Tensor):
 
 
 def save_pieces(folder: Path, engine: Engine, mesh: Mesh, state: Mapping[str, object], *, keep: int = 3) -> Path:
-    """Called on every rank; `state` is rank 0's. Returns the path of the new checkpoint."""
+    """Save a checkpoint and return its path. Called on every rank; only the `state` of rank 0 is saved."""
     staged, saved = folder / STAGED, state_of_ranks(engine, mesh, state)
     check_state(saved)
     mesh.at(f"step {engine.steps}: saving")
@@ -120,7 +121,7 @@ def save_same_pieces(
 
 
 def state_of_ranks(engine: Engine, mesh: Mesh, state: Mapping[str, object]) -> dict[str, object]:
-    """`state` and what the manifest of several ranks has besides it."""
+    """`state`, with the shapes and the number of ranks, which only a checkpoint of several ranks has."""
     return {**state, "shapes": {name: [*shape] for name, shape in _shapes(engine).items()}, "ranks": mesh.world}
 
 
@@ -130,7 +131,7 @@ def _shapes(engine: Engine) -> dict[str, tuple[int, ...]]:
 
 
 def _on_rank_0(folder: Path, mesh: Mesh, work: Callable[[], Path]) -> Path:
-    """Save by `work` on rank 0; all ranks return the checkpoint's path, or raise the OSError that rank 0 had."""
+    """Call `work` on rank 0. All ranks return the path of the checkpoint, or raise the OSError that rank 0 had."""
     name, failed = "", None
     if mesh.rank == 0:
         try:
@@ -144,7 +145,7 @@ def _on_rank_0(folder: Path, mesh: Mesh, work: Callable[[], Path]) -> Path:
 
 
 def load_pieces(path: Path, engine: Engine, mesh: Mesh) -> RunState:
-    """Load into an engine with any number of ranks and any buckets. Nothing is written unless every file is as it was saved."""
+    """Load a checkpoint into an engine with any number of ranks and any buckets. If a file has changed, nothing is written."""
     mesh.at(f"loading {path.name}")
     manifest = check_together(path, mesh)
     whole = _check_headers(path, manifest, engine) or (path / TENSORS).exists()
@@ -159,7 +160,7 @@ def load_pieces(path: Path, engine: Engine, mesh: Mesh) -> RunState:
 
 
 def check_together(path: Path, mesh: Mesh) -> Manifest:
-    """The manifest, after each rank has hashed its share of the files. All ranks raise the same error."""
+    """The manifest, after each rank has hashed its share of the files. If a file is damaged, all ranks raise the same error."""
     bad = ""
     try:
         manifest = read_manifest(path)
@@ -175,8 +176,8 @@ def check_together(path: Path, mesh: Mesh) -> Manifest:
 
 
 def _check_headers(path: Path, manifest: Manifest, engine: Engine) -> bool:
-    """Refuse other names, shapes or dtypes than this engine's. All ranks read the same headers. Returns whether two tensors of
-    an older checkpoint are one now, so that whole tensors must be read."""
+    """Raise if names, shapes or dtypes differ from those of this engine. All ranks read the same headers. Returns whether some
+    tensors have two parts in this older checkpoint (`older_parts`), so that whole tensors must be read."""
     wanted = _shapes(engine)
     with Tensors(path, manifest) as file:
         there = {name: header for name, header in file.headers.items() if not name.startswith("scale.")}
@@ -200,8 +201,8 @@ def _load_whole(path: Path, manifest: Manifest, engine: Engine) -> None:
 
 
 def _together(mesh: Mesh, work: Callable[[], None], name: str) -> None:
-    """Run DCP's work on all ranks; an error of one rank, such as a full disk, is raised on all. torch's warnings about its
-    own code are ignored."""
+    """Run `work`, a call of DCP, on all ranks. An error on one rank, such as a full disk, is raised on all. Warnings that torch
+    gives about its own code are ignored."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -1,5 +1,5 @@
-"""What a run would learn from: counts, lengths of documents, and the first one with its trained part marked. `tilegrad data`
-prints it."""
+"""A preview of the data that a run trains on: counts, lengths of documents, and the first document with its trained part
+marked. `tilegrad data` prints it."""
 
 from __future__ import annotations
 
@@ -23,15 +23,17 @@ _EXAMPLE = 4000  # tokens of the first document that are shown
 
 @dataclass(frozen=True, slots=True)
 class Preview:
-    """`example`: the first document as (text, whether it is trained on), one after the other."""
+    """`example`: the first document in parts, each as (text, whether the run trains on it)."""
 
-    counts: Numbers  # those that a run prints when it begins
+    counts: Numbers  # the counts that a run prints when it begins
     lengths: dict[str, float]  # least, median, mean and most tokens of a document
-    histogram: dict[str, int]  # "16 … 31" → documents of that many tokens
-    trained_share: float  # of the tokens after the first of each document
-    padding: dict[str, float]  # share of all positions, packed and padded; empty for windows
+    histogram: dict[str, int]  # "16 … 31" → number of documents with that many tokens
+    trained_share: float  # share of trained tokens; the first token of each document is not counted
+    padding: dict[
+        str, float
+    ]  # share of positions that are padding, with packed and with padded rows; empty for windows
     example: list[tuple[str, bool]]
-    example_cut: bool  # whether the first document is longer than what is shown
+    example_cut: bool  # whether the first document is longer than `example`
 
 
 def preview(config: RunConfig, show: Show) -> Preview:
@@ -64,7 +66,7 @@ def preview(config: RunConfig, show: Show) -> Preview:
 
 
 def _padding(rows: PackedRows, config: RunConfig) -> dict[str, float]:
-    """The share of padding if these documents are packed, and if each has a row."""
+    """The share of padding if these documents are packed, and if each has a row of its own."""
     used, documents = int(rows.pieces.length.sum()), replace(config, data=replace(config.data, packing=True)).documents
     packed = PackedRows(rows.tokens, rows.file, rows.pieces, rows.seq_len, documents)
     return {
@@ -74,7 +76,7 @@ def _padding(rows: PackedRows, config: RunConfig) -> dict[str, float]:
 
 
 def _histogram(lengths: Tokens) -> dict[str, int]:
-    """Documents by length, in steps of a factor of two."""
+    """The number of documents of each length, in bins whose bounds are powers of two."""
     steps = np.bincount(np.floor(np.log2(np.maximum(lengths, 1))).astype(np.int64))
     first = int(np.flatnonzero(steps)[0])
     return {f"{1 << i:,} … {(2 << i) - 1:,}": int(n) for i, n in enumerate(steps) if i >= first}
@@ -84,6 +86,6 @@ def _example(tokens: Tokens, documents: DocumentFile, tokenizer: Tokenizer) -> l
     end = min(int(documents.ends[0]), _EXAMPLE)
     trained = documents.trained(0, end)
     if documents.bits is None:
-        trained[:1] = False  # the first token is no target
+        trained[:1] = False  # the first token is never a target
     runs = groupby(zip(tokens[:end].tolist(), trained.tolist(), strict=True), key=lambda pair: pair[1])
     return [(tokenizer.decode([token for token, _ in run]), learned) for learned, run in runs]

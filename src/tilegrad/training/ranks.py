@@ -1,4 +1,4 @@
-"""The ranks of a run, and what they share."""
+"""The ranks of a run, and how they share its work."""
 
 from __future__ import annotations
 

@@ -24,9 +24,9 @@ _CHARTS = (  # name in the records, heading, unit, whether the axis begins at 0
     ("measured_bytes", "Memory measured", "MiB", True),
 )
 _SCALES = {"measured_bytes": 2.0**-20}
-Curve: TypeAlias = dict[str, object]  # as report.html reads it
-Table = Sequence[tuple[str, ...]]  # rows of a name and its values
-_MEANS = 60  # points that a smoothed curve has room for
+Curve: TypeAlias = dict[str, object]  # a curve in the form that report.html reads
+Table = Sequence[tuple[str, ...]]  # rows, each of a name and its values
+_MEANS = 60  # a running mean is over 1/60 of the records
 
 
 def run_report(
@@ -44,8 +44,8 @@ def run_report(
     level), the learning rate, the gradient norm, the tokens per second and the measured memory (with the plan as a level);
     tables; the memory of a step; a sample.
 
-    records       as `read_log` gives them: kinds "train" and "validation" are drawn; null is a gap in the curve
-    tables        by heading, as `run_tables` makes them
+    records       what `read_log` returns: the kinds "train" and "validation" are drawn; null is a gap in the curve
+    tables        heading → table, from `run_tables`
     memory_page   a page of `tilegrad.memory.planned.report`: `memory_report(…).html()` or `timeline_page(…)`
     The pointer shows every value; where points share a pixel, their lowest and highest are drawn.
     """
@@ -70,7 +70,7 @@ def run_report(
         "data": json.dumps(charts, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
     }
     page = resources.files("tilegrad.training").joinpath("report.html").read_text(encoding="utf-8")
-    for name, text in parts.items():  # no text holds a placeholder: "<" is escaped in all of them
+    for name, text in parts.items():  # no text contains a placeholder, because "<" is escaped in all of them
         page = page.replace(f"<!--{name}-->", text)
     return page
 
@@ -78,7 +78,7 @@ def run_report(
 def run_tables(
     run: RunConfig, records: Sequence[Record], environment: Mapping[str, object], measured: Resident
 ) -> dict[str, Table]:
-    """Every hyper-parameter, the data as the log has it, the environment, and the memory by role."""
+    """Tables of every hyper-parameter, the record of the data in the log, the environment, and the memory by role."""
     plain = run.plain()
     data = next((record for record in reversed(records) if record["kind"] == "data"), {})
     counted = {name: value for name, value in data.items() if name not in ("step", "kind")}
@@ -131,7 +131,7 @@ def _series(records: Sequence[Record], name: str) -> list[Curve]:
 
 
 def _points(records: Sequence[Record], kind: str, name: str) -> list[tuple[int, float | None]]:
-    """Step and value of each record of that kind; the last one if a step has several."""
+    """(step, value) of each record of this kind; if a step has several, of the last."""
     scale = _SCALES.get(name)
     values = {r["step"]: r[name] for r in records if r["kind"] == kind and name in r}
     return [(step, y if scale is None or y is None else y * scale) for step, y in sorted(values.items())]

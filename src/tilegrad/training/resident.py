@@ -1,11 +1,11 @@
-"""The memory of a run's process: the plan's arenas, page by page, and memory outside the plan.
+"""The memory of a run's process: the resident pages of the plan's arenas, and memory outside the plan.
 
     measured = arenas + unplanned
 
 The arenas are never larger than planned; a page that no step has written is not resident yet. Unplanned memory is what
-torch, BLAS and Python have allocated since just before the engine was made. On a CPU it is workspaces of BLAS and oneDNN,
-thread stacks, and modules imported at the first step; on CUDA it is workspaces of cuBLAS, and the batches. Pages of files
-(code of libraries, the mapped text) are counted separately, because the system drops them when memory is short.
+torch, BLAS and Python have allocated since the moment before the engine was made. On a CPU these are workspaces of BLAS and
+oneDNN, thread stacks, and modules imported at the first step; on CUDA they are the workspaces of cuBLAS, and the batches.
+Pages of files (code of libraries, the mapped text) are counted separately, because the system drops them when memory is short.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ STATM = Path("/proc/self/statm")
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
-    """Bytes in use now. `private`: the process's own, on CUDA what torch's allocator gave out; `files`: mapped files."""
+    """Bytes in use now. `private`: private memory of the process, on CUDA the memory that torch's allocator has given out;
+    `files`: mapped files."""
 
     private: int
     files: int
@@ -58,7 +59,7 @@ class Resident:
 
 
 def process_memory(device: torch.device) -> ProcessMemory:
-    """The memory in use now; without /proc, the peak of all resident memory."""
+    """The memory in use now; on systems without /proc, the peak of all resident memory."""
     if device.type == "cuda":
         return ProcessMemory(torch.cuda.memory_allocated(device), 0)
     if not STATM.exists():
@@ -79,7 +80,7 @@ def resident(
 
 
 def resident_bytes(x: Tensor) -> int:
-    """Bytes of a contiguous tensor that are in memory: all but the pages that were never written."""
+    """Resident bytes of a contiguous tensor: all pages except those that were never written."""
     if x.device.type != "cpu" or not x.nbytes:
         return x.nbytes
     page = mmap.PAGESIZE

@@ -54,8 +54,8 @@ def train(
     context: int = 1,
     timeout_s: float = 600.0,
 ) -> RunResult:
-    """Train in the folder `out`; `resolve` documents the first arguments. The last four are for several ranks; a collective
-    waits at most `timeout_s` for a rank."""
+    """Train in the folder `out`. `resolve` documents the first arguments. The last four are for several ranks; a collective
+    operation waits at most `timeout_s` for a rank."""
     check_platform()
     world = int(os.environ.get("WORLD_SIZE", "1"))
     start = resolve(config, out, resume=resume, where=where, name=name, world=world)
@@ -78,7 +78,7 @@ def train(
     )
     for seq_len in dict.fromkeys((t.seq_len, *(stage.seq_len for stage in t.stages))):
         check_ranks(replace(spec, seq_len=seq_len))
-    if start.saved is None:  # a run may resume with more ranks than micro-batches, and then says how many are idle
+    if start.saved is None:  # a run may resume with more ranks than micro-batches; it says how many of them are idle
         check_accumulation(t.gradient_accumulation, world, context, t.gradients)
     check_installed(chosen_loggers(t.log))
     mesh = Mesh(t.device, timeout_s)
@@ -89,13 +89,13 @@ def train(
             result = _open(start, show if mesh.rank == 0 else quiet, ranks).train()
         except RankLost as error:
             print(f"tilegrad: {error}", file=sys.stderr, flush=True)
-            os._exit(1)  # nothing here may wait for the rank that is lost
+            os._exit(1)  # without cleanup, which could wait for the lost rank
     mesh.close()
     return result
 
 
 def _claim(folder: Path, mesh: Mesh, until_the_end: ExitStack, *, new: bool) -> None:
-    """Rank 0 claims the folder, and all ranks must find it. A refusal is raised on all of them."""
+    """Claim the folder on rank 0, and check that all ranks find it. If either fails, all ranks raise."""
     token, refusal = "", ""
     if mesh.rank == 0:
         try:
@@ -111,7 +111,7 @@ def _claim(folder: Path, mesh: Mesh, until_the_end: ExitStack, *, new: bool) -> 
 
 
 def _open(start: Start, show: Show, ranks: Ranks) -> Run:
-    """The run with its data, which a new run prepares. After an error, the data that it prepared is deleted."""
+    """The run with its data. A new run prepares the data, and deletes it again after an error."""
     folder, mesh = start.folder, ranks.mesh
     base = _open_base(start)
     existed = (folder / "data").exists()
@@ -145,8 +145,8 @@ def _open(start: Start, show: Show, ranks: Ranks) -> Run:
 
 
 def _prepare(start: Start, show: Show, mesh: Mesh, summary: Numbers) -> tuple[TokenFile, Tokenizer]:
-    """The tokens of a new run; rank 0 prepares them first. `summary` gets the counts, which are shown after the run has begun:
-    then a closed output ends it with a save."""
+    """The tokens of a new run; rank 0 prepares them first. `summary` gets the counts. They are shown only after the run has
+    begun, when a closed output ends the run with a save."""
     config, data = start.config, start.config.data
     mesh.at("preparing data")
     tokens, tokenizer = mesh.first(lambda: prepare_data(config, start.folder / "data", kept_counts(show, summary)))
@@ -180,7 +180,7 @@ def _begin(run: Run, base: BaseWeights | None) -> None:
         _load(source, engine, mesh)
         if lora is not None and lora.adapter is not None:
             _load_adapter(lora, lora.adapter, engine, source)
-        if own and base is None:  # not the engine's values, which may be rounded
+        if own and base is None:  # copy from the source, because the values in the engine may be rounded
             values = source.read(next(iter(engine.grads.values())).dtype)
             own = {name: values[name] for name in own}
         if mesh.rank == 0:
@@ -213,7 +213,7 @@ def _continue(run: Run, base: BaseWeights | None, state: RunState) -> None:
 
 
 def _load(source: Weights, engine: Engine, mesh: Mesh) -> None:
-    """Copy weights into the engine's parameters; adapters stay as they are."""
+    """Copy weights into the parameters of the engine; adapters stay unchanged."""
     if mesh.world == 1:
         source.load({name: x for name, x in engine.params.items() if not is_adapter(name)})
     else:
@@ -224,7 +224,7 @@ def _load(source: Weights, engine: Engine, mesh: Mesh) -> None:
 
 
 def _load_adapter(lora: LoraConfig, folder: str, engine: Engine, source: Weights) -> None:
-    """Begin with PEFT's adapters in `folder`; their rank, alpha and layers must be the run's."""
+    """Load the PEFT adapters in `folder`, whose rank, alpha and layers must be those of the run."""
     adapter = open_adapter(Path(folder), source)
     parts = [adapter_parts(source.config, one) for one in (adapter.lora, lora)]
     for name in ("rank", "alpha", "layers"):

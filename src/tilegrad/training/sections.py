@@ -12,15 +12,15 @@ files = ["book.txt"]     # none: the text that ships with the package
 rank = 16
 
 `example.toml` has every key. If gradient_accumulation is given, the same file gives the same training on any number of
-ranks. A key that is not given has the preset's value, except seven keys with these defaults:
+ranks. A key that is not given has the value of the preset, except these keys:
 
     gradient_accumulation   at least the number of ranks
     seq_len        block_size
     warmup_steps   steps / 20, where steps or epochs is given
     decay_steps    steps / 5, where the schedule is wsd or trapezoid
     dtype          bfloat16 on CUDA, float32 elsewhere
-    vocab_size     the tokenizer's, where it is larger than the preset's
-    learning_rate  2e-4 with adapters, and a tenth of it at the end
+    vocab_size     the tokenizer's vocabulary size, where it is larger than that of the preset
+    learning_rate  2e-4 with adapters, and min_learning_rate is 2e-5
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ MAY_CHANGE = frozenset(  # the keys of [train] that a resumed run may change
     )
 )
 _NO_WEIGHTS = ("block_size", "window", "window_layers", "dropout", "norm_eps", "rope_theta", "rope_scaling", "loss")
-_FOLLOWS = (  # values that a resumed run replaces by its own
+_FOLLOWS = (  # values that mean "automatic": a resumed run keeps the values that it has
     *(("warmup_steps", -1), ("decay_steps", -1), ("dtype", "auto")),
     *(("format", "auto"), ("packing", None), ("too_long", "auto")),
 )
@@ -129,8 +129,8 @@ def read_toml(path: Path) -> dict[str, Values]:
 
 
 def run_from(content: Sections, where: str, world: int = 1) -> RunConfig:
-    """The run that a TOML file, flags or a dictionary describe. A missing key follows from other keys or the preset.
-    `where` names the source in errors; `world` is the number of ranks that a new run starts with."""
+    """The run that a TOML file, flags or a dictionary describes. The value of a missing key follows from other keys or from
+    the preset. `where` names the source in errors; `world` is the number of ranks that a new run starts with."""
     given = checked(content, where)
     model, settings = given["model"], given["train"]
     preset, init = model.pop("preset", None), settings.get("init")
@@ -156,7 +156,7 @@ def run_from(content: Sections, where: str, world: int = 1) -> RunConfig:
 
 
 def _check_model(given: Values, own: ModelConfig, init: str) -> None:
-    """Refuse keys of [model] that the weights in `init` contradict."""
+    """Raise if a key of [model] contradicts the weights in `init`."""
     for name, value in given.items():
         if name == "preset":
             raise ValueError(
@@ -169,7 +169,7 @@ def _check_model(given: Values, own: ModelConfig, init: str) -> None:
 
 
 def _adapters(given: Values, init: object) -> AdapterConfig | None:
-    """The adapters of a run. Keys that are not given come from PEFT's folder `adapter`; a saved run gives all of them."""
+    """The adapters of a run. Keys that are not given are read from the PEFT folder `adapter`; a saved run gives all keys."""
     given = {name: value for name, value in given.items() if value is not None}
     if not given:
         return None
@@ -228,13 +228,13 @@ def checked(content: Sections, where: str) -> dict[str, Values]:
 
 
 def _shown_keys(kinds: Mapping[str, type]) -> dict[str, str]:
-    """How a refusal shows each key: 'steps' in [train]."""
+    """key → how an error shows it: 'steps' in [train]."""
     names = [(section, f.name) for section, kind in kinds.items() for f in fields(kind)]
     return {name: f"{name!r} in [{section}]" for section, name in [("model", "preset"), *names]}
 
 
 def settled(run: RunConfig) -> RunConfig:
-    """The run with the format of its files, and with the values of packing and too_long that follow from it."""
+    """The run with format, packing and too_long resolved: the format of its files, and what follows from the format."""
     data = run.data
     format = find_format([Path(name) for name in data.files], data.text_field) if data.format == "auto" else data.format
     conversations = format != "text"
@@ -269,7 +269,7 @@ def with_steps(run: RunConfig, rows: Callable[[int], int]) -> RunConfig:
 
 
 def resumed(own: RunConfig, asked: Sections) -> RunConfig:
-    """The run `own` with the changes asked for; a change of a key that is not in MAY_CHANGE is refused."""
+    """The run `own` with the changes in `asked`. Raises if a key that is not in MAY_CHANGE has another value."""
     changes, mine = {}, own.plain()
     may_change = MAY_CHANGE | ({"init"} if own.lora is not None else set())  # the base weights may have moved
     for section, values in checked(asked, "resume").items():

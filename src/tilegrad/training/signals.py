@@ -1,4 +1,4 @@
-"""Signals end a run after the current step, with a save; before the first step they end the process after a cleanup."""
+"""Signals that end a run after the current step, with a save. Before the first step they end the process after a cleanup."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Handler: TypeAlias = Callable[[int, FrameType | None], object]
 
 @contextmanager
 def stop_on_signals() -> Iterator[list[str]]:
-    """Inside, SIGTERM, SIGINT and SIGHUP add their name to the list instead of ending the process.
+    """In this context, SIGTERM, SIGINT and SIGHUP add their name to the list instead of ending the process.
 
     The second SIGINT only prints that the run is being saved; the third raises KeyboardInterrupt, even during a save. A
     SIGHUP that is ignored, as under nohup, stays ignored.
@@ -28,7 +28,7 @@ def stop_on_signals() -> Iterator[list[str]]:
             return
         times = stopped.count("SIGINT")
         if times == 2:
-            with suppress(OSError):  # not print, which the signal may have interrupted
+            with suppress(OSError):  # os.write, because the signal may have interrupted a print
                 os.write(2, b"tilegrad: saving; a third Ctrl-C ends at once and loses what was not saved\n")
         elif times > 2:
             raise KeyboardInterrupt
@@ -39,7 +39,8 @@ def stop_on_signals() -> Iterator[list[str]]:
 
 @contextmanager
 def end_on_signals() -> Iterator[None]:
-    """Inside, SIGTERM and SIGHUP raise SystemExit, so that files are cleaned up; SIGINT already raises KeyboardInterrupt."""
+    """In this context, SIGTERM and SIGHUP raise SystemExit, so that files are cleaned up; SIGINT already raises
+    KeyboardInterrupt."""
 
     def end(number: int, _frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
@@ -50,7 +51,8 @@ def end_on_signals() -> Iterator[None]:
 
 @contextmanager
 def _caught(numbers: Sequence[signal.Signals], handler: Handler) -> Iterator[None]:
-    """Inside, `handler` gets the signals, except a SIGHUP that is ignored. Python allows handlers in the main thread only."""
+    """In this context, `handler` gets the signals, except an ignored SIGHUP. Outside the main thread, where Python allows no
+    handlers, nothing changes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,7 +1,7 @@
-"""Stages of a run: sizes of a batch and a window that hold for some steps each (`train.stages`).
+"""Stages of a run: each has its own batch size, sequence length and attention window for some steps (`train.stages`).
 
-The run's own batch_size and seq_len are the largest, so one memory plan serves all stages. A stage's windows of text are the
-run's windows, cut into seq_len / stage.seq_len pieces. So a stage reads only what the run trains on, and nothing twice.
+No stage has a larger batch_size or seq_len than the run, so one memory plan serves all stages. A stage reads the windows of
+text of the run, each cut into seq_len / stage.seq_len pieces. So a stage reads no held-out text, and nothing twice.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _MOST_STEPS = 10**9
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """steps=None: to the end of the run. A RunConfig replaces 0 and "model" by the values of [train] and [model]; window=None
-    is no window."""
+    """steps=None: to the end of the run. window=None: no window. A RunConfig replaces 0 and "model" by the values of [train]
+    and [model]."""
 
     steps: int | None = None
     batch_size: int = 0
@@ -59,7 +59,8 @@ def _read(number: int, given: object) -> Stage:
 def resolved_stages(
     stages: Sequence[Stage], model: ModelConfig, *, batch_size: int, seq_len: int, steps: int | None
 ) -> tuple[Stage, ...]:
-    """The stages with the values of the run where they have none. `steps` are the run's; None: they follow from its epochs."""
+    """The stages, with the values of the run where a stage has none. `steps` is the number of steps of the run; None: it
+    follows from the epochs."""
     out = []
     for number, stage in enumerate(stages, 1):
 
@@ -126,7 +127,7 @@ def stage_of(stages: Sequence[Stage], step: int) -> int:
 def steps_of_epochs(
     stages: Sequence[Stage], rows: int, *, batch_size: int, seq_len: int, gradient_accumulation: int
 ) -> int:
-    """Steps that read `rows` rows of seq_len tokens. The last step may read a few rows more."""
+    """The number of steps that read `rows` rows of seq_len tokens. The last step may read a few rows more."""
     for number, stage in enumerate(stages[:-1], 1):
         pieces = seq_len // stage.seq_len
         rows -= -(-(stage.steps or 0) * gradient_accumulation // pieces) * stage.batch_size

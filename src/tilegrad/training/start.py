@@ -1,4 +1,4 @@
-"""What a run starts from: its configuration, its folder and the checkpoint to resume from. Resume is resolved here, once."""
+"""The start of a run: its configuration, its folder and the checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class Start:
     saved: tuple[Path, RunState] | None  # the checkpoint to resume from, and its state; None: a new run
 
     def with_steps(self, rows: Callable[[int], int]) -> Start:
-        """The start with the steps of its epochs, refused if a resumed run has done more; `rows` counts the rows of epochs."""
+        """The start with its epochs converted to steps. Raises if a resumed run has done more steps. `rows(n)` is the number
+        of rows in n epochs."""
         config = with_steps(self.config, rows)
         done = 0 if self.saved is None else self.saved[1]["engine"]["steps"]
         if config.train.steps < done:
@@ -48,7 +49,7 @@ def resolve(
     out      the run's folder; None: runs/`name`, or runs/PRESET
     resume   True: from the newest checkpoint in `out`; a path: from that run or checkpoint. Ranks that torchrun has
              restarted resume by themselves.
-    where    names the source of `config` in errors
+    where    the source of `config`, for errors
     """
     content: Sections = config.plain() if isinstance(config, RunConfig) else config or {}
     folder = Path(out or f"runs/{name or content.get('model', {}).get('preset', 'tiny')}")

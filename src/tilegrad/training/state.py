@@ -23,27 +23,27 @@ class BaseState(TypedDict):
     """The frozen weights of a run with adapters, which are not in its checkpoints."""
 
     folder: str
-    sha256: str  # of the tensors (`Weights.sha256`)
+    sha256: str  # sha256 of the tensors (`Weights.sha256`)
 
 
 class RunState(TypedDict):
     engine: dict[str, int]  # seed, draws, steps, skipped, skipped_in_a_row
     data: BatchesState  # the position in the data
-    run: dict[str, Values]  # the configuration: sections model, train, data and, with adapters, lora
+    run: dict[str, Values]  # the configuration, by section
     train_loss: float | None  # None: it was not finite
     validation_loss: float | None  # None: there was no evaluation, or it was not finite
     threads: int  # torch's number of threads at the save
-    finite: list[Any] | None  # [engine, data, train_loss] before the latest non-finite steps; None: the last was finite
+    finite: list[Any] | None  # [engine, data, train_loss] before the skipped steps; None: the last step was finite
     tokenizer_sha256: NotRequired[str]  # older checkpoints lack it
     evaluations_since_best: NotRequired[int]  # older checkpoints lack it
     base: NotRequired[BaseState]  # in checkpoints of adapters
-    frozen_sha256: NotRequired[str]  # of the run's own copy of frozen parameters (frozen.py), if it has one
-    shapes: NotRequired[dict[str, list[int]]]  # of trained parameters and moments; only in checkpoints of several ranks
-    ranks: NotRequired[int]  # how many ranks wrote the checkpoint, if several did
+    frozen_sha256: NotRequired[str]  # sha256 of the run's own copy of frozen parameters (frozen.py), if it has one
+    shapes: NotRequired[dict[str, list[int]]]  # shapes of parameters and moments; only in checkpoints of several ranks
+    ranks: NotRequired[int]  # how many ranks wrote the checkpoint; only in checkpoints of several ranks
 
 
 def check_run_state(state: Mapping[str, object], step: int) -> None:
-    """Raise ValueError, with the field's name, if no run can have saved this state after `step` steps."""
+    """Raise ValueError, with the name of the field, if no run can have saved this state after `step` steps."""
     check_values(state, "state")
     engine, data, run = (_mapping(state.get(name), name) for name in ("engine", "data", "run"))
     _check_engine(engine, "engine")
@@ -103,8 +103,8 @@ def _check_text(data: Mapping[str, object]) -> None:
 
 
 def check_shapes(state: Mapping[str, object]) -> dict[str, list[int]]:
-    """The shapes of parameters and moments in a checkpoint of several ranks. Older ones have only those of parameters, each
-    with the moments m and v."""
+    """The shapes of parameters and moments in a checkpoint of several ranks. An older checkpoint has only the shapes of
+    parameters; each parameter has the moments m and v, of the same shape."""
     shapes = _mapping(state.get("shapes"), "shapes")
     for name, shape in shapes.items():
         if not isinstance(shape, list) or not all(is_count(size, _MOST, 0) for size in shape):
