@@ -4,7 +4,7 @@ A row is a window of a text, or several documents (packing.py). Window w has inp
 tokens[wT + 1 : wT + T + 1]. Neighbouring windows share one token, so in an epoch every token except the first is a target
 once. The last window may be shorter: it is padded with token 0 and target −1, which the loss ignores.
 
-A shorter length T/k cuts each window into k pieces: piece j of window w is window w·k + j of that length. batch_size windows
+A shorter length T/k cuts each window into k pieces: piece j of window w is window w·k + j of length T/k. batch_size windows
 give k batches, and batch j has piece j of each window.
 """
 
@@ -22,7 +22,7 @@ from .tokens import Tokens, tokens_sha256
 
 
 class Rows(Protocol):
-    """What batches are made of: `Windows` or `PackedRows`."""
+    """The rows that batches are made of: `Windows` or `PackedRows`."""
 
     seq_len: int
 
@@ -35,13 +35,13 @@ class Rows(Protocol):
     def gather(self, rows: Sequence[Row]) -> Batch: ...
 
     def count(self, rows: Iterable[Row]) -> int:
-        """Positions of these rows that are not padding."""
+        """The number of positions of these rows that are not padding."""
 
     def sha256(self) -> str: ...
 
 
 class Windows:
-    """Windows of a text; `numbers` are those to use, by default all."""
+    """Windows of a text. `numbers` are the numbers of the windows to use, by default all."""
 
     def __init__(self, tokens: Tokens, seq_len: int, numbers: Tokens | None = None) -> None:
         self.tokens, self.seq_len = tokens, seq_len
@@ -60,7 +60,7 @@ class Windows:
             piece = torch.from_numpy(
                 self.tokens[window * self.seq_len : (window + 1) * self.seq_len + 1].astype(np.int64)
             )
-            length = max(len(piece) - 1, 0)  # 0: a piece after the end of the text
+            length = max(len(piece) - 1, 0)  # 0 if the piece is after the end of the text
             inputs[row, :length] = piece[:-1]
             targets[row, :length] = piece[1:]
         return inputs, targets, None
@@ -84,7 +84,7 @@ class BatchesState(TypedDict):
     tokens_read: NotRequired[int]  # older states lack it
     seed: int
     seq_len: int
-    tokens_sha256: str  # digest of the data that the rows are made of
+    tokens_sha256: str  # sha256 of the data that the rows are made of
 
 
 def split(tokens: Tokens, validation_fraction: float) -> tuple[Tokens, Tokens]:
@@ -96,8 +96,9 @@ def split(tokens: Tokens, validation_fraction: float) -> tuple[Tokens, Tokens]:
 
 
 def split_windows(tokens: Tokens, seq_len: int, validation_fraction: float, *, seed: int = 0) -> tuple[Tokens, Tokens]:
-    """(training, validation) window numbers: ⌊fraction · windows⌋ windows are drawn from the whole text for validation.
-    They stay in the order drawn, so the first few come from all over the text. A token is a target in only one part."""
+    """(training, validation) as numbers of windows: ⌊fraction · windows⌋ windows are drawn from the whole text for validation.
+    They stay in the order in which they were drawn, so the first few come from all over the text. Each token is a target in
+    only one of the two."""
     windows = _count_windows(tokens, seq_len)
     order = np.random.default_rng([seed, 0, 1]).permutation(windows)
     count = math.floor(windows * validation_fraction)
@@ -107,8 +108,8 @@ def split_windows(tokens: Tokens, seq_len: int, validation_fraction: float, *, s
 class Batches:
     """Endless batches for training: `next()` gives batch_size rows, in an order drawn for each epoch.
 
-    A batch may span two epochs, so every batch has batch_size rows. `position` is (epoch, number of its rows already read).
-    `resize` changes the size of the batches that follow.
+    A batch may span two epochs, so every batch has batch_size rows. `position` is (epoch, number of rows of this epoch that
+    were read). `resize` changes the size of the batches that follow.
     """
 
     def __init__(self, rows: Rows, batch_size: int, *, seed: int = 0) -> None:
@@ -118,7 +119,7 @@ class Batches:
             raise ValueError(f"seed: got {seed}; accepted: at least 0")
         self.rows, self.batch_size, self.seed = rows, batch_size, seed
         self._sha256 = rows.sha256()
-        self._cut, self._pieces = rows, 1  # rows of the current length, and how many of them make one of `rows`
+        self._cut, self._pieces = rows, 1  # the pieces of the current length, and how many of them a row has
         self._tokens_read = 0
         self._move(0, 0)
 
@@ -128,16 +129,16 @@ class Batches:
 
     @property
     def tokens_read(self) -> int:
-        """Tokens that were read, padding not counted."""
+        """How many tokens were read, padding not counted."""
         return self._tokens_read
 
     @property
     def rows_in_epoch(self) -> int:
-        """Rows of this epoch; packed rows may be fewer or more in the next."""
+        """The number of rows of this epoch. With packed rows, the next epoch may have more or fewer."""
         return len(self._order)
 
     def rows_in(self, epochs: int) -> int:
-        """Rows of the first `epochs` epochs."""
+        """The number of rows of the first `epochs` epochs."""
         if isinstance(self.rows, Windows):
             return epochs * len(self.rows.numbers)
         return sum(len(self.rows.order(self.seed, epoch)) for epoch in range(epochs))
@@ -150,15 +151,15 @@ class Batches:
         if seq_len != cut.seq_len:
             if not isinstance(cut, Windows) or cut.seq_len % seq_len:
                 raise ValueError(f"seq_len: got {seq_len}; accepted: {cut.seq_len}, or for windows a divisor of it")
-            cut = Windows(cut.tokens, seq_len, cut.numbers[:0])  # it only gathers
+            cut = Windows(cut.tokens, seq_len, cut.numbers[:0])  # without numbers, because it is used only to gather
         self.batch_size, self._cut, self._pieces, self._piece = batch_size, cut, self.rows.seq_len // seq_len, 0
 
     def next(self) -> Batch:
         return self._cut.gather(self._pick())
 
     def deal(self, count: int, rank: int, world: int) -> list[Batch]:
-        """This rank's share of the next `count` batches: every world-th. The position is the same on all ranks, so a run
-        may resume on any number of ranks."""
+        """The share of this rank of the next `count` batches: every world-th batch. The position is the same on all ranks, so a
+        run may resume on any number of ranks."""
         picked = [self._pick() for _ in range(count)]
         return [self._cut.gather(rows) for rows in picked[rank::world]]
 
@@ -199,8 +200,8 @@ class Batches:
         }
 
     def restore(self, state: BatchesState) -> None:
-        """Continue where `state` was taken. Tokens, seq_len and seed must be the same. If the state was taken between pieces of
-        rows, call `resize` with its sizes first; otherwise batch_size may differ."""
+        """Continue from the position `state`. Tokens, seq_len and seed must be the same. If the position is between pieces of
+        rows, call `resize` first, with the sizes at that position; otherwise batch_size may differ."""
         here = self.state()
         for name in ("seed", "seq_len", "tokens_sha256"):
             if state[name] != here[name]:
@@ -227,7 +228,7 @@ def batches_in_order(
     rows: Rows, batch_size: int, *, most: int | None = None, rank: int = 0, world: int = 1
 ) -> Iterator[Batch]:
     """Batches for evaluation: every row once, in order; the last batch may be smaller. Only the first `most` batches are used,
-    the same ones in every evaluation. This rank gets every world-th of them."""
+    so every evaluation has the same batches. This rank gets every world-th of them."""
     order = rows.in_order()
     for number, begin in enumerate(range(0, len(order), batch_size)):
         if number == most:

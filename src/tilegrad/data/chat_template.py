@@ -1,10 +1,10 @@
-"""A tokenizer's chat template: messages → text, and the spans of the text that the assistant says.
+"""The chat template of a tokenizer: messages → text, and the spans of the text that the assistant writes.
 
 The span of an assistant message i is found by rendering prefixes of the conversation. Let R(n) be the text of the first n
-messages, and G(n) the same with the generation prompt, which ends where the model begins to write. The span begins where
+messages, and G(n) the same text with the generation prompt, which ends where the model begins to write. The span begins where
 G(i) and the whole text first differ, or at the end of G(i), and it ends at the end of R(i + 1). R(i) and R(i + 1) must be
-prefixes of the whole text. A template that writes earlier messages differently once later ones follow is refused, unless it
-marks the assistant's text with {% generation %}.
+prefixes of the whole text. If a template writes earlier messages differently once later messages follow, it is refused, unless
+it marks the assistant's text with {% generation %}.
 
 A template is untrusted code, which runs in a sandbox (sandbox.py).
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 Message: TypeAlias = dict[str, object]  # role, content, and other keys that the template reads
-Span: TypeAlias = tuple[int, int]  # characters [begin, end)
+Span: TypeAlias = tuple[int, int]  # (begin, end) of the characters [begin, end)
 
 CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -33,7 +33,7 @@ _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """`spans`: the parts of `text` that the assistant says, each with the end of its turn, in order."""
+    """`spans`: the parts of `text` that the assistant writes, in order. Each includes the marks that end the message."""
 
     text: str
     spans: tuple[Span, ...]
@@ -41,10 +41,10 @@ class Conversation:
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A tokenizer's Jinja2 template, which reads the messages and writes text."""
+    """The Jinja2 template of a tokenizer, which reads messages and writes text."""
 
     source: str
-    name: str  # the file that it was read from
+    name: str  # the file from which the template was read
     special_tokens: dict[str, str]  # "bos_token", "eos_token", …: text that the template may write
 
     @cached_property
@@ -77,7 +77,7 @@ class ChatTemplate:
         return _without_marks(text, begin, end)
 
     def conversation(self, messages: Sequence[Message]) -> Conversation:
-        """The text of all messages, with the spans that the assistant says."""
+        """The text of all messages, with the spans that the assistant writes."""
         whole = self.render(messages)
         if whole.spans:
             return whole
@@ -103,14 +103,14 @@ class ChatTemplate:
 
 
 def load_chat_template(folder: Path) -> ChatTemplate | None:
-    """The chat template of a folder with a tokenizer: chat_template.jinja, or the one in tokenizer_config.json."""
+    """The chat template of a folder with a tokenizer: chat_template.jinja, or chat_template in tokenizer_config.json."""
     settings = read_tokenizer_config(folder)
     tokens = {name: text for name in _SPECIAL if (text := token_text(settings, name))}
     if (folder / TEMPLATE).exists():
         path = file_in(folder, TEMPLATE)
         return ChatTemplate(decoded(path), str(path), tokens)
     path, source = folder / CONFIG, settings.get("chat_template")
-    if isinstance(source, list):  # several, each with a name
+    if isinstance(source, list):  # several templates, each with a name
         named = {str(one.get("name")): one.get("template") for one in source if isinstance(one, dict)}
         source = named.get("default")
     if source is None:
@@ -121,7 +121,7 @@ def load_chat_template(folder: Path) -> ChatTemplate | None:
 
 
 def read_tokenizer_config(folder: Path) -> dict[str, object]:
-    """tokenizer_config.json; {} if there is none."""
+    """The content of tokenizer_config.json; {} if there is no such file."""
     if not (folder / CONFIG).exists():
         return {}
     path = file_in(folder, CONFIG)
@@ -132,7 +132,7 @@ def read_tokenizer_config(folder: Path) -> dict[str, object]:
 
 
 def token_text(settings: dict[str, object], name: str) -> str | None:
-    """The text of a special token: in tokenizer_config.json a string, or an object with the key content."""
+    """The text of a special token. In tokenizer_config.json it is a string, or an object with the key content."""
     value = settings.get(name)
     value = value.get("content") if isinstance(value, dict) else value
     return value if isinstance(value, str) else None

@@ -22,7 +22,7 @@ from .tokenizer import Encoded
 
 Format: TypeAlias = Literal["text", "messages", "prompt", "instruction"]
 
-_REQUIRED: dict[Format, tuple[tuple[str, ...], ...]] = {  # a record has one name of each tuple
+_REQUIRED: dict[Format, tuple[tuple[str, ...], ...]] = {  # a record must have one name of each tuple
     "messages": (("messages",),),
     "prompt": (("prompt",), ("completion", "response")),
     "instruction": (("instruction",), ("output",)),
@@ -71,8 +71,8 @@ def plain_conversation(messages: Sequence[Message], format: Format, end: str) ->
 
 
 def trained_tokens(conversation: Conversation, encoded: Encoded) -> Mask:
-    """Which tokens are targets: those with a character in a span. If only white space follows the last special token of a
-    span, such as the end of the turn, the white space is no target."""
+    """Whether each token is a target: a token is if one of its characters is in a span. If only white space follows the last
+    special token of a span, such as the end of a message, the white space is not a target."""
     trained = np.zeros(len(encoded.tokens), np.bool_)
     for begin, end in conversation.spans:
         inside = np.flatnonzero((encoded.ends > begin) & (encoded.starts < end))

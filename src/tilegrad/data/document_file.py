@@ -1,4 +1,4 @@
-"""documents.bin, next to tokens.bin: where documents end, and which tokens are trained on.
+"""documents.bin, next to tokens.bin: the ends of documents, and the tokens that are trained on.
 
     header     128 bytes: magic, version, counts, the two digests of tokens.bin, and a digest of `ends` and `trained`
     ends       int64 for each document: its tokens are tokens[ends[i − 1] : ends[i]]
@@ -31,7 +31,7 @@ _MAGIC, _VERSION = b"TGDOCMTS", 1
 class DocumentFile:
     path: Path
     map: mmap.mmap
-    ends: Tokens  # (documents,) int64, rising; the last is the number of tokens
+    ends: Tokens  # (documents,) int64, rising; the last end is the number of tokens
     bits: npt.NDArray[np.uint8] | None  # None: every token is trained on
 
     def trained(self, begin: int, end: int) -> Mask:
@@ -45,7 +45,7 @@ class DocumentFile:
 def write_documents(
     path: Path, ends: Tokens, trained: Mask | None, *, source_sha256: str, tokenizer_sha256: str
 ) -> None:
-    """Write the file whole or not at all. The digests are those of the tokens.bin that it belongs to."""
+    """Write the file whole or not at all. The digests are those of the tokens.bin to which the file belongs."""
     parts = [
         ends.astype("<i8").tobytes(),
         b"" if trained is None else np.packbits(trained, bitorder="little").tobytes(),
@@ -58,7 +58,7 @@ def write_documents(
 
 
 def open_documents(path: Path, file: TokenFile) -> DocumentFile:
-    """Map the file and check header, size, digests and ends. Raises TokenFileError if it does not belong to `file`."""
+    """Map documents.bin and check its header, size, digests and ends. Raises TokenFileError if it does not belong to `file`."""
     with path.open("rb") as opened:
         head = opened.read(_HEADER.size)
     if not head.startswith(_MAGIC) or len(head) < _HEADER.size:

@@ -1,4 +1,4 @@
-"""Reads documents from files and folders. Other suffixes than these are refused, so that no model trains on binary data.
+"""Reads documents from files and folders. Files with other suffixes are refused, so that no model trains on binary data.
 
 .txt .md …    the file is one document, unchanged; so is a file without a suffix that is given by its own path
 .jsonl        each line is a document or a conversation; the text of a document is in one field
@@ -8,8 +8,8 @@ a folder      all files with these suffixes in it and below it, in sorted order;
 EOS ends each document. If the tokenizer has no EOS, a blank line ends each document of a .jsonl, and nothing is added to
 the text of a file.
 
-All of the text is in memory while it is encoded, so a file is refused if the text would exceed half of the machine's memory. A
-.gz is decompressed in chunks, and refused if the text exceeds both 16 MiB and 100 times the compressed size.
+All of the text is in memory while it is encoded, so a file is refused if the text would exceed half of the memory of the
+machine. A .gz is decompressed in chunks, and refused if the text exceeds both 16 MiB and 100 times the compressed size.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Show = Callable[[str, Numbers], None]  # called with each event ("prepare", "sta
 TEXT = (".txt", ".text", ".md", ".rst", ".tex")
 LINES = (".jsonl",)
 _GZIP_GROWTH, _GZIP_SMALL = 100, 1 << 24  # the text of a .gz has at most 100 times its bytes, or 16 MiB if that is more
-_FORMAT_LINES, _LONGEST = 20, 1 << 28  # lines of a .jsonl that are read to find its format; the most bytes of one
+_FORMAT_LINES, _LONGEST = 20, 1 << 28  # lines of a .jsonl that are read to find its format; the most bytes of a line
 _REMEDIES = {".json": "write each object into a line of its own, as .jsonl"}
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -52,10 +52,10 @@ Record: TypeAlias = dict[str, object]  # a line of .jsonl
 @dataclass(frozen=True, slots=True)
 class Documents:
     texts: list[str]
-    blank_lines: list[str]  # what ends each text if the tokenizer has no EOS: a blank line, or nothing
+    blank_lines: list[str]  # the end of each text if the tokenizer has no EOS: a blank line, or nothing
     places: list[tuple[Path, int]]  # the file and the line of each text; line 0 is the whole file
     files: int
-    left_out: int  # files of other kinds in the folders
+    left_out: int  # number of files of other kinds in the folders
 
     @property
     def text(self) -> str:
@@ -73,14 +73,14 @@ class Records:
 
     records: list[Record]
     places: list[tuple[Path, int]]
-    sha256: str  # of the text of all files
+    sha256: str  # sha256 of the text of all files
     bytes: int
     files: int
     left_out: int
 
 
 def default_text() -> Path:
-    """The path of the text in this package: Moby-Dick, 1.2 MB, in the public domain."""
+    """The path of the text that ships with this package: Moby-Dick, 1.2 MB, in the public domain."""
     return Path(str(resources.files("tilegrad.data").joinpath("text/moby-dick.txt")))
 
 
@@ -89,8 +89,8 @@ def quiet(_event: str, _numbers: Numbers) -> None:
 
 
 def read_documents(paths: Sequence[Path], text_field: str = "text", show: Show = quiet) -> Documents:
-    """The documents in files and folders, decoded as UTF-8 with unchanged line endings. `show` gets the progress at most once a
-    second."""
+    """The documents in files and folders, decoded as UTF-8 with unchanged line endings. `show` gets a progress event at most
+    once a second."""
     files, left_out = find_files(paths)
     texts: list[str] = []
     blank_lines: list[str] = []
@@ -115,7 +115,7 @@ def read_documents(paths: Sequence[Path], text_field: str = "text", show: Show =
 
 
 def read_records(paths: Sequence[Path], show: Show = quiet) -> Records:
-    """The lines of .jsonl in files and folders. `show` gets the progress at most once a second."""
+    """The lines of .jsonl in files and folders. `show` gets a progress event at most once a second."""
     files, left_out = find_files(paths)
     records: list[Record] = []
     places: list[tuple[Path, int]] = []
@@ -180,7 +180,7 @@ def _format_of(file: Path, text_field: str) -> str:
 
 
 def _head(file: Path) -> Iterator[str]:
-    """The first lines of a .jsonl."""
+    """Yields the first lines of a .jsonl."""
     with _opened(file) as opened:
         for number in range(1, _FORMAT_LINES + 1):
             line = opened.readline(_LONGEST)
@@ -196,7 +196,7 @@ def _head(file: Path) -> Iterator[str]:
 
 @contextmanager
 def _opened(file: Path) -> Iterator[gzip.GzipFile | BufferedReader]:
-    """The open file, whose bytes are decompressed if it is a .gz. Errors name the file."""
+    """The open file, decompressed if it is a .gz. Errors name the file."""
     try:
         with gzip.open(file) if file.suffix.lower() == ".gz" else file.open("rb") as opened:
             yield opened
@@ -220,7 +220,7 @@ def _contents(files: Sequence[Path], show: Show) -> Iterator[tuple[Path, str]]:
 
 
 def find_files(paths: Sequence[Path]) -> tuple[list[Path], int]:
-    """Returns (files to read, number of other files in the folders)."""
+    """(files to read, number of other files in the folders)"""
     files, left_out = [], 0
     for path in paths:
         if path.is_dir():
@@ -247,13 +247,13 @@ def _accepted() -> str:
 
 
 def _kind(file: Path) -> str:
-    """The suffix in lower case, before .gz if the file has it."""
+    """The suffix of the file in lower case; if it is .gz, the suffix before .gz."""
     plain = file.with_suffix("") if file.suffix.lower() == ".gz" else file
     return plain.suffix.lower()
 
 
 def _content(file: Path, room: float) -> bytes:
-    """The file's bytes, decompressed if it is a .gz. More than `room` bytes are refused."""
+    """The bytes of the file, decompressed if it is a .gz. More than `room` bytes are refused."""
     size = file.stat().st_size
     if size > room:
         raise _too_large(file, size)

@@ -6,14 +6,15 @@ A document of L tokens has L − 1 positions: position j reads token j and predi
               targets   a1 a2 a3 b1 b2 −1 −1           −1 also where the target is not trained on
     cu_seqlens          0        3     5     7         ends in the flattened batch; the padding of a row is a document
 
-A document with more than seq_len positions is treated by `too_long`:
+`too_long` says what happens to a document with more than seq_len positions:
 
-    cut       its first seq_len positions
-    split     pieces of seq_len positions, each treated as a document; no target is lost
-    drop      left out
-    refuse    an error
+    cut       only its first seq_len positions are used
+    split     it becomes pieces of seq_len positions, each treated as a document; no target is lost
+    drop      it is left out
+    refuse    it is an error
 
-The result is one piece, or several with split. Pieces without a trained target are left out too. Every omission is counted.
+So a document gives one piece, none, or with split several. A piece without a trained target is left out too. What is left out
+is counted.
 
 Rows are filled first-fit: each piece, in an order drawn from the seed for each epoch, goes into the first open row that has
 room. A row is closed when it is full, when it has documents − 1 pieces (padding may be one more), or when it is the oldest
@@ -36,11 +37,11 @@ from .tokens import Tokens
 
 # tokens, targets (b, T) int64; cu_seqlens (n + 1,) int32
 Batch: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-Row: TypeAlias = Tokens  # indices of the pieces in a row, or of its one window
+Row: TypeAlias = Tokens  # the indices of the pieces of a row, or the number of its window
 Order: TypeAlias = "Tokens | list[Row]"  # (rows, 1), or rows of unequal length
 TooLong = Literal["cut", "split", "drop", "refuse"]
 
-OPEN = 1024  # the most open rows, which first-fit searches
+OPEN = 1024  # the most rows that are open, which first-fit searches
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +50,10 @@ class Pieces:
 
     begin: Tokens  # (n,) int64
     length: Tokens  # (n,) int64
-    cut: int = 0  # documents that were cut
-    cut_tokens: int = 0  # tokens that they lost
-    dropped: int = 0  # documents left out because they are too long
-    untrained: int = 0  # pieces left out because they have no trained target
+    cut: int = 0  # number of documents that were cut
+    cut_tokens: int = 0  # number of tokens that they lost
+    dropped: int = 0  # number of documents left out because they are too long
+    untrained: int = 0  # number of pieces left out because they have no trained target
 
     def __len__(self) -> int:
         return len(self.begin)
@@ -62,7 +63,7 @@ class Pieces:
 
 
 def cut_documents(file: DocumentFile, seq_len: int, too_long: TooLong) -> Pieces:
-    """The pieces of the documents, in their order."""
+    """The pieces of the documents, in the order of the documents."""
     begin = np.concatenate([np.zeros(1, np.int64), file.ends[:-1]])
     length = file.ends - begin - 1
     long = length > seq_len
@@ -99,8 +100,8 @@ def _has_target(file: DocumentFile, begin: Tokens, length: Tokens) -> Mask:
 
 
 def split_pieces(tokens: Tokens, pieces: Pieces, fraction: float, *, seed: int | None) -> tuple[Tokens, Tokens]:
-    """(training, validation) as indices of pieces; at most ⌊fraction · n⌋ are held out. The seed draws them and their order;
-    seed=None takes the last ones. Equal pieces are always in the same part."""
+    """(training, validation) as indices of pieces; at most ⌊fraction · n⌋ pieces are held out. The seed draws these pieces and
+    their order; seed=None takes the last pieces. Pieces with equal tokens are never split between training and validation."""
     n = len(pieces)
     room = math.floor(n * fraction)
     order = np.arange(n)[::-1] if seed is None else np.random.default_rng([seed, 0, 1]).permutation(n)
@@ -167,7 +168,7 @@ class PackedRows:
         return [order[row] for row in first_fit(self.pieces.length[order], self.seq_len, self.documents - 1)]
 
     def sha256(self) -> str:
-        """A digest of the tokens, the pieces and the trained bits, from which rows are made."""
+        """The sha256 of what rows are made from: tokens, pieces and trained bits."""
         bits = np.zeros(0, np.uint8) if self.file.bits is None else self.file.bits
         found = hashlib.sha256(f"{self.documents}".encode())
         for array in (self.tokens, self.pieces.begin, self.pieces.length, bits):

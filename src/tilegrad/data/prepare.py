@@ -1,4 +1,4 @@
-"""Files → tokens on disk, which a resumed run reads again.
+"""Files of text → files of tokens, which a resumed run reads again.
 
     read_documents(paths) ─ tokenizer.encode ─ write_tokens, write_documents ┄ tokens.bin, documents.bin ┄ load_prepared
     read_records(paths) ─ messages ─ chat template ─ spans ┘
@@ -8,8 +8,8 @@
     tokenizer.json           the tokenizer
     tokenizer_config.json    its EOS and its chat template, where it has them
 
-Documents are encoded one by one if the tokenizer has an EOS, which is added to each, or if rows are packed. Otherwise all
-texts are joined and encoded as one, and there is no documents.bin.
+Documents are encoded one by one if the tokenizer has an EOS, which is added to each document, or if rows are packed. Otherwise
+all texts are joined and encoded as one text, and there is no documents.bin.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from .tokens import TokenFile, TokenFileError, Tokens, open_tokens, token_dtype,
 
 TrainOn = Literal["assistant", "all"]
 _LONG = 10_000_000  # texts with more characters get a progress message before each slow step
-_TOGETHER = 512  # documents that one call encodes
+_TOGETHER = 512  # how many documents one call encodes
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The tokenizer to use and what its folder says about it; `tokenizer` is None if BPE is still to be learned."""
+    """The tokenizer to use, and the settings in its folder. `tokenizer` is None if BPE is still to be learned."""
 
     tokenizer: Tokenizer | None
     vocab_size: int
@@ -47,7 +47,7 @@ class Source:
     template: ChatTemplate | None
 
     def config(self, made: Tokenizer) -> dict[str, object]:
-        """tokenizer_config.json of the prepared data."""
+        """The content of tokenizer_config.json for the prepared data."""
         tokens = dict(self.template.special_tokens) if self.template else {}
         eos = None if self.eos is None else made.decode([self.eos])
         found = {**tokens, **({"eos_token": eos} if eos else {})}
@@ -71,9 +71,10 @@ def prepare(
     tokenizer   "bytes" (vocab_size 256); "bpe", which learns vocab_size tokens from these texts; or a tokenizer.json
     text_field  the field of a .jsonl line that holds the text
     format      "text", or the format of the conversations in .jsonl (conversations.py)
-    train_on    the targets of a conversation: what the assistant says, or all tokens
+    train_on    the targets of a conversation: the text of the assistant, or all tokens
     packing     True: documents stay separate even if the tokenizer has no EOS
     show        is called with "prepare" before each slow step, and with "data" at the end: files, documents, bytes, tokens
+
     Files already in `folder` are reused if text and tokenizer are the same. All of the text is in memory while it is encoded.
     """
     if not tokenizer.endswith(".json") and tokenizer not in ("bytes", "bpe"):
@@ -91,7 +92,7 @@ def prepare(
 def _source(tokenizer: str, vocab_size: int, *, documents: int) -> Source:
     if tokenizer == "bytes":
         return Source(ByteTokenizer(), 256, None, None)
-    if tokenizer == "bpe":  # the last token is EOS if there are several documents and room for it
+    if tokenizer == "bpe":  # its last token is EOS if there are several documents and vocab_size has room for EOS
         return Source(None, vocab_size, vocab_size - 1 if documents > 1 and vocab_size > 256 else None, None)
     path = Path(tokenizer)
     given = load_tokenizer(path)
@@ -213,12 +214,12 @@ def _marked(text: Conversation, encoded: Encoded, source: Source) -> tuple[Token
     after = int(ends[-1]) + 1 if len(ends) else 0
     ended = len(ends) > 0 and (after == len(tokens) or not text.text[int(encoded.starts[after]) :].strip())
     if text.spans and text.spans[-1][1] == len(text.text) and len(tokens) and not encoded.ends[-1]:
-        trained[-1] |= tokens[-1] == source.eos  # the tokenizer added EOS itself, outside the text
+        trained[-1] |= tokens[-1] == source.eos  # an EOS that the tokenizer itself has added, outside the text
     if source.eos is not None and not ended:
         tokens = np.append(tokens, tokens.dtype.type(source.eos))
         trained = np.append(trained, bool(text.spans) and text.spans[-1][1] == len(text.text))
     trained[:] |= not text.spans
-    trained[:1] = False  # the first token is no target
+    trained[:1] = False  # the first token is never a target
     if not trained.any():
         raise ValueError(
             "messages: got nothing to train on; accepted: a message of the assistant with at least one token"
@@ -244,7 +245,7 @@ def _write(
     *,
     separate: bool = True,
 ) -> tuple[TokenFile, Tokenizer]:
-    """Write all files, tokens.bin last: where it exists, the other files belong to it."""
+    """Write all files. tokens.bin is written last, so that if it exists, the other files belong to it."""
     folder.mkdir(parents=True, exist_ok=True)
     described = {"source_sha256": digest, "tokenizer_sha256": _sha256(tokenizer.json())}
     write_whole(folder / "tokenizer.json", [tokenizer.json().encode("utf-8")])
@@ -269,7 +270,7 @@ def _write(
 
 
 def _open(folder: Path, *, documents: bool) -> TokenFile:
-    """tokens.bin, with documents.bin if `documents` says so."""
+    """Open tokens.bin; with `documents`, documents.bin too."""
     file = open_tokens(folder / "tokens.bin")
     return replace(file, documents=open_documents(folder / "documents.bin", file)) if documents else file
 
@@ -292,8 +293,8 @@ def _prepared(
 
 
 def load_prepared(folder: Path, *, documents: bool = False) -> tuple[TokenFile, Tokenizer]:
-    """The tokens and tokenizer that `prepare` wrote into `folder`. Tokens that another tokenizer made are refused. With
-    `documents`, documents.bin must be there too."""
+    """The tokens and tokenizer that `prepare` wrote into `folder`. Raises if another tokenizer made the tokens. With
+    `documents`, documents.bin must exist too."""
     for name in ("tokens.bin", "tokenizer.json", *(["documents.bin"] if documents else [])):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder / name}: no such file; put the run's own file back, or start a new run")
@@ -309,7 +310,7 @@ def load_prepared(folder: Path, *, documents: bool = False) -> tuple[TokenFile, 
 
 @contextmanager
 def _at(place: tuple[Path, int]) -> Iterator[None]:
-    """Add the file and the line to an error."""
+    """Add the file and the number of the line to an error."""
     try:
         yield
     except ValueError as error:

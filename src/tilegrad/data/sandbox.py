@@ -1,10 +1,11 @@
-"""Jinja2's sandbox for chat templates, which are untrusted code, with two limits for each text that a template writes:
+"""Jinja2's sandbox for chat templates, which are untrusted code. Each text that a template writes has two limits:
 
-    MAX_LINES    lines of code that run
-    MAX_SIZE     total size of all strings and lists made, even temporary ones; a character has size 1, an element of a list 8
+    MAX_LINES    the most lines of code that run
+    MAX_SIZE     the most size of all strings and lists that are made, even temporary ones; a character has size 1, an element
+                 of a list 8
 
 Operators, calls and filters whose result can be much larger than their arguments are checked before they run, by an upper bound
-on the size of that result. Afterwards the size of every result is counted: the value of each operator, call, filter, ~, slice
+on the size of the result. Afterwards the size of every result is counted: the value of each operator, call, filter, ~, slice
 and literal, and each part of the output.
 """
 
@@ -39,7 +40,7 @@ _NO_TEXT = (  # filters that choose, order or count elements, and do not convert
     "sum", "unique",
 )  # fmt: skip
 _PRODUCTS = ("expandtabs", "indent", "pprint", "tojson", "translate", "urlize", "wordwrap", "xmlattr")
-# no abstract types: isinstance would run Python code for them, whose lines would be counted
+# No abstract types, because isinstance runs Python code for them, whose lines would be counted.
 _VIEWS = tuple(map(type, (dict[str, str]().keys(), dict[str, str]().values(), dict[str, str]().items())))
 _COLLECTIONS: tuple[type[Collection[object]], ...] = (list, tuple, set, frozenset, dict, range, *_VIEWS)
 _COUNTED: tuple[type[Collection[object]], ...] = (str, *_COLLECTIONS)
@@ -84,7 +85,7 @@ def _check(size: float, what: str) -> None:
 
 
 def _made(value: T, what: str) -> T:
-    """Counts the size of a new value, without its elements, and returns the value."""
+    """Count the size of a new value, without the sizes of its elements, and return the value."""
     size = _own_size(value)
     _check(size, what)
     _use.get().size += size
@@ -115,7 +116,7 @@ def _size(value: object) -> int:
 
 def _bound(name: str, value: object, given: Collection[object], *, named: bool = False) -> float:
     """An upper bound of the size of value.name(given), of value|name(given) and of value % given.
-    named: some of `given` were keyword arguments, so their order is not known."""
+    named: some of `given` are keyword arguments, so their order is not known."""
     size = _own_size if name in _NO_TEXT else _size
     length, others = size(value), sum(map(size, given))
     number = max((abs(one) for one in given if isinstance(one, int)), default=0)
@@ -148,8 +149,8 @@ def _operator_bound(operator: str, left: object, right: object) -> float:
 
 
 def _bounded(name: str, function: Callable[..., object], passed: tuple[type, ...]) -> Callable[..., object]:
-    """A filter that checks MAX_SIZE. `passed`: the possible types of an extra first argument, which
-    Jinja2 passes to some filters."""
+    """A filter that checks MAX_SIZE. `passed`: the possible types of an extra first argument that Jinja2 passes to some
+    filters."""
 
     @wraps(function)
     def bounded(*args: object, **kwargs: object) -> object:
@@ -170,7 +171,7 @@ def _raise_exception(message: str) -> None:
 @cache
 def jinja() -> tuple[ModuleType, Environment]:
     """The module jinja2, and the sandbox. The sandbox also reads {% generation %} … {% endgeneration %}."""
-    # Longer than 60 lines because Jinja2 is optional: classes that derive from its own can only be defined once it is imported.
+    # Longer than 60 lines because Jinja2 is optional: subclasses of its classes can only be defined after it is imported.
     try:
         import jinja2
         from jinja2 import compiler, ext, nodes, sandbox
@@ -180,7 +181,7 @@ def jinja() -> tuple[ModuleType, Environment]:
         ) from error
 
     class Generation(ext.Extension):
-        tags = {"generation"}  # noqa: RUF012, jinja2 declares it so
+        tags = {"generation"}  # noqa: RUF012, because Jinja2 declares a mutable class attribute
 
         def parse(self, parser: Parser) -> Node:
             line = next(parser.stream).lineno
@@ -193,7 +194,7 @@ def jinja() -> tuple[ModuleType, Environment]:
             return f"{begin}{caller()}{end}"
 
     class Generator(compiler.CodeGenerator):
-        """Counts what the sandbox cannot intercept: ~, slices and literals."""
+        """Counts the sizes of values that the sandbox cannot intercept: ~, slices and literals."""
 
         def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
             self.write("environment.tilde(context, (")

@@ -2,12 +2,12 @@
 
 EOS, the token that ends a document, comes from the first of these files that names it:
 
-    tokenizer_config.json      eos_token, a text
-    generation_config.json     eos_token_id, an id or a list, whose first id is EOS
-    config.json                the same key
-    tokenizer.json             a special token of a well-known name, such as <|endoftext|>
+    tokenizer_config.json      the key eos_token: a text
+    generation_config.json     the key eos_token_id: an id, or a list whose first id is EOS
+    config.json                the key eos_token_id, in the same form
+    tokenizer.json             a special token with a well-known name, such as <|endoftext|>
 
-The byte tokenizer has no EOS. A BPE that `train_bpe` learned from several documents has <|endoftext|>.
+The byte tokenizer has no EOS. A BPE tokenizer that `train_bpe` learned from several documents has <|endoftext|>.
 """
 
 from __future__ import annotations
@@ -33,19 +33,20 @@ from .tokens import Tokens, check_range, token_dtype
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as HuggingFaceTokenizer
 
-BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # a byte in SentencePiece
-_CONTEXT = 8  # earlier tokens that `TextStream` decodes with a new one: some decoders strip the space of a first token
+BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # the token of a byte in SentencePiece
+# `TextStream` decodes a new token together with so many earlier ones, because some decoders strip the space of a first token.
+_CONTEXT = 8
 
 
-END_OF_TEXT = "<|endoftext|>"  # EOS of a BPE that `train_bpe` learned
+END_OF_TEXT = "<|endoftext|>"  # EOS of a BPE tokenizer that `train_bpe` learned
 _KNOWN_EOS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>")
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
     tokens: Tokens
-    starts: Tokens  # index of each token's first character
-    ends: Tokens  # index after its last character; start and end are 0 for a token outside the text, such as BOS
+    starts: Tokens  # index of the first character of each token
+    ends: Tokens  # index after the last character of each token; both are 0 for a token outside the text, such as BOS
     special: npt.NDArray[np.bool_]  # whether each token is special, such as EOS
 
 
@@ -62,19 +63,19 @@ class Tokenizer(Protocol):
     def json(self) -> str: ...
 
     def byte_lengths(self) -> Tokens | None:
-        """Bytes of text of each token, 0 for a special token; None if they do not follow from the tokenizer."""
+        """The number of bytes of text of each token, 0 for a special token; None if the tokenizer does not determine it."""
 
     def encode_all(self, texts: Sequence[str]) -> list[Tokens]: ...
 
     def encode_with_offsets(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Encoded]: ...
 
     def token_id(self, text: str) -> int | None:
-        """The id of the token that is this text; None if there is none."""
+        """The id of the token whose text this is; None if there is no such token."""
 
 
 @dataclass(frozen=True)
 class ByteTokenizer:
-    """A token is a byte of UTF-8."""
+    """A tokenizer whose tokens are the bytes of UTF-8."""
 
     vocab_size: int = 256
 
@@ -106,10 +107,10 @@ class ByteTokenizer:
 
 @dataclass(frozen=True)
 class BpeTokenizer:
-    """A tokenizer of Hugging Face `tokenizers`, such as byte-level BPE; `json` is that library's own format."""
+    """A tokenizer of Hugging Face `tokenizers`, such as byte-level BPE. `json` returns the format of that library."""
 
     inner: HuggingFaceTokenizer
-    name: str = "tokenizer"  # the file it was loaded from
+    name: str = "tokenizer"  # the file from which it was loaded
 
     @cached_property
     def vocab_size(self) -> int:
@@ -128,7 +129,8 @@ class BpeTokenizer:
         return str(self.inner.to_str())
 
     def byte_lengths(self) -> Tokens | None:
-        """Byte-level tokens have a character for each byte. SentencePiece tokens have ▁ for a space, <0x0A> for a byte."""
+        """The number of bytes of each token. Byte-level tokens have a character for each byte. SentencePiece tokens have ▁ for
+        a space, and <0x0A> for a byte."""
         decoder = json.loads(self.json())["decoder"] or {}
         parts = {part.get("type") for part in decoder.get("decoders", [decoder])}
         if not parts & {"ByteLevel", "ByteFallback", "Metaspace"}:
@@ -185,7 +187,9 @@ def train_bpe(text: str, vocab_size: int, *, eos: bool = False) -> BpeTokenizer:
     inner.decoder = library.decoders.ByteLevel()
     alphabet = library.pre_tokenizers.ByteLevel.alphabet()
     learned = vocab_size - eos
-    most = min(learned, 256 + len(text.encode("utf-8")))  # the trainer allocates for its whole vocab_size
+    most = min(
+        learned, 256 + len(text.encode("utf-8"))
+    )  # because the trainer allocates memory for its whole vocab_size
     trainer = library.trainers.BpeTrainer(vocab_size=most, initial_alphabet=alphabet, show_progress=False)
     inner.train_from_iterator([text], trainer)
     if inner.get_vocab_size() != learned:
@@ -209,7 +213,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
         return ByteTokenizer()
     with _named_faults(str(path)):
         inner = _tokenizers().Tokenizer.from_str(text)
-        inner.no_truncation()  # a tokenizer.json may enable truncation and padding, which would change documents
+        inner.no_truncation()  # because tokenizer.json may enable truncation and padding, which would change documents
         inner.no_padding()
         found = BpeTokenizer(inner, str(path))
     if not 1 <= found.vocab_size <= LIMITS["vocab_size"]:
@@ -218,7 +222,8 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def find_eos(folder: Path, tokenizer: Tokenizer) -> int | None:
-    """EOS of the tokenizer in `folder`, from the files listed at the top of this module; None if no file names it."""
+    """EOS of the tokenizer in `folder`, from the files that the docstring of this module lists; None if none of them names
+    it."""
     if isinstance(tokenizer, ByteTokenizer):
         return None
     text = token_text(read_tokenizer_config(folder), "eos_token")
@@ -236,8 +241,8 @@ def find_eos(folder: Path, tokenizer: Tokenizer) -> int | None:
 
 
 def eos_token_ids(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
-    """Every token that ends a text: EOS (`find_eos`), and all that generation_config.json and config.json list, such as the end
-    of a turn."""
+    """Every token that ends a text: EOS (`find_eos`), and all tokens that generation_config.json and config.json list, such as
+    the end of a message."""
     if isinstance(tokenizer, ByteTokenizer):
         return frozenset()
     eos = find_eos(folder, tokenizer)
@@ -262,27 +267,30 @@ def _listed_eos(folder: Path, tokenizer: Tokenizer) -> list[int]:
 
 
 def decode_known(tokenizer: Tokenizer, tokens: list[int]) -> str:
-    """Decode tokens. A model's vocabulary may be larger than the tokenizer's: its extra tokens decode to �."""
+    """Decode tokens. The vocabulary of a model may be larger than that of its tokenizer; the extra tokens decode to �."""
     if all(token < tokenizer.vocab_size for token in tokens):
         return tokenizer.decode(tokens)
     return "".join(tokenizer.decode([token]) if token < tokenizer.vocab_size else "�" for token in tokens)
 
 
 class TextStream:
-    """Decodes tokens one by one. `add` returns the new text that later tokens cannot change, `rest` the remaining text at the
-    end. Joined, they equal `decode_known` of the tokens. A character whose bytes span several tokens comes with the last one.
+    """Decodes tokens one by one. `add` returns the new text that later tokens cannot change, and `rest` the remaining text at
+    the end. All these texts joined are `decode_known` of the tokens. A character whose bytes span several tokens is returned
+    with the last of them.
 
     An incomplete character decodes to one � at the end, so only a � at the end can still change.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, after: Sequence[int] = ()) -> None:
-        """after: the tokens before the first one that is added"""
+        """after: the tokens before the first token that is added"""
         self._tokenizer = tokenizer
         self._chunk = _context(tokenizer, after)
         self._shown = len(tokenizer.decode(self._chunk))
 
     def add(self, token: int) -> str:
-        if token >= self._tokenizer.vocab_size:  # the tokenizer lacks it: an incomplete character before it stays �
+        if (
+            token >= self._tokenizer.vocab_size
+        ):  # a token that the tokenizer lacks: an incomplete character before it stays �
             text = self.rest() + "�"
             self._chunk, self._shown = [], 0
             return text
@@ -300,7 +308,7 @@ class TextStream:
 
 
 def text_after(tokenizer: Tokenizer, tokens: Sequence[int], after: Sequence[int]) -> str:
-    """The text of `tokens` that follow `after`: the joined output of a `TextStream`, by one call of the tokenizer."""
+    """The text of `tokens` that follow `after`: the joined output of a `TextStream`, from one call of the tokenizer."""
     if any(token >= tokenizer.vocab_size for token in tokens):
         stream = TextStream(tokenizer, after=after)
         return "".join([*map(stream.add, tokens), stream.rest()])
@@ -324,7 +332,7 @@ def _tokenizers() -> ModuleType:
 
 @contextmanager
 def _named_faults(name: str) -> Iterator[None]:
-    """Add the file's name to an error of `tokenizers`, which raises a bare Exception or, if its Rust code panics, a
+    """Add the name of the file to an error of `tokenizers`, which raises Exception itself or, if its Rust code panics, a
     BaseException."""
     try:
         yield

@@ -26,7 +26,7 @@ _CHUNK = 1 << 22  # tokens read at once
 
 
 class TokenFileError(ValueError):
-    """A token file that is damaged or of another version, or a token outside its vocabulary."""
+    """A token file that is damaged, has another version, or has a token outside its vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ class TokenFile:
     map: mmap.mmap
     tokens: Tokens  # a read-only view of `map`
     vocab_size: int
-    source_sha256: str  # of the text, as UTF-8
-    tokenizer_sha256: str  # of the tokenizer's json
+    source_sha256: str  # sha256 of the text, as UTF-8
+    tokenizer_sha256: str  # sha256 of `Tokenizer.json`
     documents: DocumentFile | None = None  # None: the tokens are one sequence
 
     def check_length(self) -> None:
@@ -50,7 +50,7 @@ class TokenFile:
 
 
 def write_tokens(path: Path, tokens: Tokens, *, vocab_size: int, source_sha256: str, tokenizer_sha256: str) -> None:
-    """Write the file whole or not at all. A token out of range is an error."""
+    """Write the file whole or not at all. Raises if a token is out of range."""
     check_range(tokens, vocab_size, "tokens")
     dtype = token_dtype(vocab_size)
     digests = bytes.fromhex(source_sha256), bytes.fromhex(tokenizer_sha256)
@@ -60,7 +60,7 @@ def write_tokens(path: Path, tokens: Tokens, *, vocab_size: int, source_sha256: 
 
 
 def open_tokens(path: Path) -> TokenFile:
-    """Map the file. The header, the size, and the range of every token are checked: one pass over the file."""
+    """Map the file, and check its header, its size, and the range of every token in one pass."""
     with path.open("rb") as file:
         head = file.read(_HEADER.size)
     remedy = "write it again from its text"

@@ -31,8 +31,8 @@ from .spec import StepSpec
 class Batch(NamedTuple):
     """tokens, targets (b, t)       cu_seqlens (n + 1,) int32, on the CPU
 
-    cu_seqlens is given for packed rows. It has 0, then the end of each of the n documents in the b·t tokens. If it is None,
-    each row is one document.
+    cu_seqlens is given for packed rows: 0, then the end of each of the n documents in the b·t tokens. None: each row is one
+    document.
     """
 
     tokens: Tensor
@@ -47,8 +47,8 @@ _INTS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 def check_sizes(config: ModelConfig, dtype: torch.dtype, *, batch_size: int, **length_by_name: int) -> None:
-    """Refuse sizes or a dtype that no program supports. `length_by_name` is one keyword argument, seq_len or capacity: the
-    length of a sequence. Errors use its name."""
+    """Refuse sizes or a dtype that no program supports. `length_by_name` is one keyword argument, seq_len or capacity, whose
+    value is the length of a sequence. Errors use its name."""
     ((name, length),) = length_by_name.items()
     for size, value, limit in (("batch_size", batch_size, LIMITS["batch_size"]), (name, length, LIMITS["seq_len"])):
         if not is_count(value, limit):
@@ -60,7 +60,7 @@ def check_sizes(config: ModelConfig, dtype: torch.dtype, *, batch_size: int, **l
 
 
 def check_spec(spec: StepSpec) -> None:
-    """Refuse a spec that no engine supports. parallel/check.py checks what several ranks support."""
+    """Refuse a spec that no engine supports. parallel/check.py has the checks for several ranks."""
     check_sizes(spec.config, spec.dtype, batch_size=spec.batch_size, seq_len=spec.seq_len)
     _check_documents(spec)
     if spec.linear not in get_args(Linear):
@@ -99,7 +99,7 @@ def check_spec(spec: StepSpec) -> None:
 
 
 def _check_float8(spec: StepSpec) -> None:
-    """Refuse float8 where it cannot run."""
+    """Refuse float8 on devices, models and sizes that cannot use it."""
     if spec.head not in get_args(HeadProducts):
         raise ValueError(f"head: got {spec.head!r}; accepted: {' or '.join(map(repr, get_args(HeadProducts)))}")
     c, form = spec.config, Form((16, 16), spec.dtype, spec.device)
@@ -130,7 +130,7 @@ def _check_float8(spec: StepSpec) -> None:
 def check_states(
     states: States, dtype: torch.dtype, *, muon: MuonConfig | None, lora: LoraConfig | None, ema: float
 ) -> None:
-    """Refuse lean states that the kernels do not support."""
+    """Refuse dtypes of moments, masters and gradients that the kernels do not support."""
     if not isinstance(states, States):
         raise ValueError(f"states: got {shown(states)}; accepted: a States")
     least = {"moments": (torch.float32, torch.bfloat16)}
@@ -316,8 +316,8 @@ def _check_ends(cu_seqlens: Tensor, b: int, t: int, documents: int) -> None:
 
 
 def write_documents(cu_seqlens: Tensor | None, *, ends: Tensor, positions: Tensor) -> None:
-    """Write cu_seqlens to `ends`, padded with b·t, and each token's position in its document to `positions`: 0 after the last
-    document. If cu_seqlens is None, each row is one document."""
+    """Write cu_seqlens to `ends`, padded with b·t, and the position of each token in its document to `positions`. Tokens after
+    the last document get the position 0. If cu_seqlens is None, each row is one document."""
     b, t = positions.shape
     if cu_seqlens is None:
         cu_seqlens = torch.arange(0, b * t + 1, t, dtype=torch.int32)

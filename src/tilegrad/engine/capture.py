@@ -1,7 +1,7 @@
-"""Runs a training step as one CUDA graph. Inputs and results pass through pinned memory.
+"""A training step as one CUDA graph. Inputs and results pass through pinned memory.
 
     stream   copy in │ inputs · forward · backward · (next micro-batch …) · norm · guard · update │ copy out │ copy in │ …
-    host       read step k − 2 │ stage step k + 1 … │                              never waits for the newest step
+    host       read step k − 2 │ stage step k + 1 … │                              it never waits for the newest step
 
 Tokens, targets, documents, dropout's seeds and the learning rate change from step to step. They are copied to one buffer on the
 device, `staged`, before the graph starts. The device counts the targets and decides whether to skip the step. The results
@@ -35,7 +35,7 @@ K = TypeVar("K")
 P = TypeVar("P")
 
 DEPTH = 3  # the most submitted steps in flight
-MOST_SHAPES = 32  # of inputs, whose programs a decoder or a scorer keeps
+MOST_SHAPES = 32  # a decoder or a scorer keeps programs for the last 32 shapes of inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,8 @@ class Staged:
     """The inputs of a step, as views of one int64 buffer. Each tuple has one element for each micro-batch: tokens and targets
     (b, t), one seed for each block with dropout, and for packed rows the documents' cu_seqlens and positions.
 
-    The buffer begins with tokens and targets, which the caller may have on the device. `from_host` is the rest of the buffer:
-    the host computes it for every step."""
+    The buffer begins with tokens and targets, which the caller may have on the device. `from_host` is the rest of the buffer,
+    which the host computes for every step."""
 
     buffer: Tensor
     from_host: Tensor
@@ -82,7 +82,7 @@ class Staged:
         self, batches: Sequence[Batch], seeds: Sequence[Sequence[int]], learning_rate: float, *, through: Staged
     ) -> None:
         """Write the inputs of a step to this buffer on a device. `through` has the same layout in pinned memory. Inputs on the
-        host are copied through it, so that the host waits for no earlier work of the stream."""
+        host are copied through this pinned memory, so that the host does not wait for earlier work of the stream."""
         through.write_from_host(batches, seeds, learning_rate)
         if all(x.device.type == "cpu" for tokens, targets, _ in batches for x in (tokens, targets)):
             through.write_tokens(batches)
@@ -107,7 +107,8 @@ class Staged:
 
 @contextmanager
 def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Run on `stream`, between earlier and later work of the current stream. None is for a CPU."""
+    """Run the body of this context on `stream`, after the earlier and before the later work of the current stream. None: a
+    CPU."""
     if stream is None:
         yield
         return
@@ -120,7 +121,7 @@ def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """During a capture no other graph may be freed. A collection would free the graphs of dead engines."""
+    """Disable the garbage collector, which could free the graph of a dead engine: no graph may be freed during a capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -131,7 +132,7 @@ def without_garbage_collection() -> Iterator[None]:
 
 
 def keep(programs: dict[K, P], shape: K, program: P) -> P:
-    """programs[shape] = program, in place of the oldest if there are MOST_SHAPES of them."""
+    """programs[shape] = program. If there are MOST_SHAPES programs, the oldest is dropped first."""
     if len(programs) >= MOST_SHAPES:
         programs.pop(next(iter(programs)))
     programs[shape] = program
@@ -142,10 +143,10 @@ class CapturedProgram:
     """A program of device ops on these models. The first run is op by op and compiles every kernel. The next run with
     capture=True is captured, if all models can be captured, and later runs replay the graph.
 
-    A graph contains the address of cuBLAS's workspace. torch keeps one workspace for each stream, and frees all of them
-    whenever torch.compile captures a graph, so our graph would then write to memory that torch gave to other
-    tensors. So we free the workspaces before our capture too: the graph then allocates one in its own pool, and the pool lives
-    as long as the graph. A user's graph loses a workspace that its stream had before the capture, as with torch.compile.
+    A graph contains the address of the cuBLAS workspace. torch keeps one workspace for each stream, and frees all of them
+    whenever torch.compile captures a graph. Our graph would then write to memory that torch gave to other tensors. So we free
+    the workspaces before our capture too: the graph then allocates a workspace in its own pool, and the pool lives as long as
+    the graph. As with torch.compile, a graph of the user loses a workspace that its stream had before our capture.
     Programs that never run at the same time may share a `pool` (torch.cuda.graph_pool_handle) and its workspace.
     """
 
@@ -162,13 +163,13 @@ class CapturedProgram:
         self.ran = False
 
     def run(self, *, capture: bool) -> None:
-        """The caller makes `stream` the current stream."""
+        """Run, capture or replay the program. The caller makes `stream` the current stream."""
         if self.graph is None and self.ran and capture and self.capturable:
             graph = torch.cuda.CUDAGraph()
             torch._C._cuda_clearCublasWorkspaces()
             with without_garbage_collection(), torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
                 self.program()
-            self.graph = graph  # only after a complete capture
+            self.graph = graph  # set only after a complete capture
         if self.graph is not None:
             self.graph.replay()
         else:
@@ -184,12 +185,12 @@ class RecordedProgram:
         self.calls: Calls | None = None
 
     def run(self) -> None:
-        if emitter() is not None:  # an observer, such as the memory trace, needs the ops
+        if emitter() is not None:  # an observer, such as the memory trace, needs the calls of ops
             self.program()
         elif self.calls is None:
             with record() as calls:
                 self.program()
-            self.calls = merge_native(calls)  # only after a complete run
+            self.calls = merge_native(calls)  # set only after a complete run
         else:
             for call in self.calls:
                 call()
@@ -209,7 +210,7 @@ class DeviceStep:
         self.models, self.optimizer = tuple(models), optimizer
         self.staged = Staged.of(models, device)
         self.valid = torch.empty(max(x.numel() for x in self.staged.targets), dtype=torch.bool, device=device)
-        self.counts = torch.zeros(2, dtype=torch.int64, device=device)  # targets of one micro-batch, and of all
+        self.counts = torch.zeros(2, dtype=torch.int64, device=device)  # targets in the current micro-batch, in all
         self.inv_total = torch.zeros((), dtype=dtype, device=device)
         self.result = torch.zeros(3, dtype=dtype, device=device)  # loss, norm, jumps
         self.captured = CapturedProgram(self.program, self.models, stream, pool)
@@ -224,7 +225,7 @@ class DeviceStep:
             self.result[2].copy_(self.models[0].jumps)
 
     def _loaded(self) -> Iterator[Transformer]:
-        """Yields the model of each micro-batch after its staged inputs are copied in."""
+        """Yields the model of each micro-batch, after its staged inputs were copied into the model."""
         staged = self.staged
         for i, model in enumerate(self.models):
             model.tokens.copy_(staged.tokens[i])

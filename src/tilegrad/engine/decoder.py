@@ -5,10 +5,10 @@
     finished()                  returns the tokens that were drawn, oldest first
 
 The two programs, prefill and step (model/decoding.py), are traced and planned before anything is allocated. Sizes are fixed: a
-slot has room for `capacity` tokens, and kernels read the number of tokens in it from `positions` on the device. So on CUDA the
-step is one graph, captured in the step's second run. From then on its ops allocate nothing on the device, and the host reads
-tokens without waiting for the newest step. A prefill is a graph for each number of tokens, which is rounded up
-(`prefill_rows`), so that prompts of many lengths share few graphs.
+slot has room for `capacity` tokens, and kernels read the number of tokens in a slot from `positions` on the device. So on CUDA
+the step is one graph, captured when the step runs the second time. From then on its ops allocate nothing on the device, and the
+host reads tokens without waiting for the newest step. There is one graph of the prefill for each number of tokens. The number
+is rounded up (`prefill_rows`), so that prompts of many lengths share few graphs.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ PREFILL_TOKENS = {"cpu": 512, "cuda": 8192}  # tokens read at once by default (`
 
 
 class Prompt(NamedTuple):
-    """sequence   number of the sequence. The noise of a draw depends on it, the seed and the number of tokens drawn before
-    draws      tokens drawn before: 0, unless a sequence is read again
+    """sequence   the number of the sequence. The noise of a draw depends on this number, the seed and `draws`
+    draws      how many tokens of the sequence were drawn before: 0, unless the sequence is read again
     """
 
     tokens: Sequence[int]
@@ -65,7 +65,7 @@ class Drawn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
-    """What a decoder depends on: the model, its slots, the most tokens that one prefill reads, and how it computes. With
+    """The specification of a decoder: the model, its slots, the most tokens that one prefill reads, and how it computes. With
     `penalties`, sequences may have a repetition penalty, which takes batch_size · vocab_size bytes."""
 
     config: ModelConfig
@@ -104,7 +104,7 @@ def decoder_spec(
     lora: LoraConfig | None = None,
     invariant: bool = False,
 ) -> DecoderSpec:
-    """A checked specification. prefill_tokens=None: enough for the longest prompt, and for several short ones."""
+    """A checked specification. prefill_tokens=None: enough tokens for the longest prompt, and for several short prompts."""
     device = torch.device(device)
     check_device(str(device))
     check_sizes(config, dtype, batch_size=batch_size, capacity=capacity)
@@ -117,7 +117,7 @@ def decoder_spec(
 
 
 def plan_decoder(spec: DecoderSpec) -> MemoryPlan:
-    """Every byte of a decoder: weights, cache, state, and the activations of both programs."""
+    """The memory plan of a decoder: weights, cache, state, and the activations of both programs."""
     prefill, step = spec.declare(spec.prefill_tokens), spec.declare()
 
     def program() -> None:
@@ -146,21 +146,21 @@ class Slots:
         return cls(positions, draws.fill_(-1), active, seeds, sequences, settings)
 
     def begin(self, slot: int, prompt: Prompt) -> None:
-        """Sets the slot to its state after a prefill: the prompt is in the cache, and its next token is drawn."""
+        """Set the slot to its state after a prefill: the prompt is in the cache, and the next token is drawn."""
         self.positions[slot], self.draws[slot], self.active[slot] = len(prompt.tokens), prompt.draws + 1, 1
         self.seeds[slot] = prompt.sampling.seed_word
         self.sequences[slot] = prompt.sequence
         self.settings[slot] = torch.tensor(prompt.sampling.row(), dtype=torch.float32)
 
     def end(self, slot: int) -> None:
-        """The slot draws no more tokens. Until its next prompt, steps compute its row from an arbitrary token, and
-        nobody reads the result."""
+        """Draw no more tokens in this slot. Until its next prompt, steps compute its row from an arbitrary token, and nobody
+        reads the result."""
         self.positions[slot], self.draws[slot], self.active[slot] = 0, -1, 0
 
 
 def prefill_rows(tokens: int, spec: DecoderSpec) -> int:
-    """The rows of a prefill of so many tokens. On CUDA they are rounded up, by less than a quarter or by less than
-    _LEAST_PREFILL rows. A row that is added reads token 0 and writes nothing to the cache."""
+    """The number of rows of a prefill of `tokens` tokens. On CUDA it is rounded up, by less than a quarter or by less than
+    _LEAST_PREFILL rows. An added row reads token 0 and writes nothing to the cache."""
     if spec.device.type == "cpu":
         return tokens
     multiple = max(_LEAST_PREFILL, 1 << max(tokens.bit_length() - 3, 0))
@@ -168,7 +168,7 @@ def prefill_rows(tokens: int, spec: DecoderSpec) -> int:
 
 
 def largest_batch(spec: DecoderSpec, limit: int | None = None) -> tuple[dict[str, int | None], str]:
-    """The most slots whose plan takes at most `limit` bytes, by default the device's memory: as data and as a sentence."""
+    """The most slots whose plan takes at most `limit` bytes, by default the memory of the device: as data and as a sentence."""
     limit = memory_limit(spec.device) if limit is None else limit
 
     def nbytes(batch_size: int) -> int:
@@ -216,8 +216,8 @@ class Decoder:
         invariant: bool = False,
         capture: bool = True,
     ) -> None:
-        """params      by name; used as they are if all are contiguous and have this dtype and device, otherwise all are copied
-        capacity    tokens of a sequence, prompt included, at most block_size
+        """params      by name; used in place if all are contiguous and have this dtype and device, otherwise all are copied
+        capacity    the most tokens of a sequence, prompt included; at most block_size
         device      by default that of the parameters
         dtype       by default that of the parameters
         penalties   whether prompts may have a repetition penalty
@@ -261,9 +261,9 @@ class Decoder:
     # ── the host's side ──
 
     def prefill(self, prompts: Mapping[int, Prompt]) -> None:
-        """Read prompts into their slots, in place of older sequences, and draw the next token of each. Prompts are read
+        """Read prompts into their slots, which forget older sequences, and draw the next token of each prompt. Prompts are read
         in groups of at most `prefill_tokens` tokens; `finished` returns one `Drawn` for each group. If reading a group raises,
-        its slots are stopped, and earlier groups stay."""
+        the slots of this group are stopped, and earlier groups stay."""
         tokens = {slot: self._checked_tokens(slot, prompt) for slot, prompt in prompts.items()}
         group: dict[int, Tensor] = {}
         for slot, text in tokens.items():
@@ -275,7 +275,7 @@ class Decoder:
             self._prefill_or_stop(group, prompts)
 
     def submit(self) -> None:
-        """One step of the active slots. On CUDA it does not wait for the device."""
+        """Run one step of the active slots. On CUDA, `submit` does not wait for the device."""
         self._check_threads()
         slots = self._slots
         full = ((slots.positions >= self.capacity) & (slots.active > 0)).nonzero().flatten().tolist()
@@ -294,14 +294,15 @@ class Decoder:
         slots.draws.add_(slots.active)
 
     def stop(self, slots: Collection[int]) -> None:
-        """Draw no more tokens in these slots, until the next prefill."""
+        """Draw no more tokens in these slots until their next prefill."""
         for slot in slots:
             self._slots.end(slot)
         with on_stream(self._stream):
             self._load_slots()
 
     def finished(self, *, wait: bool | Literal["oldest"] = False) -> list[Drawn]:
-        """Results of prefills and steps, oldest first, each once. wait=True waits for all of them, "oldest" for the first."""
+        """Results of prefills and steps, oldest first, each once. wait=True waits for all of them, wait="oldest" for the
+        first."""
         drawn: list[Drawn] = []
         while self._results and (wait is True or (wait == "oldest" and not drawn) or _is_done(self._results[0][3])):
             slots, tokens, logprobs, event = self._results.popleft()
@@ -328,12 +329,12 @@ class Decoder:
         self._feed()
 
     def _feed(self) -> None:
-        """Makes the drawn tokens the input of the next step."""
+        """Make the drawn tokens the input of the next step."""
         torch.clamp(self._state.tokens, min=0, out=self._step.model.tokens.view(-1))
 
     def _load_slots(self) -> None:
-        """Copies the slots from the host to the device. The copy runs after the steps in flight, and the host's values already
-        include them."""
+        """Copy the slots from the host to the device. The copy runs after the steps in flight, which the values on the host
+        already count as done."""
         slots, state = self._slots, self._state
         assert self._step.positions is not None
         self._step.positions.copy_(slots.positions)
@@ -349,7 +350,7 @@ class Decoder:
             raise
 
     def _prefill(self, texts: dict[int, Tensor], prompts: Mapping[int, Prompt]) -> None:
-        """Reads `texts`, the tokens of some of the prompts, by slot."""
+        """Read one group of prompts. `texts`: slot → the tokens of its prompt."""
         self._check_threads()
         lengths = torch.tensor([len(text) for text in texts.values()])
         ends = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))

@@ -1,8 +1,8 @@
 """A model in planned memory, and its step: forward, loss, backward, clip, and AdamW or Muon.
 
 Before the first step the model and its optimizer are declared on handles, traced and planned. Then each role (params, grads,
-optimizer, inputs, activations) is one allocation, `plan.peak_bytes` in all, and nothing else is allocated. A smaller batch
-uses the beginning of each buffer.
+optimizer, inputs, activations) gets one allocation. All of them together have `plan.peak_bytes` bytes, and nothing else is
+allocated. A smaller batch uses the beginning of each buffer.
 
     loss = Σ over targets of nll / total_targets         so that micro-batches of any lengths add up to one large batch
 
@@ -43,38 +43,40 @@ from .step import accumulate_gradients
 
 
 class Engine:
-    """Trains one model. `params` and `grads` are views of the arenas by name. In bfloat16 both are float32: on CUDA the layers
-    compute with bfloat16 copies of the params, on a CPU the ops round what they read. dtype=None is bfloat16 on CUDA, float32
-    on a CPU. capture=False runs a CUDA step op by op, with the same bits, for a debugger. deterministic=False lets attention's
-    backward add in any order on a GPU; on a CPU the order is always the same.
+    """Trains one model. `params` and `grads` are views of the arenas by name. With dtype=bfloat16 both are float32: on CUDA
+    the layers compute with bfloat16 copies of the params, on a CPU the ops round what they read. dtype=None is bfloat16 on
+    CUDA, float32 on a CPU. capture=False runs a CUDA step op by op, with the same bits, for a debugger. On a GPU,
+    deterministic=False lets the backward of attention add in any order; on a CPU the order is always the same.
 
-    linear="fp8" forms y and dx of the blocks' linear layers in float8, "fp8-all" also the gradients of their weights, and
-    head="fp8" the products of the head, on GPUs that have it. These levels are experimental (docs/training.md). `jumps` counts
-    magnitudes that their scales did not follow.
+    linear="fp8" computes y and dx of the linear layers of the blocks in float8; "fp8-all" also computes the gradients of their
+    weights in float8. head="fp8" computes the products of the head in float8. All of these need a GPU with float8, and are
+    experimental (docs/training.md). `jumps` counts how often a magnitude grew too fast for its scale.
 
     With a `mesh` of several ranks (engine/parallel) each rank gives its own micro-batches, and the step covers all of
     them. With shard="optimizer" a rank has 1/world of the moments, with "none" all moments, with "all" 1/world of everything.
     Gradients are summed in buckets of `bucket_bytes`, which affects rounding. `params` are then the copies that layers compute
-    with, a step is not captured, and after the optimizer's step `loss` covers all ranks. context=n: n neighbouring ranks
-    share each sequence; they give the same micro-batches, and each computes its rows.
+    with, a step is not captured, and after `optimizer_step` the attribute `loss` covers all ranks. context=n: n neighbouring
+    ranks share each sequence; they give the same micro-batches, and each computes its rows.
 
-    With documents=n, rows are packed: a batch's `cu_seqlens` has the ends of up to n documents in each row (batch.py).
-    Attention is inside each document, and positions begin at 0 in each.
+    With documents=n, rows are packed: the `cu_seqlens` of a batch has the ends of up to n documents in each row (batch.py).
+    Tokens attend only to their own document, and positions begin at 0 in each document.
 
     lora=LoraConfig(…) trains adapters of the blocks' linear layers (model/lora.py) and freezes every other parameter.
     freeze=("wte.*", …) freezes the parameters whose names match a pattern. A frozen parameter has no gradient, master or
     moment; on CUDA it is in the compute dtype. `params` has all parameters, `grads` only the trained ones.
 
-    With invariant=True the bits of a row of the forward, and so of its logits, depend on the tokens of its sequence up to that
-    row alone: not on the batch, its other sequences, later tokens, or the number of threads. On CUDA it needs Triton.
+    With invariant=True the bits of a row of the forward, and so those of its logits, depend only on the tokens of its sequence
+    up to that row: not on the size of the batch, other sequences, later tokens, or the number of threads. On CUDA this needs
+    Triton.
 
     muon=MuonConfig(…) updates the matrices of the blocks by Muon (kernels/muon), and every other parameter by AdamW.
-    ema=0.999 keeps an average of the weights (kernels/ema.py); inside `engine.state.averaged` the engine computes with it.
+    ema=0.999 keeps an average of the weights (kernels/ema.py). In the context `engine.state.averaged` the engine computes with
+    this average.
 
-    states=States(moments="bfloat16", masters="none", gradients="bfloat16") keeps less of each parameter (model/layer.py): 8
-    bytes instead of 18 in bfloat16 on CUDA. `params` and `grads` are then bfloat16.
+    states=States(moments="bfloat16", masters="none", gradients="bfloat16") keeps fewer bytes for each parameter
+    (model/layer.py): 8 instead of 18 in bfloat16 on CUDA. `params` and `grads` are then bfloat16.
 
-    windows=(32, None, …) are attention windows that a training step may have instead of the model's: `window` chooses one.
+    windows=(32, None, …) are attention windows that training steps may use instead of the model's window: `window` chooses one.
 
     >>> import torch, tilegrad
     >>> config = tilegrad.ModelConfig(vocab_size=5, block_size=8, n_layer=1, n_head=2, n_embd=16)
@@ -91,15 +93,15 @@ class Engine:
     """Every buffer of the step with its bytes and its address; `plan.peak_bytes` is what the engine allocates, once."""
 
     grads: dict[str, Tensor]
-    """By name, for the trained parameters, float32 or float64, or bfloat16 with such `states`. `gradients` and `backward` write
-    them, `optimizer_step` reads them. They are views of the arena that can be changed before the update. After `gradients` on
-    several ranks, only this rank's slices are summed."""
+    """The gradients of the trained parameters, by name: float32 or float64, or bfloat16 with States(gradients="bfloat16").
+    `gradients` and `backward` write them, `optimizer_step` reads them. They are views of the arena and may be changed before
+    the update. After `gradients` on several ranks, only the slices of this rank are summed."""
 
     loss: float
     """The mean loss of the last step or forward."""
 
     steps: int
-    """Steps of the optimizer so far, submitted and skipped ones included."""
+    """How many steps the optimizer was given, with those in flight and those that were skipped."""
 
     def __init__(
         self,
@@ -177,8 +179,8 @@ class Engine:
 
     @property
     def params(self) -> dict[str, Tensor]:
-        """The parameters by name, after waiting for those that other ranks are sending. With shard="all" they are copies, and
-        all ranks must read them together.
+        """The parameters by name. Waits for parameters that other ranks are sending. With shard="all" they are copies, and all
+        ranks must read them together.
 
         >>> engine.params["wte.weight"].shape
         torch.Size([5, 16])
@@ -188,7 +190,7 @@ class Engine:
 
     @property
     def window(self) -> int | None:
-        """The attention window of training steps: the model's until another one of `windows` is assigned. Evaluation always
+        """The attention window of training steps: the model's window until another of `windows` is assigned. Evaluation always
         uses the model's window.
 
         >>> engine.window is None
@@ -211,7 +213,8 @@ class Engine:
         *,
         cu_seqlens: Tensor | None = None,
     ) -> float:
-        """The mean loss over this call's targets; 0 without any. `total_targets` counts the targets of the whole step.
+        """The mean loss over the targets of this call; 0 if it has none. `total_targets` is the number of targets in the whole
+        step.
 
         >>> loss = engine.forward(x, y)
         """
@@ -249,7 +252,7 @@ class Engine:
             model.backward()
 
     def zero_gradients(self) -> None:
-        """Zero every gradient, before the first `backward` of a step; `gradients` and `step` do not need it.
+        """Zero every gradient, before the first `backward` of a step. `gradients` and `step` do not need this call.
 
         >>> engine.zero_gradients()
         >>> float(engine.grads["wte.weight"].norm())
@@ -265,9 +268,9 @@ class Engine:
         *,
         cu_seqlens: Tensor | Sequence[Tensor | None] | None = None,
     ) -> float:
-        """Forward and backward of one batch, or of a list of micro-batches as if they were one. The first overwrites the
-        gradients, so zeroing is not needed, and the others add to them. Returns the mean loss. A rank may have no micro-batch
-        if another rank has one.
+        """Forward and backward of one batch, or of a list of micro-batches as if they were one batch. The first micro-batch
+        overwrites the gradients, so zeroing is not needed, and the others add to them. Returns the mean loss. A rank may have
+        no micro-batch if another rank has one.
 
         >>> loss = engine.gradients([x[:1], x[1:]], [y[:1], y[1:]])
         """
@@ -301,8 +304,9 @@ class Engine:
         return loss
 
     def optimizer_step(self, learning_rate: float) -> float:
-        """Clip to a global norm of `max_norm`, then AdamW, or Muon and AdamW. Returns the norm before clipping. A non-finite
-        loss or gradient changes neither weights nor moments; ten in a row raise NonFiniteError.
+        """Clip the gradients to a global norm of `max_norm`, then update by AdamW, or by Muon and AdamW. Returns the norm
+        before clipping. A step with a non-finite loss or gradient changes neither weights nor moments; ten such steps in a row
+        raise NonFiniteError.
 
         >>> loss = engine.gradients(x, y)
         >>> norm = engine.optimizer_step(learning_rate=1e-3)
@@ -320,7 +324,7 @@ class Engine:
         *,
         cu_seqlens: Tensor | Sequence[Tensor | None] | None = None,
     ) -> float:
-        """`submit`, and wait for it. Returns the mean loss.
+        """`submit` a step, and wait for it. Returns the mean loss.
 
         >>> loss = engine.step(x, y, learning_rate=1e-3)
         """
@@ -360,7 +364,8 @@ class Engine:
         self._results.record(awaited)
 
     def finished(self, *, wait: bool = False) -> list[StepResult]:
-        """Results of submitted steps, oldest first, each once; `wait` includes all. Ten skipped in a row raise NonFiniteError.
+        """Results of the submitted steps that are done, oldest first, each once; `wait` waits for all of them. Ten skipped
+        steps in a row raise NonFiniteError.
 
         >>> engine.submit(x, y, learning_rate=1e-3)
         >>> engine.finished(wait=True)[-1].loss < 0.1
@@ -370,7 +375,7 @@ class Engine:
         return self._results.take()
 
     def evaluate(self, tokens: Tensor, targets: Tensor, *, cu_seqlens: Tensor | None = None) -> float:
-        """The mean loss of this rank's batch, without dropout; no backward can follow.
+        """The mean loss of the batch of this rank, without dropout. `backward` can't follow this call.
 
         >>> engine.evaluate(x, y) < 0.1
         True
@@ -386,8 +391,8 @@ class Engine:
             return self._mean_loss(model)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that a resumed run needs, as views of the arenas, except frozen parameters, which the run loads from their
-        source again. So a run with adapters saves the adapters and their moments.
+        """The tensors that a resumed run needs, as views of the arenas, without frozen parameters, which the run loads from
+        their source again. So a run with adapters saves the adapters and their moments.
 
         >>> {"wte.weight", "m.wte.weight", "v.wte.weight", "adam_step"} <= set(engine.tensors())
         True
@@ -399,8 +404,8 @@ class Engine:
 
     @property
     def jumps(self) -> dict[str, int]:
-        """How often the largest magnitude of each tensor that is rounded to float8 has grown 100-fold from one step to the
-        next, for those where it has.
+        """tensor → how often its largest magnitude has grown 100-fold from one step to the next, for the tensors that are
+        rounded to float8 and have grown so.
 
         >>> engine.jumps
         {}
@@ -419,7 +424,7 @@ class Engine:
             raise RuntimeError(f"{name}: got a call inside `averaged`, which has swapped the weights; call it outside")
 
     def _begin_average(self) -> None:
-        """Before the first update the average of the weights is the weights, however they were written."""
+        """Before the first update, set the average of the weights to the weights, which the caller may have changed."""
         self._refuse_averaged("tensors")
         if self.spec.ema and float(self.optimizer.adam_step) == 0.0:
             self.optimizer.begin_average()
@@ -437,7 +442,7 @@ class Engine:
         return self._bound[key]
 
     def _check(self, batches: list[Batch]) -> None:
-        """Refuse a batch before any buffer changes. The last forward is forgotten: its buffers are about to be overwritten."""
+        """Check batches before any buffer changes. The last forward is forgotten, because its buffers will be overwritten."""
         self._pending = None
         for batch in batches:
             check_batch(batch, self.spec)
@@ -463,7 +468,7 @@ class Engine:
         return model
 
     def _round_weights(self, model: Transformer) -> None:
-        """Update the compute copies if something other than AdamW has changed the params."""
+        """Update the compute copies if something other than the optimizer has changed the params."""
         if self._rounded != self._version() and self._has_masters(model):
             model.round_weights()
             self._rounded = self._version()

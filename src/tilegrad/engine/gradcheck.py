@@ -1,6 +1,6 @@
 """Hand-written gradients against float64 central differences.
 
-    n = (L(w + ε) − L(w − ε)) / 2ε          one entry of a tensor at a time, and one random direction through all of it
+    n = (L(w + ε) − L(w − ε)) / 2ε          one entry of a tensor at a time, and one random direction of the whole tensor
 
 The relative error of a tensor is max|a − n| / max(max|a|, max|n|, 1e-6 · the largest gradient of the check), where a is
 the explicit gradient; a tensor fails above 1e-5.
@@ -31,7 +31,7 @@ SAMPLES = 64
 
 @dataclass(frozen=True, slots=True)
 class GradientError:
-    """How far one tensor's gradient is from central differences, and where it is worst."""
+    """The error of the gradient of one tensor against central differences; `worst` is the index with the largest error."""
 
     tensor: str
     shape: tuple[int, ...]
@@ -48,7 +48,7 @@ class GradientError:
 def check_gradients(
     loss: Callable[[], float], tensors: Mapping[str, Tensor], gradients: Mapping[str, Tensor], seed: int = 0
 ) -> list[GradientError]:
-    """Move entries of float64 `tensors` in place (and back), and compare `loss`'s slope with `gradients`."""
+    """Move entries of float64 `tensors` in place (and back), and compare the slope of `loss` with `gradients`."""
     generator = torch.Generator().manual_seed(seed)
     largest = max(float(g.abs().max()) for g in gradients.values())
     results = []
@@ -113,7 +113,8 @@ def gradient_table(results: list[GradientError]) -> str:
 
 
 def check_attention(kernel: str | None = None) -> list[GradientError]:
-    """Attention with every feature that has a gradient: q, k, v, bias, sinks, and through lse; two tiles each way."""
+    """Check attention with every input that has a gradient (q, k, v, bias, sinks), and the gradient through lse. Rows and
+    columns span two tiles each."""
     generator = torch.Generator().manual_seed(0)
 
     def randn(*shape: int) -> Tensor:
@@ -161,11 +162,12 @@ def small(config: ModelConfig) -> ModelConfig:
 
 
 def check_model(config: ModelConfig, *, against: str = "differences", seed: int = 0) -> list[GradientError]:
-    """Every parameter of a small model of this kind, in float64: by central differences, or entry by entry by autograd."""
+    """Check every parameter of a small model of this kind in float64, against central differences, or entry by entry against
+    autograd."""
     config = small(config)
     engine = Engine(config, 2, 9, dtype=torch.float64, seed=seed)
     generator = torch.Generator().manual_seed(seed)
-    for p in engine.params.values():  # away from the initial values, at which many gradients nearly vanish
+    for p in engine.params.values():  # move away from the initial values, at which many gradients nearly vanish
         p.add_(torch.randn(p.shape, dtype=p.dtype, generator=generator), alpha=0.2)
     tokens, targets = (torch.randint(0, config.vocab_size, (2, 9), generator=generator) for _ in range(2))
     targets[0, 3] = -1

@@ -14,7 +14,8 @@ from .spec import StepSpec
 
 
 def initialise(model: Transformer, ranks: Alone, spec: StepSpec, seed: int, *, masters: bool) -> None:
-    """Name the parameters and draw them. masters: this rank has all master weights; otherwise it has slices of them."""
+    """Name the parameters and draw their initial values. masters: this rank has all master weights; otherwise it has slices
+    of them."""
     ranks.params = {name: p.master if masters else p.value for name, p in model.params.items()}
     ranks.trained = {p.name: ranks.params[p.name] for p in model.trained}
     ranks.optimizer.sow(seed)
@@ -29,7 +30,7 @@ def initialise(model: Transformer, ranks: Alone, spec: StepSpec, seed: int, *, m
 
 
 def _draw(model: Transformer, ranks: Alone, generator: torch.Generator) -> Iterator[Tensor]:
-    """Yield each initial parameter whole, after this rank's slice of it is written."""
+    """Yield the initial values of each whole parameter, after the slice of this rank was written."""
     for p in model.in_draw_order:
         whole = torch.empty(p.value.shape)
         p.init.fill(whole, generator)

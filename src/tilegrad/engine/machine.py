@@ -1,4 +1,4 @@
-"""What a run needs of its machine: a platform, a device and enough memory."""
+"""Checks of the machine: its platform, its device and its memory."""
 
 from __future__ import annotations
 

@@ -11,19 +11,20 @@ prefix of the range.
 
     norm = ‖grads‖₂        guard        clip to max_norm        Muon, AdamW, ema       (equations: kernels/muon, adamw, ema)
 
-The guard skips a step with a non-finite loss or gradient. If its buffers are handles, the update is traced and planned together
-with the model's step. If they are tensors, the update runs. Its scratch is live only during the update, so it shares addresses
-with the activations.
+The guard skips a step with a non-finite loss or gradient. If the buffers of the optimizer are handles, the update is traced and
+planned together with the step of the model. If they are tensors, the update runs. The scratch of the update is live only during
+the update, so it shares addresses with the activations.
 
 With a sharded optimizer (dist/schedule.py), params and grads are cut into padded buckets, and a rank updates its slice of each
-bucket. m, v and ema have only these slices, in order, and so have the float32 masters of bfloat16 copies:
+bucket. m, v and ema have only these slices, in order, and so do the float32 masters if there are bfloat16 copies:
 
     params    │ bucket 0: 0 1 2 3 │ bucket 1: 0 1 2 3 │ …       m, v, ema of rank 2:  │ 2 │ 2 │ …
 
 In a bucket that Muon updates, each slice has whole matrices (dist/schedule.py).
 
-Lean states (`States` of model/layer.py): m and v, params or grads may be bfloat16, all with one layout in elements. AdamW
-rounds what it writes in bfloat16 stochastically, by `seed`, `adam_step` and each element's number in the params of one process.
+With `States` (model/layer.py), m and v, params or grads may be bfloat16; the layout in elements is the same. AdamW rounds what
+it writes in bfloat16 stochastically. The random bits of an element depend on `seed`, `adam_step` and the index that the element
+has in the params of a single process.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ class AdamW:
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """The mean loss over the targets of a step, and the norm of its gradients before clipping. If the norm is not finite, the
-    step was skipped. jumps: tensors rounded to float8 whose largest magnitude had grown 100-fold from one step to the next."""
+    step was skipped. jumps: how many tensors were rounded to float8 after their largest magnitude had grown 100-fold since the
+    step before."""
 
     loss: float
     norm: float
@@ -80,7 +82,7 @@ class StepResult:
 
 
 def in_arena_order(params: Iterable[Param], muon: MuonConfig | None = None) -> list[Param]:
-    """Parameters in the order of the arena: those that Muon updates, then others of two or more dimensions, then the rest."""
+    """Parameters in the order of the arena: those that Muon updates, then others of two or more dimensions, then all others."""
     return sorted(params, key=lambda p: (not _by_muon(p, muon), len(p.master.shape) < 2))
 
 
@@ -100,7 +102,7 @@ class Owned(NamedTuple):
     rounded: Buffer | None
     decayed: int
     matrices: Matrices
-    places: Places  # the numbers of its elements in the params of one process
+    places: Places  # the indices that the elements have in the params of a single process
 
 
 def _padded(
@@ -136,7 +138,7 @@ def _grads_and_values(
 
 @dataclass(frozen=True, slots=True)
 class _Flats:
-    """Parameters, gradients, states and rounded copies, each end to end. A sharded state has only this rank's slices."""
+    """Flat handles of parameters, gradients, states and rounded copies. A sharded state has only the slices of this rank."""
 
     masters: FlatHandle
     grads: FlatHandle
@@ -155,8 +157,9 @@ def _slices(
     *,
     of_units: bool,
 ) -> Iterator[Owned]:
-    """The owner's slice of each bucket; owner = (rank, world). m, v, ema and masters with rounded copies have only these
-    slices, and of_units all buffers do. `matrices` are all matrices that Muon updates, `places` the places of all elements."""
+    """The slice of each bucket that the owner = (rank, world) updates. m, v and ema have only these slices, and so do the
+    masters if there are rounded copies; with of_units, all buffers have only these slices. `matrices` are all matrices that
+    Muon updates, `places` the places of all elements."""
     masters, grads, m, v, ema, rounded = flats.masters, flats.grads, flats.m, flats.v, flats.ema, flats.rounded
     at = at_v = 0
     for bucket in buckets:
@@ -189,7 +192,7 @@ def _matrices(ordered: Sequence[Param], starts: dict[str, int]) -> Iterator[Matr
     """The matrices that Muon updates, with their offsets in `grads`."""
     by_name = {p.name: p.matrices for p in ordered}
     for name, at in starts.items():
-        for rows, columns in by_name.get(name, ()):  # a pad has none
+        for rows, columns in by_name.get(name, ()):  # a pad has no matrices
             yield Matrix(at, rows, columns)
             at += rows * columns
 
@@ -200,8 +203,8 @@ def _inside(matrices: Matrices, start: int, stop: int) -> Matrices:
 
 
 def _places(ordered: Sequence[Param], starts: dict[str, int]) -> Places:
-    """Where the elements of each parameter are, with their numbers in the params of one process. Parameters that follow each
-    other in both have one place."""
+    """The places of the elements of all parameters in `grads`, with the indices that they have in the params of a single
+    process. Parameters that follow each other in both have one place together."""
     alone = flat("params", list(handles([p.master for p in ordered])))
     found: list[Place] = []
     for start, element in sorted((starts[p.name], at) for p, at in zip(ordered, alone.starts, strict=True)):
@@ -276,7 +279,7 @@ def _scratch_of(
         | below("adamw", adamw_workspace(masters, lean=states.lean))
         | (below("ema", ema_workspace(masters)) if flats.ema is not None else {})
     )
-    if muon is not None and matrices:  # the most of any rank, because all ranks have the same plan
+    if muon is not None and matrices:  # the most scratch that any rank needs, because all ranks have the same plan
         for r in range(world):
             own = [_inside(matrices, *bucket.part(r, world)) for bucket in buckets]
             scratch = larger(scratch, below("muon", muon_workspace(masters, muon, own)))
@@ -289,7 +292,8 @@ def _shapes(having: Mapping[str, Sequence[Param]]) -> dict[str, tuple[int, ...]]
 
 @dataclass(slots=True)
 class Optimizer:
-    """Its buffers are handles or tensors. params, grads, m, v and rounded are flat. `steps` also counts skipped updates."""
+    """The buffers of an optimizer, as handles or tensors. params, grads, m, v and rounded are flat. `steps` also counts skipped
+    updates."""
 
     params: Buffer
     grads: Buffer
@@ -303,7 +307,7 @@ class Optimizer:
     rounded: Buffer | None
     moments: dict[str, Buffer]  # m., AdamW's v. and ema.<parameter>, in the parameter's shape; empty if sharded
     shapes: dict[str, tuple[int, ...]]  # the shapes of all moments, also if sharded
-    owned: tuple[Owned, ...]  # what this rank updates: a slice of each bucket, or all parameters
+    owned: tuple[Owned, ...]  # the buffers that this rank updates: a slice of each bucket, or all parameters
     seed: Buffer | None  # 0-d int64: the seed of stochastic rounding; None: nothing is rounded stochastically
     agreed: Buffer | None  # (3,) float64, with several ranks: squared norm, loss, stop
     starts: dict[str, int]  # parameter → its first element in `grads`, or in the flat range of all units
@@ -388,7 +392,7 @@ class Optimizer:
         global_norm([x.grads for x in self.owned], norm=self.norm, scratch=of("global_norm", self.scratch))
 
     def apply(self, learning_rate: float | Tensor) -> None:
-        """Run the guard, clip, and update by Muon and AdamW; then update the average. Before, `norm` must be the norm of the
+        """Run the guard, clip, and update by Muon and AdamW; then update the average. `norm` must already be the norm of the
         gradients of all ranks."""
         adamw = self.adamw
         by_adamw = [own for own in self.owned if own.v is not None]
@@ -442,7 +446,7 @@ class Optimizer:
             ema_step(masters, self.norm, self.adam_step, self.decay, ema=averages, scratch=of("ema", self.scratch))
 
     def begin_average(self) -> None:
-        """ema = params, as before the first update."""
+        """ema = params. Called before the first update."""
         for own in self.owned:
             if own.ema is not None:
                 own.ema.copy_(own.params)

@@ -1,4 +1,4 @@
-"""A step's memory plan: forward, backward and the optimizer's step, traced on handles. Nothing is allocated."""
+"""The memory plan of a step: forward, backward and update, traced on handles. Nothing is allocated."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from .spec import StepSpec
 
 
 def plan_model(spec: StepSpec, *, share: bool = True) -> MemoryPlan:
-    """Every byte that one rank needs. Traces both ways to compute gradients (`step`, and `forward` followed by `backward`), so
-    that one plan serves both. share=False gives every buffer memory of its own."""
+    """The plan of all memory that one rank needs. Traces both ways to compute gradients (`step`, and `forward` followed by
+    `backward`), so that one plan serves both. share=False gives every buffer memory of its own."""
     check_ranks(spec)
     return plan_memory(_trace(spec, one_step=False), share=share)
 
@@ -43,17 +43,17 @@ def _trace(spec: StepSpec, *, one_step: bool) -> Trace:
             return
         forward()
         backward()
-        if model.scales:  # evaluation does not round to float8
+        if model.scales:  # trace evaluation too, because it does not round to float8
             replace(spec, linear="plain", head="plain").declare().forward()
 
-    # Persistent buffers, in the order of their arenas. Compute copies that are in units are not persistent.
+    # Persistent buffers, in the order of their arenas. Compute copies in units are not persistent.
     copies = [p.value for p in in_arena_order(model.params.values(), spec.muon)] if units is None else []
     kept = [] if model.jumps is None else [model.jumps]
     return trace(program, observe, (optimizer, copies, model.scales, kept))
 
 
 def unplanned_bytes(spec: StepSpec) -> dict[str, int]:
-    """Bytes on a GPU outside the arenas: plan + these = `torch.cuda.max_memory_allocated` of a step."""
+    """Bytes on a GPU outside the arenas. The plan and these bytes add up to `torch.cuda.max_memory_allocated` of a step."""
     if spec.device.type != "cuda":
         return {}
     staged = 17 * spec.batch_size * spec.seq_len

@@ -1,4 +1,4 @@
-"""What to recompute so that a model's memory plan fits a budget.
+"""The choice of what to recompute, so that the memory plan of a model fits a budget.
 
 Three things may be recomputed in the backward instead of being saved: the outputs of the norms, the activation of the
 feed-forward, a whole block. Their cost in FLOPs per block, with N rows of C channels and F hidden channels:
@@ -10,7 +10,8 @@ moments. Otherwise the feed-forward's activation is recomputed: one elementwise 
 CUDA the norms are recomputed too, because their backward reads their input and can write their output in the same pass.
 With a budget, as few whole blocks as possible are recomputed, then as few activations, then as few norms, because a block
 costs by far the most for each byte that it frees, and a norm the least. Earlier blocks are chosen first: their saved
-activations live longest, and they are recomputed when the later blocks are done. No choice changes the gradients' bits.
+activations live longest, and the backward recomputes them when it is done with later blocks. No choice changes the bits of the
+gradients.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class OverBudget(ValueError):
 
 
 def _choice(n_layer: int, norms: int, activations: int, blocks: int) -> Recompute:
-    """The first `blocks` blocks recompute all; after those, `activations` blocks the activation, `norms` blocks the norms."""
+    """The first `blocks` blocks recompute everything. Among the others, the first `activations` blocks recompute the
+    activation, and the first `norms` blocks recompute the norms."""
 
     def of(i: int) -> frozenset[Recomputed]:
         if i < blocks:
@@ -76,9 +78,9 @@ def largest_batch(spec: StepSpec, budget: int | None, limit: int) -> tuple[int, 
     """(batch_size, bytes) of the largest micro-batch whose plan, chosen as `train` does with this budget, takes at most `limit`
     bytes; None if even one sequence takes more. The batch size of `spec` is ignored.
 
-    A larger batch takes more memory, with one exception: without a budget, activations are recomputed from some size on, and
-    that size takes less than the one before it. So the search continues above a batch size that recomputes nothing.
-    With a budget, a batch fits if it fits with all blocks recomputed or with all but the last: no other choice was ever
+    A larger batch takes more memory, with one exception: without a budget, activations are recomputed from some batch size on,
+    and that size takes less memory than the size before it. So the search continues above a batch size that recomputes nothing.
+    With a budget, a batch fits if it fits with all blocks recomputed or with all but the last, because no other choice was ever
     the smallest. `train` recomputes to meet the budget, not `limit`, so with a budget above `limit` nothing is recomputed.
     """
     n = spec.config.n_layer
@@ -92,7 +94,7 @@ def largest_batch(spec: StepSpec, budget: int | None, limit: int) -> tuple[int, 
 
     @functools.cache
     def usual(batch_size: int) -> tuple[bool, bool]:
-        """Whether it fits, and whether something is recomputed."""
+        """(whether the plan fits, whether something is recomputed)"""
         choice = chosen(batch_size)
         return nbytes(batch_size, choice) <= limit, any(choice)
 
@@ -107,7 +109,7 @@ def largest_batch(spec: StepSpec, budget: int | None, limit: int) -> tuple[int, 
 
 
 def most(holds: Callable[[int], bool]) -> int:
-    """The largest n ≥ 1 for which `holds` is true, or 0: doubling and bisection, as if it were true for every smaller n."""
+    """The largest n ≥ 1 for which `holds` is true, or 0. Doubling and bisection assume that it is true for every smaller n."""
     high = 1
     while holds(high):
         high *= 2
@@ -119,8 +121,8 @@ def most(holds: Callable[[int], bool]) -> int:
 
 
 def _fewest(most: int, fits: Callable[[int], bool]) -> int:
-    """The smallest k ≤ most that fits, by bisection, as if every larger k fitted. Rarely even `most` does not fit, because
-    recomputing a block takes memory too; then every k is tried. At least one fits."""
+    """The smallest k ≤ most that fits. Bisection assumes that every larger k fits too. In rare cases `most` does not fit,
+    because recomputing a block takes memory too; then every k is tried. At least one k must fit."""
     low, high = 0, most
     while low < high:
         middle = (low + high) // 2

@@ -21,8 +21,8 @@ class Results:
         self.count(results)
 
     def count(self, results: list[StepResult]) -> None:
-        """Count steps. After ten skipped in a row, the steps still in flight are skipped too. Then the guard is reset, so that
-        training can continue, and NonFiniteError is raised."""
+        """Count steps. After ten skipped steps in a row, the steps still in flight are skipped too. Then the guard is reset, so
+        that training can continue, and NonFiniteError is raised."""
         try:
             for result in results:
                 self._optimizer.count(result)
@@ -43,7 +43,7 @@ class Results:
         return self._kept.pop()
 
     def drop(self) -> None:
-        """Forget the results, and those of steps in flight."""
+        """Forget all results, including those of steps in flight."""
         if self._queue is not None:
             self._queue.finished(wait=True)
         self._kept = []

@@ -1,4 +1,4 @@
-"""How the tokens of a sequence are drawn. The equations are in kernels/sampling.
+"""The settings with which the tokens of a sequence are drawn. The equations are in kernels/sampling.
 
 >>> Sampling(temperature=0.8, top_k=50).row()
 (0.800000011920929, 50.0, 1.0, 0.0, 1.0)
@@ -48,8 +48,8 @@ class Sampling:
             raise ValueError(f"seed: got {seed!r}; accepted: an int, −2⁶³ … 2⁶⁴ − 1, as torch.Generator takes it")
 
     def row(self) -> tuple[float, float, float, float, float]:
-        """The settings of `sample_fwd`, rounded to float32. A positive number outside the range of float32 becomes the nearest
-        number in the range, so it stays positive. But a temperature below the range becomes 0."""
+        """The settings as `sample_fwd` reads them, rounded to float32. A positive number outside the range of float32 becomes
+        the nearest number in the range, so it stays positive, except that a temperature below the range becomes 0."""
         temperature = _float32(self.temperature) if self.temperature >= _TINY else 0.0
         top_k = 0.0 if self.top_k is None else float(min(self.top_k, MOST_TOKENS))
         top_p, penalty = _float32(self.top_p), _float32(self.repetition_penalty)

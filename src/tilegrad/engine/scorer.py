@@ -31,7 +31,7 @@ from .spec import StepSpec
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """The model, and the log-probabilities of the targets.       logprobs (N,)"""
+    """A model, and the log-probabilities of the targets.       logprobs (N,)"""
 
     model: Transformer
     logprobs: Buffer
@@ -55,7 +55,9 @@ class Scoring:
         shapes = token_logprobs_workspace(at.form(config.n_embd), model.head.w.value, invariant=at.invariant)
         return cls(
             model=model,
-            logprobs=at.buffer("logprobs", (at.n,), at.accumulation_dtype, role="inputs"),  # read after the program
+            logprobs=at.buffer(
+                "logprobs", (at.n,), at.accumulation_dtype, role="inputs"
+            ),  # the caller reads it afterwards
             scratch=at.scratch("logprobs", shapes),
         )
 
@@ -126,7 +128,7 @@ class Scorer:
         return scoring.logprobs.view(tokens.shape).clone()
 
     def _run(self, scoring: Scoring, programs: dict[str, CapturedProgram], program: Literal["loss", "score"]) -> None:
-        """Runs a program of `scoring`: on CUDA a graph from the second time on, which is kept in `programs`."""
+        """Run a program of `scoring`. On CUDA it is a graph from the second run on, which is kept in `programs`."""
         run = getattr(scoring, program)
         if self._stream is None:
             run()
@@ -137,7 +139,7 @@ class Scorer:
             programs[program].run(capture=True)
 
     def _load(self, batch: Batch) -> tuple[Scoring, dict[str, CapturedProgram], int]:
-        """The scoring of this batch's shape, with its inputs loaded, its captured programs, and the number of targets."""
+        """(the scoring for the shape of this batch, with its inputs loaded; its captured programs; the number of targets)"""
         check_batch(batch, self.spec)
         check_threads(self._threads, self.spec.device)
         b, t = batch.tokens.shape

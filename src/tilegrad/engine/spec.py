@@ -1,4 +1,4 @@
-"""`StepSpec`: what a training step depends on. Everything that checks, plans, declares or reports a step takes one."""
+"""`StepSpec`, the specification of a training step. Functions that check, plan, declare or report a step take one."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ BUCKET_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class StepSpec:
-    """The model, the largest batch, how it is computed, and the ranks: `world` of them, of which `context` share a sequence.
-    `lora` adds adapters and freezes every other parameter. `freeze` has fnmatch patterns of the names of frozen parameters.
-    invariant: the bits of a row of the forward depend on the tokens of its sequence up to that row alone. `windows` are those
-    that a training step may have instead of the model's; None is no window.
+    """The model, the largest batch, how the step is computed, and the ranks: there are `world` ranks, and `context` of them
+    share each sequence. `lora` adds adapters and freezes every other parameter. `freeze` has fnmatch patterns of the names of
+    frozen parameters. invariant: the bits of a row of the forward depend only on the tokens of its sequence up to that row.
+    `windows` are attention windows that a training step may use instead of the model's window; None is no window.
 
     >>> import torch, tilegrad
     >>> from dataclasses import replace
@@ -47,7 +47,7 @@ class StepSpec:
     shard: Shard = "optimizer"
     bucket_bytes: int = BUCKET_BYTES
     context: int = 1
-    documents: int = 0  # the most in a row of packed rows; 0: a row is one sequence
+    documents: int = 0  # the most documents in a packed row; 0: a row is one sequence
     lora: LoraConfig | None = None
     freeze: tuple[str, ...] = ()
     invariant: bool = False
@@ -74,7 +74,7 @@ class StepSpec:
     ) -> Transformer:
         """The model on handles, by default for the largest batch. `local_seq_len` is the number of tokens of each sequence
         on this rank. `ranks` share the sequences; without them the model can only be traced. Evaluation (training=False)
-        has no dropout and no float8. `window` is the model's or one of `windows`."""
+        has no dropout and no float8. `window` is the model's window or one of `windows`."""
         config, linear, lora, head = self.config, self.linear, self.lora, self.head
         if window != "model" and window != config.window:
             config = replace(config, window=window)

@@ -1,4 +1,4 @@
-"""The micro-batch loop of a step, for a CPU and for CUDA, captured or not."""
+"""The loop over the micro-batches of a step, on a CPU and on CUDA, captured or not."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def accumulate_gradients(
     loss: Tensor,
     around: Callable[[int], AbstractContextManager[object]] = nullcontext,
 ) -> None:
-    """loss = Σ over micro-batches of their losses, and likewise the gradients. `models` loads the inputs of each micro-batch
-    and yields its model. The first model overwrites the gradients (declare(accumulate=False)), the others add to them. Forward
-    and backward of micro-batch i run inside `around(i)`."""
+    """Sum the losses and the gradients of the micro-batches. `models` loads the inputs of each micro-batch and yields its
+    model. The first model overwrites the gradients (declare(accumulate=False)), the others add to them. Forward and backward
+    of micro-batch i run in the context `around(i)`."""
     for i, model in enumerate(models):
         with around(i):
             model.step()

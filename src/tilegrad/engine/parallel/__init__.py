@@ -1,20 +1,20 @@
 """A step over ranks, by one of four strategies. With one rank all of this is a no-op.
 
-    Alone              one rank; the methods of this class are what an engine calls
+    Alone              one rank; an engine calls the methods of this class
     Replicated         shard="none": every rank has all parameters, gradients and moments
     ShardedOptimizer   shard="optimizer": a rank has 1/world of the moments, and updates 1/world of the parameters
     FullySharded       shard="all": a rank has 1/world of everything; a block's parameters are gathered around its ops
 
-    micro-batches      number g of a step runs on rank g mod world with dropout's seed g: N ranks compute what one would
+    micro-batches      micro-batch g of a step runs on rank g mod world with dropout seed g: N ranks compute what one would
     targets            are counted over all ranks: gradients are summed, never averaged, so unequal batches are exact
-    bucket complete →  reduce-scatter (Replicated: all-reduce) in place, overlapping the rest of the last micro-batch's backward
-    one all-reduce     of ‖own slices of the gradients‖², the loss, and whether any rank must stop
+    bucket complete →  reduce-scatter (Replicated: all-reduce) in place, during the rest of the last micro-batch's backward
+    one all-reduce     sums ‖own slices of the gradients‖², the loss, and whether any rank must stop
     own slices         clip and AdamW
-    slices          →  all-gather in place, overlapping the next forward: an op waits for the buckets that it reads
-    context=n          n neighbouring ranks share each micro-batch (parallel/context.py); group g mod (world / n) takes number g
+    slices          →  all-gather in place, during the next forward: an op waits for the buckets that it reads
+    context=n          n neighbouring ranks share each micro-batch (parallel/context.py); group g mod (world / n) runs number g
 
-Collectives run on slices of the arenas and allocate nothing. All ranks launch them in the order of one schedule, also a rank
-without a micro-batch: another order would hang.
+Collectives run on slices of the arenas and allocate nothing. All ranks launch them in the order of one schedule, even a rank
+without a micro-batch, because ranks with different orders would wait for each other forever.
 """
 
 from __future__ import annotations

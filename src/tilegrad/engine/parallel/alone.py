@@ -1,4 +1,4 @@
-"""One rank: nothing is sent. The other strategies override what several ranks change."""
+"""The strategy of one rank, which sends nothing. The strategies of several ranks override its methods."""
 # ruff: noqa: ARG002  # a no-op ignores its arguments
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .context import own_rows
 from .declare import declare_optimizer
 
 View = Callable[[Handle], Tensor | Handle]
-Run = tuple[Tensor, int, int]  # a slice of a flattened tensor, its offset, the tensor's length
+Run = tuple[Tensor, int, int]  # a slice of a flattened tensor, its offset, the length of the whole tensor
 Program = Literal["step", "forward", "backward"]  # a method of the model
 _EMPTY = Batch(torch.zeros(1, 1, dtype=torch.int64), torch.full((1, 1), -1))
 
@@ -33,23 +33,23 @@ class Alone:
         self.context: Neighbours | None = mesh.neighbours(spec.context) if spec.context > 1 else None
         optimizer, units = declare_optimizer(spec.declare(self.context), spec, adamw, mesh.rank)
         self.optimizer, self._units = bind(optimizer, view), bind(units, view)
-        self.params: dict[str, Tensor] = {}  # the bound model's, set by the engine
-        self.trained: dict[str, Tensor] = {}  # those that are not frozen
+        self.params: dict[str, Tensor] = {}  # the parameters of the bound model, set by the engine
+        self.trained: dict[str, Tensor] = {}  # the parameters that are not frozen
         self.stop = False  # whether this rank must stop; after a step, whether any rank must
         self.step = 0
         self.summed = False  # whether the gradients are summed over the ranks
 
     def view(self, handle: Handle) -> Tensor | Handle:
-        """The tensor of one of the model's buffers."""
+        """The tensor of a buffer of the model."""
         return self._view(handle)
 
     def number_of(self, micro_batch: int) -> int:
-        """The number that this rank's micro-batch has in the whole step."""
+        """The number in the whole step of a micro-batch of this rank."""
         context, rank, world = self.spec.context, self.mesh.rank, self.mesh.world
         return micro_batch * (world // context) + rank // context
 
     def count(self, targets: int, micro_batches: int) -> tuple[int, int]:
-        """The sums of both over all ranks. Called before the gradients are overwritten."""
+        """The sums over all ranks of `targets` and of `micro_batches`. Called before the gradients are overwritten."""
         self.mesh.at(f"step {self.step}: counting targets")
         total, taken = (int(x) // self.spec.context for x in self.mesh.sum(targets, micro_batches))
         check_some(taken)
@@ -57,8 +57,8 @@ class Alone:
         return total, taken
 
     def padded(self, batches: list[Batch]) -> list[Batch]:
-        """Pads with empty batches so that every rank runs the same number of collectives."""
-        if self.context is None and self.has_params:  # a micro-batch has no collectives of its own
+        """Pad with empty batches, so that every rank runs the same number of collectives."""
+        if self.context is None and self.has_params:  # a micro-batch then has no collectives
             return batches
         return batches + [_EMPTY] * (max(self.mesh.gather(len(batches))) - len(batches))
 
@@ -75,7 +75,8 @@ class Alone:
     def around(
         self, program: Program, *, training: bool = True, accumulate: bool = True, last: bool = False
     ) -> Iterator[None]:
-        """The model's program runs in this context, with collectives between its ops. `last`: the step's last micro-batch."""
+        """Run a program of the model in this context, with collectives between its ops. `last`: the last micro-batch of the
+        step."""
         yield
 
     def sum_gradients(self) -> None:
@@ -85,7 +86,8 @@ class Alone:
         """Wait for the sums in flight, before the gradients are overwritten."""
 
     def update(self, learning_rate: float, loss: float) -> float:
-        """Sum the gradients that are not summed yet, clip, AdamW. Returns the loss over all ranks; `loss` is of this rank."""
+        """Sum the gradients that are not summed yet, clip, and update. `loss` is the loss of this rank; returns the loss over
+        all ranks."""
         self.optimizer.update(learning_rate)
         return loss
 
@@ -101,8 +103,9 @@ class Alone:
         self.params[name].copy_(value)
 
     def pieces(self, *, shared: bool) -> dict[str, Run]:
-        """Name → (slice of the flattened tensor, its offset, the tensor's length): the trained parameters, moments and
-        adam_step that this rank owns. A rank that has everything owns it all or, with `shared`, 1/world of each tensor."""
+        """name → (slice of the flattened tensor, its offset, length of the whole tensor) for the trained parameters, moments
+        and adam_step that this rank owns. If nothing is sharded, a rank owns everything or, with `shared`, 1/world of each
+        tensor."""
         rank, world = self.mesh.rank, self.mesh.world
         found: dict[str, Run] = {"adam_step": (self.optimizer.adam_step.view(1), 0, 1)}
         for name, x in {**self.trained, **self.optimizer.moments}.items():

@@ -1,4 +1,4 @@
-"""Checks before memory is allocated: several ranks can train this model, and all of them compute the same step."""
+"""Checks before memory is allocated: whether several ranks can train this model, and whether they compute the same step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..optimizer import AdamW
 from ..spec import Shard, StepSpec
 from .context import check_context
 
-MOST_IN_BFLOAT16 = 128  # micro-batches: a sum in bfloat16 does not change by less than 2⁻⁹ of it
+MOST_IN_BFLOAT16 = 128  # micro-batches, because adding less than 2⁻⁹ of a bfloat16 sum does not change it
 
 
 def check_ranks(spec: StepSpec) -> None:
@@ -62,7 +62,7 @@ def check_accumulation(gradient_accumulation: int, world: int, context: int, gra
 
 
 def check_same(mesh: Mesh, spec: StepSpec, adamw: AdamW, seed: int) -> None:
-    """Refuse ranks with another model, batch, seed, optimizer, version or number of threads."""
+    """Raise if the ranks differ in model, batch, seed, optimizer, version or number of threads."""
     native = native_library()
     check_agreed(
         mesh,
@@ -94,8 +94,8 @@ def check_same(mesh: Mesh, spec: StepSpec, adamw: AdamW, seed: int) -> None:
 
 
 def check_agreed(mesh: Mesh, fields: Mapping[str, object]) -> None:
-    """Refuse ranks whose `fields` differ. All ranks raise the same error, which names the first field that differs and its
-    rank; a key of a nested mapping is field.key."""
+    """Raise if `fields` differ between ranks. All ranks raise the same error, which names the first field that differs and a
+    rank where it does; a key of a nested mapping is named field.key."""
     if mesh.world == 1:
         return
     mesh.at("comparing the ranks")
@@ -116,7 +116,7 @@ def _leaves(fields: Mapping[str, object], inside: str = "") -> Iterator[tuple[st
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
-    """The first 16 digits of the sha256 of the tensors' bytes."""
+    """The first 16 digits of the sha256 of the bytes of the tensors."""
     found = hashlib.sha256()
     for x in tensors:
         for part in x.detach().reshape(-1).view(torch.uint8).split(1 << 26):

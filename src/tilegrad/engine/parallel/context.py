@@ -1,6 +1,6 @@
-"""context=n: n neighbouring ranks share each sequence. All of them get the whole micro-batch, and each takes its rows.
+"""context=n: n neighbouring ranks share each sequence. All of them get the whole micro-batch, and each computes its rows.
 
-kernels/attention/context.py gathers K and V, and defines each rank's rows. Everything else in the model works row by row.
+kernels/attention/context.py gathers K and V, and defines the rows of each rank. Everything else in the model works row by row.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def check_context(config: ModelConfig, seq_len: int, world: int, context: int) -
 
 
 def own_rows(ranks: Ranks, tokens: Tensor, targets: Tensor) -> Batch:
-    """This rank's two runs of each sequence, after its end is padded to a multiple of 2 · ranks.world. The padding has no
-    targets, and attention is causal, so no token reads it."""
+    """The two runs of each sequence that this rank computes. Sequences are padded at the end to a multiple of 2 · ranks.world.
+    The padding has no targets, and because attention is causal, no token attends to it."""
     n, t = ranks.world, tokens.shape[1]
     more = -t % (2 * n)
     first, last = positions_of(ranks.rank, n, (t + more) // n)

@@ -1,4 +1,4 @@
-"""One rank's optimizer and collectives on handles, for the memory plan."""
+"""The optimizer and the collectives of one rank on handles, for the memory plan."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from ..spec import StepSpec
 
 
 def schedule_of(model: Transformer, program: Callable[[], object] | None = None) -> tuple[Touch, ...]:
-    """The parameters that each op of `program` (default: the model's step) reads, and the gradients that it writes."""
+    """For each op of `program`, by default the step of the model: the parameters that it reads and the gradients that it
+    writes."""
     values = {handle.name: name for name, p in model.params.items() for handle in handles(p.value)}
     grads = {handle.name: name for name, p in model.params.items() for handle in handles(p.kept_grad)}
     return touches(program or model.step, observe, values, grads)
@@ -35,7 +36,7 @@ def buckets_of(
 def declare_optimizer(
     model: Transformer, spec: StepSpec, adamw: AdamW | None = None, rank: int = 0
 ) -> tuple[Optimizer, Units | None]:
-    """One rank's optimizer, and the units if everything is sharded, else None."""
+    """The optimizer of one rank, and the units if everything is sharded, else None."""
     params, units = model.trained, None
     buckets: tuple[Bucket, ...] = ()
     if spec.in_units:

@@ -50,7 +50,8 @@ class Replicated(Alone):
         self, program: Program, *, training: bool = True, accumulate: bool = True, last: bool = False
     ) -> Iterator[None]:
         """Run a program of the model in this context. An op of a step waits until the parameters that it reads are gathered. In
-        the last micro-batch, the sum of a bucket starts when its gradients are complete and the previous sum has started."""
+        the last micro-batch, the sum of a bucket starts once its gradients are complete and the sum of the previous bucket has
+        started."""
         if program == "step":
             self.mesh.at(f"step {self.step}: forward and backward")
         if program != "step" or not (self._gathers or last):

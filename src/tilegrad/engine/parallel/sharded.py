@@ -3,7 +3,7 @@
 
 bucket   │ rank 0 │ rank 1 │ …        reduce-scatter of the gradients → update of the own slice → all-gather of the parameters
 """
-# ruff: noqa: ARG002  # a strategy ignores arguments of the others
+# ruff: noqa: ARG002  # a strategy ignores arguments that only other strategies need
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ShardedOptimizer(Replicated):
 
     @cached_property
     def _gather_order(self) -> list[int]:
-        """Numbers of the buckets in the order in which a forward reads them."""
+        """Indices of the buckets, in the order in which a forward reads them."""
         steps = self._schedule("step", accumulate=False)
         return sorted(range(len(self.buckets)), key=lambda i: needed(self.buckets[i], steps))
 
@@ -60,8 +60,8 @@ class ShardedOptimizer(Replicated):
     # ── values from outside, and checkpoints ──
 
     def _owned(self, names: Container[str]) -> Iterator[tuple[str, Owned, slice, int, int]]:
-        """This rank's slices of parameters: name, the optimizer's buffers, the slice of them, and [low, high) of the flattened
-        parameter."""
+        """The slices of parameters that this rank updates, each as (name, buffers of the optimizer, slice of these buffers,
+        low, high): the slice has the elements [low, high) of the flattened parameter."""
         for bucket, own in zip(self.buckets, self.optimizer.owned, strict=True):
             start, stop = bucket.part(self.mesh.rank, self.mesh.world)
             for name in bucket.names:
@@ -114,7 +114,7 @@ class FullySharded(ShardedOptimizer):
     def around(
         self, program: Program, *, training: bool = True, accumulate: bool = True, last: bool = False
     ) -> Iterator[None]:
-        """Units are gathered, and their gradients summed, around the ops of any program, in every micro-batch."""
+        """Gather units, and sum their gradients, around the ops of any program, in every micro-batch."""
         self.mesh.at(f"step {self.step}: forward and backward")
         steps = self._schedule(program, training=training, accumulate=accumulate)
         with self.units.around(
@@ -123,7 +123,7 @@ class FullySharded(ShardedOptimizer):
             yield
 
     def _gather(self) -> None:
-        """Nothing: a program gathers the units that it uses."""
+        """Do nothing, because a program gathers the units that it uses."""
 
     def whole_params(self) -> dict[str, Tensor]:
         found = gathered(self.units, self.mesh)
