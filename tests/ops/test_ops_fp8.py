@@ -253,25 +253,27 @@ def head(n: int, v: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return x, w, targets, torch.tensor(1.0 / max(1, int((targets >= 0).sum())))
 
 
-def step_of_head(x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, before: Tensor | None) -> dict[str, Tensor]:
+def step_of_head(
+    x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, before: Tensor | None, softcap: float = 0.0
+) -> dict[str, Tensor]:
     states = state_after(x), state_after(w, "w")
     (x8, x8t), (w8, w8t) = rounded(x, "x", states[0]), rounded(w, "w", states[1])
     loss, dx = torch.full((), math.nan, device=x.device), torch.full_like(x, math.nan)
     dw = torch.full(w.shape, math.nan, device=x.device) if before is None else before.clone()
-    shapes = fp8_cross_entropy_workspace(x, w, backward=True, accumulate=before is not None)
+    shapes = fp8_cross_entropy_workspace(x, w, backward=True, accumulate=before is not None, softcap=softcap)
     scratch = {name: t.to(x.device) for name, t in poisoned(shapes).items()}
     fp8_cross_entropy_step(
         x8, x8t, states[0], w8, w8t, states[1], targets, inv_total,
-        loss=loss, dx=dx, dw=dw, accumulate=before is not None, scratch=scratch,
+        loss=loss, dx=dx, dw=dw, accumulate=before is not None, softcap=softcap, scratch=scratch,
     )  # fmt: skip
     return {"loss": loss, "dx": dx, "dw": dw}
 
 
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(("n", "v", "chunk"), [(37, 48, 1 << 25), (100, 80, 80 * 2 * 32), (16, 16, 1)])
-@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize(("adds", "softcap"), [(False, 0.0), (True, 0.0), (True, 0.4)])
 def test_a_head_in_float8_is_that_of_its_rounded_factors(
-    n: int, v: int, chunk: int, adds: bool, monkeypatch: pytest.MonkeyPatch
+    n: int, v: int, chunk: int, adds: bool, softcap: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunks or not, the outputs are those of the same loss on the rounded x and w, up to the rounding of dl: at most 2⁻³ of a
     number of e5m2, which errs at random."""
@@ -281,16 +283,20 @@ def test_a_head_in_float8_is_that_of_its_rounded_factors(
     monkeypatch.setattr(fp8_head, "OF_X", 0)
     x, w, targets, inv_total = head(n, v)
     before = torch.ones(v, CIN) if adds else None
-    got = step_of_head(x, w, targets, inv_total, before)
+    got = step_of_head(x, w, targets, inv_total, before, softcap)
     x64, w64 = ((r.double() * float(s[0])).requires_grad_() for r, s in (
         (rounded(x, "x", state_after(x))[0], state_after(x)), (rounded(w, "w", state_after(w, "w"))[0], state_after(w, "w")),
     ))  # fmt: skip
-    loss = torch.nn.functional.cross_entropy(x64 @ w64.T, targets, ignore_index=-1)
+    logits = x64 @ w64.T
+    capped = softcap * torch.tanh(logits / softcap) if softcap else logits
+    loss = torch.nn.functional.cross_entropy(capped, targets, ignore_index=-1)
     dx, dw = torch.autograd.grad(loss, (x64, w64))
     dw = dw + (0.0 if before is None else before)
     assert float(got["loss"]) == pytest.approx(float(loss.detach()), rel=2e-2)
-    p = (x64 @ w64.T).softmax(-1).detach()
+    p = capped.softmax(-1).detach()
     p[torch.arange(n), targets.clamp(min=0)] -= 1.0
+    if softcap:
+        p *= 1.0 - (capped.detach() / softcap) ** 2
     dl = (p * inv_total).masked_fill((targets < 0)[:, None], 0.0)
     for name, want, spread in (("dx", dx, dl.square() @ w64.square()), ("dw", dw, dl.square().T @ x64.square())):
         error = (got[name].double() - want).abs()

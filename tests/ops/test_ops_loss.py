@@ -22,6 +22,9 @@ from support.ops import (
 from torch import Tensor
 
 from tilegrad.kernels import embedding_mse, gpu, linear
+from tilegrad.kernels.activation import activation_fwd
+from tilegrad.kernels.closeness import assert_close
+from tilegrad.kernels.cpu.library import library
 from tilegrad.kernels.cross_entropy import (
     CROSS_ENTROPY,
     Problem,
@@ -32,6 +35,7 @@ from tilegrad.kernels.cross_entropy import (
     cross_entropy_workspace,
     torch_ops,
 )
+from tilegrad.kernels.cross_entropy.softcap import softcap_fwd
 from tilegrad.kernels.embedding_mse import (
     embedding_mse_bwd,
     embedding_mse_fwd,
@@ -312,6 +316,27 @@ def test_canary_a_factor_in_bfloat16_is_seen(loss: str) -> None:
     inputs, targets = build(113, 32, 63, torch.bfloat16)
     got = run(loss, inputs, targets, 1 / 64)
     assert_factors_are_seen(got, lambda tensors: assert_right(loss, tensors, inputs, targets), 1.01, 1.005)
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_capped_logits(invariant: bool) -> None:
+    """By its equation, in place; the native tanh of an invariant problem too."""
+    if invariant and isinstance(library(), str):
+        pytest.skip("an invariant tanh is the native library's")
+    for dtype in (torch.float32,) if invariant else (torch.float32, torch.float64):
+        x = 3 * randn(63, 113, dtype=dtype)
+        y, c = x.clone(), 1.5
+        softcap_fwd(y, c, y=y, invariant=invariant)
+        allowed = bounds.bounds(dtype, {"y": bounds.tanh(bounds.of(x) * (1 / c)) * c})
+        assert_close({"y": y}, {"y": c * torch.tanh(x.double() / c)}, allowed)
+        if invariant:
+            native = x / c
+            activation_fwd(native, "tanh", a=native, invariant=True, kernel="native")
+            assert torch.equal(y, native * c)
+        with pytest.raises(AssertionError, match="y: "):
+            assert_close({"y": y * 1.001}, {"y": c * torch.tanh(x.double() / c)}, allowed)
+    with pytest.raises(ValueError, match=r"softcap: got 0\.0; accepted: a number > 0"):
+        softcap_fwd(x, 0.0, y=x)
 
 
 def test_bad_inputs_say_what_is_accepted() -> None:

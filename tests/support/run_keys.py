@@ -36,6 +36,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "model.proj_bias": MAYBE,
     "model.ffn_bias": MAYBE,
     "model.window_layers": ("none", "[0]", "[1]", "[]"),
+    "model.logit_softcap": ("none", "0.5", "30"),
     "model.rope_scaling": (
         "none", '{kind = "linear", factor = 2}', '{kind = "llama3", factor = 8.0, original = 8}',
         '{kind = "yarn", factor = 4.0, original = 8}',
@@ -103,7 +104,7 @@ TOKENIZER_FILE = 270  # tokens of tokenizer.json
 
 BIASES = ("model.qkv_bias", "model.proj_bias", "model.ffn_bias")
 DENSE = {
-    "model.projection": ('"dense"',), "model.loss": ('"cross_entropy"',),
+    "model.projection": ('"dense"',), "model.loss": ('"cross_entropy"',), "model.logit_softcap": ("none",),
 }  # fmt: skip
 ROTARY = {
     **DENSE, "model.activation": ('"swiglu"',), "model.norm": ('"rmsnorm"',), "model.position": ('"rope"',),
@@ -153,6 +154,7 @@ REFUSED: Mapping[tuple[str, ...], Rule] = {  # which values of these keys are re
     ("model.rope_scaling", "model.head_size"): lambda scaling, d: scaling != "none" and d == "5",
     ("model.rope_theta", "model.rope_scaling"): lambda theta, scaling: theta == "1.0" and "yarn" in scaling,
     ("model.loss", "model.tie_embeddings"): lambda loss, tied: loss == '"embedding_mse"' and tied == "false",
+    ("model.loss", "model.logit_softcap"): lambda loss, cap: loss == '"embedding_mse"' and cap != "none",
     ("model.n_layer", "model.window_layers"): lambda layers, windowed: layers == "1" and windowed == "[1]",
     ("train.patience", "train.eval_interval"): lambda patience, interval: patience != "0" and interval == "0",
     ("train.patience", "train.eval_batches"): lambda patience, batches: patience != "0" and batches == "0",

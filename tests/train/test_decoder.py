@@ -33,6 +33,7 @@ FAMILIES = {
     "qwen3": QWEN3,
     "per_head, mse": replace(CONFIG, projection="per_head", loss="embedding_mse"),
     "dropout": replace(CONFIG, dropout=0.3),
+    "speed run": replace(CONFIG, activation="relu2", logit_softcap=2.0),
 }
 GREEDY = Sampling(temperature=0.0)
 
@@ -60,7 +61,7 @@ def check(
 @pytest.mark.parametrize(
     ("family", "prefill_tokens"),  # None: prompts together; 16: prompts in groups
     [
-        *(("gpt2", None), ("llama", None), ("mistral", None), ("per_head, mse", None)),
+        *(("gpt2", None), ("llama", None), ("mistral", None), ("per_head, mse", None), ("speed run", None)),
         *(("gpt2", 16), ("mistral", 16), ("qwen3", 16), ("dropout", 16)),
     ],
 )

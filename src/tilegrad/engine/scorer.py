@@ -66,8 +66,15 @@ class Scoring:
 
     def score(self) -> None:
         n, head = self.model.hidden_states(), self.model.head
-        given, invariant, scratch = (n, head.w.value, head.targets), head.invariant, self.scratch
-        token_logprobs_fwd(*given, logprobs=self.logprobs, invariant=invariant, scratch=scratch)
+        token_logprobs_fwd(
+            n,
+            head.w.value,
+            head.targets,
+            logprobs=self.logprobs,
+            invariant=head.invariant,
+            softcap=head.terms.softcap,
+            scratch=self.scratch,
+        )
 
 
 def plan_scorer(spec: StepSpec) -> MemoryPlan:

@@ -3,7 +3,7 @@
     l = x8 · w8        nll, dl by cross_entropy's softmax, in bfloat16         dx = dl8 · w8t         dw += dl8t · x8t
 
 x (N, C) and w (V, C) are rounded by the caller. |dl| is at most inv_total, so the scale of dl is inv_total / 57,344, in every
-step. Rows are processed in chunks, whose logits, dl8 and dl8t are scratch.
+step. With a softcap the softmax is of the capped logits. Rows are processed in chunks, whose logits, dl8 and dl8t are scratch.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ def _chunks(n: int, c: int, v: int) -> Iterator[slice]:
 
 
 def fp8_cross_entropy_workspace(
-    x: TensorLike, w: TensorLike, *, backward: bool, accumulate: bool = True, kernel: str | None = None
-) -> Shapes:
+    x: TensorLike, w: TensorLike, *,
+    backward: bool, accumulate: bool = True, softcap: float = 0.0, kernel: str | None = None,
+) -> Shapes:  # fmt: skip
     """Name → (shape, dtype) of the scratch; x (N, C) and w (V, C) are not rounded yet. accumulate is as in the step."""
     (n, c), v = x.shape, w.shape[0]
     rows = _rows(n, c, v)
     row = CROSS_ENTROPY.select(Problem(x, w), kernel)
     shapes: Shapes = {"logits": ((rows, v), torch.bfloat16), "losses": ((n,), torch.float32)}
-    shapes |= below(row.name, row.load().softmax_workspace(Form((rows, v), torch.bfloat16, x.device)))
+    shapes |= below(row.name, row.load().softmax_workspace(Form((rows, v), torch.bfloat16, x.device), softcap))
     if backward:
         shapes |= {"dl8": ((rows, v), GRADIENT), "dl8t": ((v, even(rows)), GRADIENT), "state": (STATE, torch.float32)}
         if accumulate or rows < n:
@@ -59,7 +60,7 @@ def fp8_cross_entropy_step(
     x8: Tensor, x8t: Tensor | None, x_state: Tensor, w8: Tensor, w8t: Tensor | None, w_state: Tensor, targets: Tensor,
     inv_total: Tensor, *,
     loss: Tensor | None = None, dx: Tensor | None = None, dw: Tensor | None = None, accumulate: bool = True,
-    **where: Unpack[Where],
+    softcap: float = 0.0, **where: Unpack[Where],
 ) -> None:  # fmt: skip
     """loss, dx, and dw += … (dw = … without `accumulate`); None is not computed.     x8t (C, N') for dw   w8t (C, V) for dx"""
     (n, c), v, device = x8.shape, w8.shape[0], x8.device
@@ -73,7 +74,8 @@ def fp8_cross_entropy_step(
     row = CROSS_ENTROPY.select(Problem(Form((n, c), torch.bfloat16, device), w8), where.get("kernel"))
     backward, module = dx is not None or dw is not None, row.load()
     form = Form((n, c), torch.bfloat16, device)
-    needed = fp8_cross_entropy_workspace(form, w8, backward=backward, accumulate=accumulate, kernel=row.name)
+    options = {"backward": backward, "accumulate": accumulate}
+    needed = fp8_cross_entropy_workspace(form, w8, **options, softcap=softcap, kernel=row.name)
     scratch = views(where.get("scratch"), needed, device, "fp8_cross_entropy")
     softmax, state = of(row.name, scratch), scratch.get("state")
     if state is not None:
@@ -85,7 +87,7 @@ def fp8_cross_entropy_step(
         m, losses = i.stop - i.start, scratch["losses"][i]
         logits = scratch["logits"][:m]
         fp8_product_fwd(x8[i], x_state, w8, w_state, out=logits, accumulate=False)
-        module.softmax(logits, targets[i], inv_total, backward, losses=losses, scratch=softmax)
+        module.softmax(logits, targets[i], inv_total, backward, softcap, losses=losses, scratch=softmax)
         if state is None:
             continue
         dl8 = scratch["dl8"][:m]

@@ -43,6 +43,7 @@ class ModelConfig:
     qk_norm         q and k are RMS-normed by head before rope, with weights (D,)
     qkv_bias, proj_bias, ffn_bias   None: bias
     rope_scaling    a RopeScaling, or a mapping of its fields
+    logit_softcap   c: the logits l of the head become c · tanh(l / c), in the loss and in generation
 
     LIMITS bounds the sizes.
 
@@ -76,6 +77,7 @@ class ModelConfig:
     ffn_bias: bool | None = None
     window_layers: tuple[int, ...] | None = None
     rope_scaling: RopeScaling | None = None
+    logit_softcap: float | None = None
 
     @property
     def kv_heads(self) -> int:
@@ -92,6 +94,11 @@ class ModelConfig:
     @property
     def ffn(self) -> int:
         return 4 * self.n_embd if self.ffn_dim is None else self.ffn_dim
+
+    @property
+    def softcap(self) -> float:
+        """The cap of the logits; 0: none."""
+        return self.logit_softcap or 0.0
 
     def __post_init__(self) -> None:
         def refuse(name: str, accepted: str) -> None:
@@ -116,6 +123,9 @@ class ModelConfig:
             value = getattr(self, name)
             if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value < high:
                 refuse(name, f"a number, {low:g} ≤ {name} < {high:g}")
+        cap = self.logit_softcap
+        if cap is not None and (not isinstance(cap, int | float) or isinstance(cap, bool) or not 1e-3 <= cap <= 1e6):
+            refuse("logit_softcap", "None, or a number, 0.001 ≤ logit_softcap ≤ 1e+06")
         if self.head_size is None and (self.n_embd % self.n_head or self.head_dim > MAX_HEAD_DIM):
             refuse("n_head", f"a divisor of n_embd ({self.n_embd}) with n_embd / n_head ≤ {MAX_HEAD_DIM}")
         if self.n_head % self.kv_heads:
@@ -142,6 +152,8 @@ class ModelConfig:
             refuse("rope_theta", "a number > 1 with a rope_scaling of kind 'yarn'")
         if self.loss == "embedding_mse" and not self.tie_embeddings:
             refuse("tie_embeddings", "True with loss='embedding_mse', whose targets are rows of wte")
+        if self.loss == "embedding_mse" and cap is not None:
+            refuse("logit_softcap", "None with loss='embedding_mse', which has no logits")
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ModelConfig:

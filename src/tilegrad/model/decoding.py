@@ -5,6 +5,8 @@ token.
     step      tokens (B, 1), the last of each sequence → hidden states by attention over the cache; n = all rows
     both      logits = n W'        tokens are drawn from the logits as `settings` say               n (B, C)   logits (B, V)
 
+With the key logit_softcap = c, the logits are c tanh(n W' / c).
+
 Both are declared on handles, traced and planned together, so they share the memory of their activations. A prefill may read
 prompts for some sequences only. The other sequences have `draws` = −1, and their tokens do not change.
 """
@@ -15,6 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..kernels.cross_entropy.softcap import softcap_fwd
 from ..kernels.embedding import embedding_fwd, embedding_workspace
 from ..kernels.embedding_mse import embedding_mse_scores_fwd, embedding_mse_scores_workspace
 from ..kernels.linear import linear_fwd, linear_workspace
@@ -75,6 +78,7 @@ class Sampler:
 
     w: Param
     loss: str
+    softcap: float
     invariant: bool
     state: State
     last: Buffer | None
@@ -101,6 +105,7 @@ class Sampler:
         return cls(
             w=w,
             loss=c.loss,
+            softcap=c.softcap,
             invariant=at.invariant,
             state=State.declare(at, batch_size, penalties=penalties),
             last=at.buffer("inputs.last", (batch_size, 1), torch.int64, role="inputs") if gathers else None,
@@ -124,6 +129,8 @@ class Sampler:
             embedding_mse_scores_fwd(n, self.w.value, scores=self.logits, scratch=self.product_scratch)
         if self.rounded is not None:
             copy_fwd(self.rounded, y=self.logits)
+        if self.softcap:
+            softcap_fwd(self.logits, self.softcap, y=self.logits, invariant=self.invariant)
         s = self.state
         sample_fwd(
             self.logits,

@@ -167,7 +167,13 @@ def logits_of(p: Params, n: Tensor, config: ModelConfig) -> Tensor:
     if config.loss == "embedding_mse":  # the nearest embedding is the likeliest
         rows = [-(row - weight).square().mean(-1) for row in n.view(-1, config.n_embd)]
         return torch.stack(rows).view(*n.shape[:-1], -1)
-    return (weight @ n.transpose(0, -1)).transpose(0, -1)
+    return capped((weight @ n.transpose(0, -1)).transpose(0, -1), config)
+
+
+def capped(logits: Tensor, config: ModelConfig) -> Tensor:
+    """c tanh(l / c) of logits l, or the logits without a softcap c."""
+    c = config.softcap
+    return c * torch.tanh(logits / c) if c else logits
 
 
 def loss(p: Params, tokens: Tensor, targets: Tensor, config: ModelConfig, lora: LoraConfig | None = None) -> Tensor:
@@ -177,7 +183,8 @@ def loss(p: Params, tokens: Tensor, targets: Tensor, config: ModelConfig, lora: 
     if config.loss == "embedding_mse":
         error = n[has_target] - head(p, config)[targets[has_target]]
         return error.square().mean(-1).mean()
-    return F.cross_entropy(F.linear(n, head(p, config)).flatten(0, 1), targets.flatten(), ignore_index=-1)
+    logits = capped(F.linear(n, head(p, config)), config)
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
 
 
 def gradients(

@@ -17,6 +17,7 @@ import torch
 
 from ..kernels.attention.context import Ranks
 from ..kernels.cross_entropy import cross_entropy_bwd, cross_entropy_fwd, cross_entropy_step, cross_entropy_workspace
+from ..kernels.cross_entropy.terms import Terms
 from ..kernels.embedding import embedding_bwd, embedding_fwd, embedding_workspace
 from ..kernels.embedding_mse import embedding_mse_bwd, embedding_mse_fwd, embedding_mse_step, embedding_mse_workspace
 from ..kernels.fp8_head import fp8_cross_entropy_step, fp8_cross_entropy_workspace
@@ -97,10 +98,12 @@ class Fp8Head:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """loss and dn from n (N, C), the rows of the head's weight, and targets (N,); −1 = no target. dn overwrites n."""
+    """loss and dn from n (N, C), the rows of the head's weight, and targets (N,); −1 = no target. dn overwrites n.
+    With the key logit_softcap the loss is of capped logits."""
 
     w: Param
     kind: str
+    terms: Terms
     invariant: bool
     targets: Buffer
     inv_total: Buffer
@@ -114,18 +117,21 @@ class Head:
         c = at.config
         tied = c.tie_embeddings
         w = wte if tied else at.param("lm_head.weight", c.vocab_size, c.n_embd, init=WEIGHT)
-        x = at.form(c.n_embd)
+        x, terms = at.form(c.n_embd), Terms(c.softcap)
         if at.head == "fp8":
-            forward = fp8_cross_entropy_workspace(x, w.value, backward=False)
-            backward = fp8_cross_entropy_workspace(x, w.value, backward=True, accumulate=w.accumulate)
+            forward = fp8_cross_entropy_workspace(x, w.value, backward=False, softcap=c.softcap)
+            backward = fp8_cross_entropy_workspace(
+                x, w.value, backward=True, accumulate=w.accumulate, softcap=c.softcap
+            )
         elif c.loss == "cross_entropy":
-            forward = cross_entropy_workspace(x, w.value, backward=False, invariant=at.invariant)
-            backward = cross_entropy_workspace(x, w.value, backward=True, invariant=at.invariant)
+            forward = cross_entropy_workspace(x, w.value, backward=False, invariant=at.invariant, terms=terms)
+            backward = cross_entropy_workspace(x, w.value, backward=True, invariant=at.invariant, terms=terms)
         else:
             forward = backward = embedding_mse_workspace(x, w.value)
         return cls(
             w=w,
             kind=c.loss,
+            terms=terms,
             invariant=at.invariant,
             targets=at.buffer("inputs.targets", (at.n,), torch.int64, role="inputs"),
             inv_total=at.buffer("inputs.inv_total", (), at.accumulation_dtype, role="inputs"),
@@ -138,20 +144,35 @@ class Head:
     def forward(self, n: Buffer) -> None:
         given, scratch = (n, self.w.value, self.targets, self.inv_total), self.forward_scratch
         if self.fp8 is not None:
-            fp8_cross_entropy_step(*self.fp8.of(n), *given[2:], loss=self.loss, scratch=scratch)
+            softcap = self.terms.softcap
+            fp8_cross_entropy_step(*self.fp8.of(n), *given[2:], loss=self.loss, softcap=softcap, scratch=scratch)
         elif self.kind == "cross_entropy":
-            cross_entropy_fwd(*given, loss=self.loss, invariant=self.invariant, scratch=scratch)
+            cross_entropy_fwd(*given, loss=self.loss, invariant=self.invariant, terms=self.terms, scratch=scratch)
         else:
             embedding_mse_fwd(*given, loss=self.loss, scratch=scratch)
 
     def backward(self, n: Buffer) -> None:
         given, scratch = (n, self.w.value, self.targets, self.inv_total), self.backward_scratch
         if self.fp8 is not None:
-            dw, accumulate = self.w.grad, self.w.accumulate
-            fp8_cross_entropy_step(*self.fp8.of(n), *given[2:], dx=n, dw=dw, accumulate=accumulate, scratch=scratch)
+            fp8_cross_entropy_step(
+                *self.fp8.of(n),
+                *given[2:],
+                dx=n,
+                dw=self.w.grad,
+                accumulate=self.w.accumulate,
+                softcap=self.terms.softcap,
+                scratch=scratch,
+            )
         elif self.kind == "cross_entropy":
-            dw, accumulate, invariant = self.w.grad, self.w.accumulate, self.invariant
-            cross_entropy_bwd(*given, dx=n, dw=dw, accumulate=accumulate, invariant=invariant, scratch=scratch)
+            cross_entropy_bwd(
+                *given,
+                dx=n,
+                dw=self.w.grad,
+                accumulate=self.w.accumulate,
+                invariant=self.invariant,
+                terms=self.terms,
+                scratch=scratch,
+            )
         else:
             embedding_mse_bwd(*given, dx=n, dwte=self.w.grad, accumulate=self.w.accumulate, scratch=scratch)
         self.w.keep()
@@ -161,11 +182,25 @@ class Head:
         loss, dx, dw, accumulate = self.loss, n, self.w.grad, self.w.accumulate
         if self.fp8 is not None:
             fp8_cross_entropy_step(
-                *self.fp8.of(n), *given[2:], loss=loss, dx=dx, dw=dw, accumulate=accumulate, scratch=scratch
+                *self.fp8.of(n),
+                *given[2:],
+                loss=loss,
+                dx=dx,
+                dw=dw,
+                accumulate=accumulate,
+                softcap=self.terms.softcap,
+                scratch=scratch,
             )
         elif self.kind == "cross_entropy":
             cross_entropy_step(
-                *given, loss=loss, dx=dx, dw=dw, accumulate=accumulate, invariant=self.invariant, scratch=scratch
+                *given,
+                loss=loss,
+                dx=dx,
+                dw=dw,
+                accumulate=accumulate,
+                invariant=self.invariant,
+                terms=self.terms,
+                scratch=scratch,
             )
         else:
             embedding_mse_step(*given, loss=loss, dx=dx, dwte=dw, accumulate=accumulate, scratch=scratch)

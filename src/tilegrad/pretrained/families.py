@@ -334,4 +334,9 @@ def _requirements(c: ModelConfig) -> dict[str, Requirement]:
     return {
         "projection": (c.projection, "'dense'", c.projection == "dense"),
         "loss": (c.loss, "'cross_entropy'", c.loss == "cross_entropy"),
+        "logit_softcap": (
+            c.logit_softcap,
+            "None, because these families have uncapped logits",
+            c.logit_softcap is None,
+        ),
     }

@@ -64,7 +64,10 @@ MAY_CHANGE = frozenset(  # the keys of [train] that a resumed run may change
         "log",
     )
 )
-_NO_WEIGHTS = ("block_size", "window", "window_layers", "dropout", "norm_eps", "rope_theta", "rope_scaling", "loss")
+_NO_WEIGHTS = (
+    *("block_size", "window", "window_layers", "dropout", "norm_eps", "rope_theta", "rope_scaling", "loss"),
+    "logit_softcap",
+)
 _FOLLOWS = (  # values that mean "automatic": a resumed run keeps the values that it has
     *(("warmup_steps", -1), ("decay_steps", -1), ("dtype", "auto")),
     *(("format", "auto"), ("packing", None), ("too_long", "auto")),

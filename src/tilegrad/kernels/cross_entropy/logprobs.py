@@ -1,9 +1,9 @@
 """Log-probabilities of given tokens, row by row.       x (N, C)   w (V, C)   targets (N,) int64, −1 = none   logprobs (N,)
 
-    logprobs[n] = log softmax(x[n] wᵀ)[targets[n]]        0 where there is no target
+    logprobs[n] = log softmax(l)[targets[n]], l = x[n] wᵀ        0 where there is no target
 
 Logits are computed for a chunk of rows at a time, in the same dtype as in a loss: on a CPU a bfloat16 product writes bfloat16.
-A row has the same bits as `sample_fwd` gives for these logits.
+With a softcap c, l = c · tanh(x[n] wᵀ / c). A row has the same bits as `sample_fwd` gives for these logits.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from ..op import op
 from ..sampling import logprobs_fwd, logprobs_workspace
 from ..scratch import Form, Scratch, Shapes, TensorLike, accumulation_dtype, below, blocks, of, views
 from .chunks import most_rows
+from .softcap import softcap_fwd
 from .torch_ops import CHUNK
 
 
@@ -43,6 +44,7 @@ def token_logprobs_fwd(
     *,
     logprobs: Tensor,
     invariant: bool = False,
+    softcap: float = 0.0,
     scratch: Scratch | None = None,
 ) -> None:
     (n, c), v, acc = x.shape, w.shape[0], accumulation_dtype(x.dtype)
@@ -56,4 +58,6 @@ def token_logprobs_fwd(
         linear_fwd(x[i], w, None, y=y, invariant=invariant, scratch=of("linear", buffers))
         if y is not logits:
             logits.copy_(y)
+        if softcap:
+            softcap_fwd(logits, softcap, y=logits, invariant=invariant)
         logprobs_fwd(logits, targets[i], logprobs=logprobs[i], scratch=of("logprobs", buffers))

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..activation import activation_fwd
 from ..linear import linear_bwd, linear_fwd
 from ..scratch import Scratch, Shapes, TensorLike, accumulation_dtype, blocks, of
 from .chunks import chunks, most_rows, products_workspace
@@ -107,7 +108,7 @@ def run(
             rows["logits"].add_(bias)
         of_chunk = out._replace(dx=None if dx is None else dx[i], losses=None if losses is None else losses[i])
         for j in blocks(m, _block_rows(x, w, terms)):
-            _probabilities(rows, j, scale, scratch, terms, out=of_chunk)
+            _probabilities(rows, j, scale, scratch, terms, invariant=invariant, out=of_chunk)
         if out.has_gradients:
             added = accumulate or i.start > 0  # later chunks add to dw
             _chunk_bwd(rows, x[i], w, scale, scratch, linear, dx=of_chunk.dx, dw=dw, accumulate=added)
@@ -122,18 +123,21 @@ def mask_targets(
     scale.copy_(inv_total[i] if inv_total.ndim else inv_total).masked_fill_(ignored, 0.0)
 
 
-def softmax_workspace(logits: TensorLike) -> Shapes:
+def softmax_workspace(logits: TensorLike, softcap: float = 0.0) -> Shapes:
     """Scratch of `softmax` on this many logits or fewer."""
     (rows, v), acc = logits.shape, accumulation_dtype(logits.dtype)
     shapes: Shapes = {"statistics": ((4, rows), acc), "index": ((rows,), torch.int64), "ignored": ((rows,), torch.bool)}
     block = max(1, min(rows, BLOCK // max(v, 1)))
-    return shapes | ({"block": ((block, v), acc)} if logits.dtype != acc else {})
+    if softcap:
+        shapes["tanh"] = ((block, v), acc)
+    return shapes | ({"block": ((block, v), acc)} if softcap or logits.dtype != acc else {})
 
 
 def softmax(
-    logits: Tensor, targets: Tensor, inv_total: Tensor, gradient: bool, *, losses: Tensor, scratch: Scratch
-) -> None:
-    """losses = nll · inv_total; with `gradient` dl overwrites the logits."""
+    logits: Tensor, targets: Tensor, inv_total: Tensor, gradient: bool, softcap: float = 0.0, *,
+    losses: Tensor, scratch: Scratch,
+) -> None:  # fmt: skip
+    """losses = nll · inv_total of capped logits; with `gradient` dl overwrites the logits."""
     from . import Outputs
 
     m = logits.shape[0]
@@ -141,7 +145,7 @@ def softmax(
     scale, out = scratch["statistics"][0, :m], Outputs(None, dx=logits if gradient else None, losses=losses)
     mask_targets(targets, inv_total, slice(0, m), ignored=rows["ignored"], index=rows["index"], scale=scale)
     for j in blocks(m, scratch["block"].shape[0] if "block" in scratch else m):
-        _probabilities(rows, j, scale, scratch, PLAIN, out=out)
+        _probabilities(rows, j, scale, scratch, Terms(softcap), out=out)
     if gradient:
         logits.mul_(scale[:, None]).masked_fill_(rows["ignored"][:, None], 0.0)
 
@@ -150,7 +154,9 @@ def total(losses: Tensor, *, loss: Tensor) -> None:
     torch.sum(losses, 0, out=loss)
 
 
-def _probabilities(rows: Scratch, j: slice, scale: Tensor, scratch: Scratch, terms: Terms, *, out: Outputs) -> None:
+def _probabilities(
+    rows: Scratch, j: slice, scale: Tensor, scratch: Scratch, terms: Terms, *, invariant: bool = False, out: Outputs
+) -> None:
     """losses = nll ∘ scale of rows j of a chunk, and loss += Σ losses. With gradients, also replaces the logits by
     ((1 + 2 z lse) p − (1 − ε) onehot − ε / V) ∘ (1 − tanh²), and adds it to dbias."""
     logits, index = rows["logits"][j], rows["index"][j, None]
@@ -159,7 +165,8 @@ def _probabilities(rows: Scratch, j: slice, scale: Tensor, scratch: Scratch, ter
     has_loss = out.loss is not None or out.losses is not None
     p = scratch["block"][: logits.shape[0]].copy_(logits) if "block" in scratch else logits
     if softcap:
-        tanh = torch.div(p, softcap, out=scratch["tanh"][: p.shape[0]]).tanh_()
+        tanh = torch.div(p, softcap, out=scratch["tanh"][: p.shape[0]])
+        activation_fwd(tanh, "tanh", a=tanh, invariant=invariant)
         torch.mul(tanh, softcap, out=p)
     if has_loss or z_loss:
         torch.amax(p, -1, out=row_max)

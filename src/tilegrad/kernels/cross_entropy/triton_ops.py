@@ -194,21 +194,22 @@ def workspace(
     return shapes | products_workspace(x, w, rows, backward=backward, invariant=invariant, bias=added)
 
 
-def softmax_workspace(logits: TensorLike) -> Shapes:
+def softmax_workspace(logits: TensorLike, softcap: float = 0.0) -> Shapes:
     """Scratch of `softmax` on this many logits or fewer."""
     return {}
 
 
 def softmax(
-    logits: Tensor, targets: Tensor, inv_total: Tensor, gradient: bool, *, losses: Tensor, scratch: Scratch
-) -> None:
-    """losses = nll · inv_total; with `gradient` dl overwrites the logits."""
+    logits: Tensor, targets: Tensor, inv_total: Tensor, gradient: bool, softcap: float = 0.0, *,
+    losses: Tensor, scratch: Scratch,
+) -> None:  # fmt: skip
+    """losses = nll · inv_total of capped logits; with `gradient` dl overwrites the logits."""
     v = logits.shape[1]
     tile = min(padded(v), TILE)
     constants = {"GRADIENT": gradient, "TILE": tile, "num_warps": max(4, tile >> 9), "BY_ROW": False}
-    plain = {"SOFTCAP": 0.0, "SMOOTHING": 0.0, "Z_LOSS": 0.0}
+    terms = {"SOFTCAP": softcap, "SMOOTHING": 0.0, "Z_LOSS": 0.0}
     given = (targets, inv_total, logits, losses, targets.stride(0), logits.stride(0), v)
-    launch(_softmax_kernel, (logits.shape[0],), *given, **constants, **plain)
+    launch(_softmax_kernel, (logits.shape[0],), *given, **constants, **terms)
 
 
 def total(losses: Tensor, *, loss: Tensor) -> None:
