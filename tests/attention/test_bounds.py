@@ -1,8 +1,8 @@
-"""What attention may err by, as it is written down: a bound that moves by a millionth is seen.
+"""Attention's error bounds have the numbers written here: a bound that changes by a millionth fails a test.
 
-A kernel that passes shows that its bounds are wide enough, and a canary that they are narrow enough for a factor. Here is the
-rest: calls that together have every feature, and of each output the geometric means of σ and of a B (over the numbers that are
-not 0), and the slope's deviation. A change of the formulas has to write them down again.
+A kernel that passes shows that its bounds are wide enough, and a canary that they are narrow enough to see a factor. Here are
+the numbers themselves: for calls that together have every feature, the geometric means of σ and of a B of each output (over
+numbers other than 0), and the slope's deviation. A change of the formulas must write new numbers here.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ PINNED: dict[str, dict[str, tuple[float, ...]]] = {
 
 
 def call_of(name: str) -> Call:
-    """Where p is to be flushed, ALiBi makes that of far columns small; −∞ in a bias is a mask."""
+    """The call of a name. Where p is to be flushed, ALiBi makes p of far columns small; −∞ in a bias is a mask."""
     call = build(CASES[name])
     if name == "rows that see nothing":
         assert call.mask.bias is not None and call.dlse is not None
@@ -141,7 +141,7 @@ def measured(name: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[floa
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_bounds_are_those_that_are_written_down(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bounds_have_the_numbers_written_here(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = measured(name, monkeypatch)
     assert found.keys() == PINNED[name].keys()
     for output, numbers in found.items():
@@ -151,7 +151,7 @@ def test_bounds_are_those_that_are_written_down(name: str, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_shapes_are_those_of_the_outputs(name: str) -> None:
+def test_bounds_have_the_shapes_of_the_outputs(name: str) -> None:
     exact = oracle(call_of(name))
     for output, bound in bounds(call_of(name), exact).items():
         assert bound.sigma.shape == bound.accumulated.shape == exact[output].shape, output

@@ -26,7 +26,7 @@ ENDS = torch.tensor([0, 2, 6], dtype=torch.int32)
 
 
 def rows(*shape: int, at: tuple[int, ...] | None = None, is_: int = 0) -> torch.Tensor:
-    """Empty intervals, but for the number at `at`."""
+    """Intervals that are empty except for the number at `at`."""
     x = torch.zeros(shape, dtype=torch.int32)
     if at is not None:
         x[at] = is_
@@ -126,14 +126,16 @@ PACKED: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("change", "error", "message"), DENSE, ids=[m for _, _, m in DENSE])
-def test_dense(change: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_a_bad_argument_of_attention_is_named(change: dict[str, Any], error: type[Exception], message: str) -> None:
     arguments: dict[str, Any] = {"q": Q, "k": K, "v": K} | change
     with pytest.raises(error, match=message):
         tilegrad.attention(**arguments)
 
 
 @pytest.mark.parametrize(("change", "error", "message"), PACKED, ids=[m for _, _, m in PACKED])
-def test_packed(change: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_a_bad_argument_of_attention_varlen_is_named(
+    change: dict[str, Any], error: type[Exception], message: str
+) -> None:
     arguments: dict[str, Any] = {
         "q": P,
         "k": P,
@@ -170,7 +172,7 @@ UNKNOWN: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("name", "value", "message"), UNKNOWN, ids=[name for name, _, _ in UNKNOWN])
-def test_an_option_of_another_library_is_refused_with_our_name_for_it(name: str, value: Any, message: str) -> None:
+def test_the_error_for_an_option_of_another_library_names_ours(name: str, value: Any, message: str) -> None:
     calls: list[Any] = [tilegrad.attention, tilegrad.explain]
     for call in calls:
         with pytest.raises(TypeError, match=message):
@@ -229,7 +231,7 @@ def test_a_handle_has_a_shape_a_dtype_and_a_device() -> None:
 
 
 def test_every_requirement_has_its_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A requirement is a `require(…)` of the source and the argument it is made of; one that nothing fails is dead."""
+    """A requirement is a `require(…)` of the source and its argument. A requirement that no case fails is dead code."""
     made: set[tuple[int, str]] = set()
     failed: set[tuple[int, str]] = set()
     require = checks.require
@@ -258,7 +260,7 @@ def test_every_requirement_has_its_case(monkeypatch: pytest.MonkeyPatch) -> None
     assert not never_failed
 
 
-def test_a_wrong_output_or_scratch_is_named() -> None:
+def test_a_wrong_output_or_scratch_is_named_in_the_error() -> None:
     q, mask = Q, tilegrad.Mask()
     o, lse = torch.empty(2, 4, 6, 8), torch.empty(2, 4, 6)
     shapes = tilegrad.attention_workspace(q, K, K, mask, backward=False, kernel="tiled")
@@ -280,7 +282,7 @@ def test_a_wrong_output_or_scratch_is_named() -> None:
         tilegrad.attention_bwd(q, K, K, o, lse, lse, None, mask, dq=None, dk=None, dv=None)
 
 
-def test_values_of_lengths_are_read_on_a_device_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lengths_on_a_device_are_read_only_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     mask = tilegrad.Mask(cu_seqlens_q=ENDS.to("meta"), cu_seqlens_k=ENDS.to("meta"), max_seqlen_q=1, max_seqlen_k=1)
     q = P.to("meta")
     checks.check_values(q, q, mask)
@@ -315,7 +317,7 @@ def test_a_signature_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(checked) == 4
 
 
-def test_a_remembered_signature_lets_nothing_wrong_through() -> None:
+def test_a_cached_signature_does_not_skip_the_checks_of_a_wrong_call() -> None:
     right: dict[str, Any] = {"causal": True, "scale": 1.0, "window": (1, 0)}
     for _ in range(2):
         forward(Q, tilegrad.Mask(**right))
@@ -329,7 +331,7 @@ def test_a_remembered_signature_lets_nothing_wrong_through() -> None:
         forward(torch.zeros(2, 4, 8, 6).mT, tilegrad.Mask(causal=True, scale=1.0, window=(1, 0)))
 
 
-def test_another_table_selects_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_change_of_the_table_the_kernel_is_selected_again(monkeypatch: pytest.MonkeyPatch) -> None:
     forward(Q, tilegrad.Mask())
     nothing = Kernel("nothing", "attention.tiled", lambda _problem: "takes nothing")
     monkeypatch.setattr(table, "ATTENTION", Table("attention", (nothing,)))
@@ -337,7 +339,7 @@ def test_another_table_selects_again(monkeypatch: pytest.MonkeyPatch) -> None:
         forward(Q, tilegrad.Mask())
 
 
-def test_what_is_remembered_does_not_grow_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_of_signatures_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "prepared_calls", {})
     monkeypatch.setattr(cache, "MOST_ENTRIES", 2)
     for scale in (0.1, 0.2, 0.3):

@@ -1,4 +1,4 @@
-"""Attention of a sequence over ranks against one call on the whole of it."""
+"""Attention of a sequence over ranks against one call on the whole sequence."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def given(name: str, dtype: torch.dtype) -> Given:
 
 
 def empty(x: Given) -> dict[str, Any]:
-    """Outputs, NaN but for dsinks, which is added to."""
+    """Outputs of NaN, except dsinks, which accumulates."""
     out = {f"d{name}": torch.full_like(getattr(x, name), torch.nan) for name in "qkv"}
     return out | {"dsinks": None if x.mask.sinks is None else torch.zeros_like(x.mask.sinks)}
 
@@ -86,7 +86,7 @@ def rows_of(x: Tensor, group: ThreadRank) -> Tensor:
 
 
 def on_ranks(x: Given, world: int) -> list[tuple[Results, int, int]]:
-    """Each rank's results, and the elements that it sent forward and in all."""
+    """The results of each rank, and the numbers of elements that it sent in the forward and in total."""
 
     def rank(group: ThreadRank) -> tuple[Results, int, int]:
         q, k, v, do, dlse = (rows_of(t, group) for t in x[:5])
@@ -127,7 +127,7 @@ def test_ranks_have_the_results_of_one_call(name: str, world: int) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_in_bfloat16_gradients_are_rounded_once(name: str) -> None:
-    """Without a window o and dq have the bits of one call. dk and dv are float32 sums: as near to float64's as one call's."""
+    """Without a window o and dq have the bits of one call. dk and dv are float32 sums, as exact as those of one call."""
     x = given(name, torch.bfloat16)
     want, parts = alone(x), [result for result, _, _ in on_ranks(x, 2)]
     got = {field: whole([getattr(part, field) for part in parts]) for field in ("o", "dq", "dk", "dv")}
@@ -141,14 +141,14 @@ def test_in_bfloat16_gradients_are_rounded_once(name: str) -> None:
         assert float((error / allowed).sqrt()) < 1.002, field
 
 
-def test_a_rank_sends_its_k_and_v_forward_and_twice_backward() -> None:
+def test_a_rank_sends_k_and_v_once_in_the_forward_and_twice_in_the_backward() -> None:
     x = given("GQA, softcap, sinks", torch.float32)
     for _, forward, in_all in on_ranks(x, 4):
         mine = (x.k.numel() + x.v.numel()) // 4
         assert (forward, in_all) == (3 * mine, 9 * mine)
 
 
-def test_scratch_of_many_rows_serves_few() -> None:
+def test_scratch_of_many_rows_serves_calls_with_fewer() -> None:
     x = given("causal", torch.float64)
     want = alone(x)
 
@@ -163,8 +163,8 @@ def test_scratch_of_many_rows_serves_few() -> None:
     assert float((whole(run_on_threads(2, rank)) - want.o).abs().max()) < 1e-12
 
 
-def test_what_is_sent_or_came_is_declared_and_no_more() -> None:
-    """k (2, 3, 8, 5), v (2, 3, 8, 7) of one of four ranks: whole K and V, every rank's part, and half of them for a run."""
+def test_scratch_has_the_gathered_k_and_v_and_their_gradients_only() -> None:
+    """One of four ranks has k (2, 3, 8, 5) and v (2, 3, 8, 7). Scratch: all of K and V, all parts, half of K and V."""
     q, k, v = (Form((2, h, 8, d), torch.bfloat16, torch.device("cpu")) for h, d in ((6, 5), (3, 5), (3, 7)))
     of = {
         backward: {
@@ -181,8 +181,8 @@ def test_what_is_sent_or_came_is_declared_and_no_more() -> None:
     assert of[True] == of[False] | {name: (shape, torch.float32) for name, shape in sums.items()}
 
 
-def test_the_calls_that_scratch_is_declared_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every run of up to t rows on any rank, and of as few as decoding has."""
+def test_scratch_covers_the_calls_with_the_most_rows_and_with_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is declared for every run of columns that a rank may have, with the most rows and with as few as in decoding."""
     seen: list[tuple[int, int, bool]] = []
 
     def declared(q: Form, k: Form, _v: Form, _mask: Mask, *, deterministic: bool, **_others: Any) -> Any:
@@ -202,7 +202,7 @@ def test_the_calls_that_scratch_is_declared_for(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("kernel", ["native", "tiled", "reference"])
-def test_dk_and_dv_are_float32_where_asked(kernel: str) -> None:
+def test_dk_and_dv_are_float32_on_request(kernel: str) -> None:
     if kernel == "native" and isinstance(library.library(), str):
         pytest.skip("needs the native library")
     x = given("GQA, softcap, sinks", torch.bfloat16)
@@ -262,7 +262,7 @@ def test_hopper_leaves_float32_dk_and_dv_to_triton() -> None:
         ),
     ],
 )
-def test_masks_that_a_sequence_over_ranks_does_not_take(mask: Mask, message: str) -> None:
+def test_a_sequence_over_ranks_refuses_some_masks(mask: Mask, message: str) -> None:
     q = torch.zeros(1, 1, 8, 4)
     with pytest.raises(ValueError, match=message):
         gather_attention_workspace(q, q, q, mask, 2, backward=False)
@@ -276,7 +276,7 @@ def test_an_odd_number_of_rows_is_refused() -> None:
         gather_attention_workspace(q, q, q, Mask(causal=True), 2, backward=False)
 
 
-def test_canary_a_run_at_another_place_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_canary_a_run_at_a_wrong_position_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def other(rank: int, world: int, t: int) -> tuple[slice, ...]:
         return tuple(slice(a * t // 2, (a + 1) * t // 2) for a in (rank, world + rank))
 

@@ -1,4 +1,4 @@
-"""Launches through CUDA's driver: what it is handed, for which calls it is packed again, and what is kept."""
+"""Launches through CUDA's driver: the arguments, when they are packed again, and what a launch plan keeps."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tilegrad.kernels.scratch import Views
 from tilegrad.kernels.table import Kernel, Table, takes_all
 
 KINDS = {"x": "*fp32", "n": "i32", "BLOCK": "constexpr", "far": "i64", "scale": "fp32", "flag": "i1", "y": "*i32"}
-PARAMETERS = [kind for kind in KINDS.values() if kind != "constexpr"] + ["*i8", "*i8"]  # two of scratch
+PARAMETERS = [kind for kind in KINDS.values() if kind != "constexpr"] + ["*i8", "*i8"]  # two are scratch
 
 
 def compiled(**metadata: Any) -> Any:
-    """A kernel as Triton's compiler leaves it."""
+    """A kernel with the attributes that Triton's compiler gives it."""
     of = {"num_warps": 4, "shared": 1024, "num_ctas": 1, "name": "kernel"} | metadata
     return SimpleNamespace(metadata=SimpleNamespace(**of), src=SimpleNamespace(signature=KINDS), run=None, function=99)
 
@@ -46,7 +46,7 @@ def driver() -> Iterator[FakeDriver]:
         yield FakeDriver(patch)
 
 
-def test_parameters_lie_as_the_driver_reads_them(driver: FakeDriver) -> None:
+def test_parameters_are_packed_as_the_driver_reads_them(driver: FakeDriver) -> None:
     x, y = torch.zeros(4), torch.zeros(4, dtype=torch.int32)
     plan, given = Plan((Launch(compiled(), (3, 2), arguments(x, y), 0),), call_of(x, y), (), 0), call_of(x, y)
     plan(given)
@@ -66,7 +66,7 @@ def test_parameters_lie_as_the_driver_reads_them(driver: FakeDriver) -> None:
     assert driver.calls[-1].stream == 8
 
 
-def test_a_plan_follows_addresses_and_streams(driver: FakeDriver) -> None:
+def test_a_launch_plan_passes_the_addresses_and_the_stream_of_each_call(driver: FakeDriver) -> None:
     work = torch.zeros(1024, dtype=torch.uint8)
     x, part = torch.zeros(4), work[512:].view(torch.int32)
     plan = Plan((Zero(part[:2]), Launch(compiled(), (1,), arguments(x, part), 0)), call_of(x, work), (work,), 0)
@@ -85,7 +85,7 @@ def test_a_plan_follows_addresses_and_streams(driver: FakeDriver) -> None:
 
 
 @pytest.mark.usefixtures("driver")
-def test_no_tensor_is_kept_and_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_plan_keeps_no_tensor_and_its_size_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = torch.zeros(4), torch.zeros(4, dtype=torch.int32)
     plan = Plan((Launch(compiled(), (1,), arguments(x, y), 0),), call_of(x, y), (), 0)
     plan(call_of(x, y))
@@ -100,7 +100,7 @@ def test_no_tensor_is_kept_and_what_is_kept_is_bounded(monkeypatch: pytest.Monke
     assert 0 < len(cuda_launch._kept) <= 3
 
 
-def test_an_error_of_the_driver_is_named(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_driver_is_raised_by_name(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = torch.zeros(4), torch.zeros(4, dtype=torch.int32)
     plan = Plan((Launch(compiled(), (1,), arguments(x, y), 0),), call_of(x, y), (), 0)
     asked: list[int] = []
@@ -115,7 +115,7 @@ def test_an_error_of_the_driver_is_named(driver: FakeDriver, monkeypatch: pytest
 
 
 def test_a_tensor_map_made_in_a_thread_without_a_context(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A backward whose kernels were loaded elsewhere begins with its maps, in a thread of autograd's."""
+    """A backward whose kernels are already loaded begins with its tensor maps, in a thread of autograd."""
     x = torch.zeros(64, 32, dtype=torch.float16)
     kernel = compiled(tensordesc_meta=[{"block_size": [16, 32], "swizzle": 2}])
     kernel.src = SimpleNamespace(signature={"x": "tensordesc<fp16[16, 32]>"})
@@ -129,7 +129,7 @@ def test_a_tensor_map_made_in_a_thread_without_a_context(driver: FakeDriver, mon
     assert not asked
     driver.answers = [cuda_launch.NO_CONTEXT]
     plan(call_of(x))
-    assert asked == [None]  # the device of x, a CPU's
+    assert asked == [None]  # the device of x, a CPU
     (started,) = driver.calls
     found = driver.parameters(started, ["map", "i32", "i32", "i64", "i64", "*i8", "*i8"])[0]
     assert (found.address, found.sizes, found.strides_bytes, found.box) == (x.data_ptr(), (32, 64), (64,), (32, 16))
@@ -142,14 +142,14 @@ def test_a_kernel_that_needs_tritons_launcher_is_refused(what: dict[str, Any]) -
         Launch(compiled(**what), (1,), arguments(x, y), 0)
 
 
-def test_kernels_of_an_unknown_triton_are_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_of_an_unknown_triton_are_launched_by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cuda_launch.refusal(compiled()) is None
     monkeypatch.setattr(triton_version, "installed", lambda: "3.10.0")
     assert "supports Triton 3.6 to 3.9, but 3.10.0 is installed" in str(cuda_launch.refusal(compiled()))
 
 
 class Recorder:
-    """A kernel of attention that launches, forward and backward, one kernel with all tensors of a call."""
+    """A kernel of attention whose forward and backward each launch one kernel with all tensors of the call."""
 
     def __init__(self) -> None:
         self.prepared = 0
@@ -177,11 +177,11 @@ def recorder(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Re
         call.fast_path.drop_programs()
 
 
-def test_the_face_hands_over_the_address_of_every_tensor(driver: FakeDriver, recorder: Recorder) -> None:
+def test_attention_passes_the_address_of_every_tensor_to_the_kernel(driver: FakeDriver, recorder: Recorder) -> None:
     x = torch.zeros(1, 2, 8, 16, requires_grad=True)
     q, k, v = (torch.zeros(1, 2, 8, 16, requires_grad=True) for _ in range(3))
     do = torch.ones(1, 2, 8, 16)
-    for a, b, c in ((x, x, x), (q, k, v), (v, q, q)):  # q is k at first: the others must not learn it
+    for a, b, c in ((x, x, x), (q, k, v), (v, q, q)):  # first q is k: later calls must not assume it
         driver.calls.clear()
         o, lse = tilegrad.attention(a, b, c, return_lse=True)
         grads = torch.autograd.grad(o, tuple({id(t): t for t in (a, b, c)}.values()), do)
@@ -199,7 +199,7 @@ def test_the_face_hands_over_the_address_of_every_tensor(driver: FakeDriver, rec
         {"q": torch.zeros(1, 8, 2, 16).transpose(1, 2)},
         {"q": torch.zeros(1, 4, 8, 16)},
         {"dtype": torch.float64},
-        {"q": torch.zeros(2 * 8 * 16 + 1)[1:].view(1, 2, 8, 16)},  # no multiple of 16 bytes
+        {"q": torch.zeros(2 * 8 * 16 + 1)[1:].view(1, 2, 8, 16)},  # not at a multiple of 16 bytes
         {"causal": True},
         {"scale": 0.5},
         {"deterministic": True},
@@ -207,7 +207,7 @@ def test_the_face_hands_over_the_address_of_every_tensor(driver: FakeDriver, rec
         {"bias": torch.zeros(8, 8)},
     ],
 )
-def test_another_form_is_prepared_again(recorder: Recorder, change: dict[str, Any]) -> None:
+def test_a_call_of_another_form_is_prepared_again(recorder: Recorder, change: dict[str, Any]) -> None:
     def step(dtype: torch.dtype = torch.float32, q: Tensor | None = None, **options: Any) -> None:
         rows = torch.zeros(1, 2, 8, 16, dtype=dtype) if q is None else q.detach()
         k, v = torch.zeros(2, 1, 2, 8, 16, dtype=dtype)

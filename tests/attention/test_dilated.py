@@ -1,4 +1,4 @@
-"""Dilated attention against whole masks in float64, its views against a list of positions, and what it refuses."""
+"""Dilated attention against whole masks in float64, its views against a list of positions, and its errors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Case:
 
 
 def draw(seed: int, *, longest: int = 48, dtypes: tuple[torch.dtype, ...] = (torch.float64,), **more: Any) -> Case:
-    """Segments and rates that need not fit T, heads that need not fit groups or rates."""
+    """Draws a case. Segments and rates need not divide T; groups and rates need not divide the heads."""
     r = random.Random(seed)
     n, mode = r.randint(1, 4), r.choice(pattern.MODES)
     return Case(
@@ -77,14 +77,14 @@ def run(case: Case) -> tuple[dict[str, Tensor], list[Tensor]]:
 
 
 def oracle(case: Case) -> tuple[Tensor, dict[str, Tensor]]:
-    """Which pairs attend, and the exact results."""
+    """The pairs that attend, and the exact results."""
     attended = reference.pairs(case.h, case.t, case.segments, case.rates, mode=case.mode, causal=case.causal)
     q, k, v, dy = tensors(case)
     return attended, reference.gradients(q, k, v, dy, attended, mode=case.mode)
 
 
 def found(case: Case, got: dict[str, Tensor], given: list[Tensor]) -> list[str]:
-    """What the closeness rule says against `got`."""
+    """The errors that the closeness rule finds in `got`."""
     attended, exact = oracle(case)
     order = sorted(range(len(case.rates)), key=lambda i: case.rates[i])
     with torch.no_grad():
@@ -116,13 +116,13 @@ def test_500_random_cases_equal_whole_masks(first: int) -> None:
 
 @pytest.mark.parametrize("kernel", ["tiled", "native"])
 @pytest.mark.parametrize("mode", pattern.MODES)
-def test_kernels_by_name(kernel: str, mode: str) -> None:
+def test_a_kernel_can_be_chosen_by_name(kernel: str, mode: str) -> None:
     assert_right(Case(mode=mode, t=45, causal=True, dtype=torch.float32, options={"kernel": kernel}))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(60))
-def test_random_cases_on_a_gpu(seed: int) -> None:
+def test_random_cases_on_a_gpu_equal_whole_masks(seed: int) -> None:
     short = (torch.bfloat16, torch.float16, torch.float32)
     assert_right(draw(seed, longest=600, dtypes=short, device="cuda"))
 
@@ -137,7 +137,7 @@ def test_canary_a_factor_is_seen(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", pattern.MODES)
-def test_the_parts_whose_roundings_are_bounded_sum_to_the_results(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_parts_that_the_bounds_round_sum_to_the_results(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, parts = Case(mode=mode, dtype=torch.float32), []
 
     def seen(of: list[Tensor], _dtype: torch.dtype) -> Tensor:
@@ -161,7 +161,7 @@ def test_a_division_by_a_power_of_two_rounds_nothing(groups: int, monkeypatch: p
     assert all((bounds[name].sigma.max() > 0.01) == (groups == 3) for name in NAMES)
 
 
-def test_roundings_of_do_are_what_each_of_its_numbers_moves() -> None:
+def test_bounds_for_the_rounding_of_do_equal_the_effect_of_each_number() -> None:
     g, scale = torch.Generator().manual_seed(0), 0.7
     q, k = (torch.randn(1, 2, 5, 3, generator=g, dtype=torch.float64) for _ in range(2))
     v, do, var = (torch.randn(1, 2, 5, 4, generator=g, dtype=torch.float64) for _ in range(3))
@@ -185,7 +185,7 @@ def test_roundings_of_do_are_what_each_of_its_numbers_moves() -> None:
 
 @pytest.fixture
 def fresh() -> Iterator[None]:
-    """No plans of other tests, and none for them."""
+    """Clears the cached plans before and after the test."""
     for forget in (pattern.branches.cache_clear, execution._plans.clear):
         forget()
     yield
@@ -219,7 +219,7 @@ def test_many_small_calls_compute_the_same(rows: int, monkeypatch: pytest.Monkey
 
 
 def positions(case: Case) -> list[list[int]]:
-    """For each branch, the numbers of all (b, h, t) that its views touch, in the order of memory."""
+    """For each branch, the indices of all (b, h, t) that its views touch, in memory order."""
     x = torch.arange(case.b * case.h * case.t).view(case.b, case.h, case.t, 1)
     x = x if case.layout == "bhtd" else x.transpose(1, 2).contiguous().transpose(1, 2)
     found = pattern.branches((case.b, case.h, case.t), (x.stride()[:3],), case.segments, case.rates, case.mode)
@@ -242,17 +242,17 @@ def test_views_touch_each_covered_position_once(seed: int, layout: str) -> None:
 @pytest.mark.parametrize(
     ("b", "layout", "mode", "calls"),
     [
-        (3, "bthd", "head_groups", [1, 1, 1]),  # sequences and segments are one axis
-        (3, "bhtd", "head_groups", [1, 1, 1]),  # heads and segments are
+        (3, "bthd", "head_groups", [1, 1, 1]),  # sequences and segments form one axis
+        (3, "bhtd", "head_groups", [1, 1, 1]),  # heads and segments form one axis
         (
             1,
             "bthd",
             "longnet",
             [1, 4, 1],
-        ),  # r = 4 has segments, blocks of heads and heads of a block: blocks are looped over
+        ),  # r = 4 has segments, blocks of heads, heads of a block: a call per block
     ],
 )
-def test_how_many_calls_a_branch_is(b: int, layout: str, mode: Any, calls: list[int]) -> None:
+def test_a_branch_takes_as_few_calls_as_its_strides_allow(b: int, layout: str, mode: Any, calls: list[int]) -> None:
     x = torch.empty(b, 256, 16, 4).transpose(1, 2)
     x = x if layout == "bthd" else x.contiguous()
     found = pattern.branches((b, 16, 256), (x.stride()[:3],), (32, 64, 256), (1, 4, 16), mode)
@@ -261,7 +261,7 @@ def test_how_many_calls_a_branch_is(b: int, layout: str, mode: Any, calls: list[
 
 @pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize("mode", pattern.MODES)
-def test_hopper_reads_strided_rows_as_they_lie(mode: Any) -> None:
+def test_hopper_reads_strided_rows_without_a_copy(mode: Any) -> None:
     with FakeTensorMode():
         x = torch.empty(1, 65536, 16, 64, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
         found = pattern.branches((1, 16, 65536), (x.stride()[:3],), (2048, 8192, 32768), (1, 4, 16), mode)
@@ -282,7 +282,7 @@ def test_the_mix_is_one_softmax_over_all_branches() -> None:
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 @pytest.mark.parametrize("mode", pattern.MODES)
-def test_gradcheck(mode: Any, dropout_p: float) -> None:
+def test_gradients_pass_gradcheck(mode: Any, dropout_p: float) -> None:
     qkv = [x.requires_grad_() for x in tensors(Case(b=1, h=3, t=5, d=2, dv=1))[:3]]
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -293,7 +293,7 @@ def test_gradcheck(mode: Any, dropout_p: float) -> None:
 
 
 @pytest.mark.parametrize("mode", pattern.MODES)
-def test_what_no_branch_covers_is_not_read_and_gives_0(mode: Any) -> None:
+def test_a_position_that_no_branch_covers_is_not_read_and_gives_0(mode: Any) -> None:
     case = Case(h=2, t=23, segments=(10, 12), rates=(3, 4), mode=mode)
     attended, _ = oracle(case)
     outside = ~attended.any(0).any(-1)
@@ -307,7 +307,7 @@ def test_what_no_branch_covers_is_not_read_and_gives_0(mode: Any) -> None:
         assert not x[:, outside].any() and not x.isnan().any()
 
 
-def test_a_tail_not_longer_than_its_offset_has_no_positions() -> None:
+def test_a_tail_that_is_not_longer_than_its_offset_has_no_positions() -> None:
     q, k, v = tensors(Case(h=2, t=22, d=4))[:3]
     y = dilated_attention(q, k, v, (10, 10), (1, 4))  # group 1: offset 1; its tail, 20 and 21, has one position
     assert y[:, 1, 21].any() and not y[:, 1, 20].any()
@@ -316,7 +316,7 @@ def test_a_tail_not_longer_than_its_offset_has_no_positions() -> None:
 
 
 def probabilities(mode: Any, **options: Any) -> Tensor:
-    """y of one-hot values: the probabilities themselves."""
+    """The probabilities: y for one-hot values."""
     q, k, _, _ = tensors(Case(b=2, h=4, t=16, d=8))
     return dilated_attention(
         q, k, torch.eye(16, dtype=q.dtype).expand(2, 4, 16, 16), (8, 8), (1, 2), mode=mode, **options
@@ -324,10 +324,10 @@ def probabilities(mode: Any, **options: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("mode", ["head_groups", "longnet"])
-def test_dropout_drops_once(mode: Any) -> None:
+def test_dropout_drops_each_pair_of_a_branch_once(mode: Any) -> None:
     whole, dropped = probabilities(mode), probabilities(mode, dropout_p=0.4, seed=1)
     counts = reference.pairs(4, 16, (8, 8), (1, 2), mode=mode, causal=False).sum(0).expand_as(whole)
-    ratio = dropped[counts == 1] / whole[counts == 1]  # a pair of two branches may be dropped in one
+    ratio = dropped[counts == 1] / whole[counts == 1]  # a pair of two branches may be dropped in one of them
     kept = ratio > 0
     torch.testing.assert_close(ratio[kept], torch.full_like(ratio[kept], 1 / 0.6))
     assert 0.3 < 1 - float(kept.double().mean()) < 0.5
@@ -345,7 +345,7 @@ def test_calls_of_one_seed_drop_differently() -> None:
     assert not torch.equal(dropped[:, :2, 1::2, 1::2] & ~whole[:, :2, 1::2, 1::2], dropped[:, 2:, 1::2, 1::2])
 
 
-def test_gradients_that_are_not_wanted_are_not_computed() -> None:
+def test_gradients_without_requires_grad_are_not_computed() -> None:
     q, k, v, dy = tensors(Case())
     for wanted in range(3):
         a, b, c = leaves = [x.detach().requires_grad_(i == wanted) for i, x in enumerate((q, k, v))]
@@ -354,8 +354,8 @@ def test_gradients_that_are_not_wanted_are_not_computed() -> None:
         assert torch.equal(got, run(Case())[0][NAMES[wanted + 1]])
 
 
-def test_any_gradient_of_y() -> None:
-    """Expanded, and in another layout."""
+def test_the_gradient_of_y_may_have_any_strides() -> None:
+    """It may be expanded, or have another memory layout."""
     q, k, v = (x.requires_grad_() for x in tensors(Case())[:3])
     y = dilated_attention(q, k, v, (8, 40), (1, 4))
     for dy in (torch.ones(()).double().expand(y.shape), torch.randn(y.shape[::-1]).double().permute(3, 2, 1, 0)):
@@ -366,7 +366,7 @@ def test_any_gradient_of_y() -> None:
 
 @pytest.mark.parametrize("shape", [(0, 4, 8, 4), (2, 4, 0, 4)])
 @pytest.mark.parametrize("mode", pattern.MODES)
-def test_empty(shape: tuple[int, ...], mode: Any) -> None:
+def test_empty_inputs_have_empty_results(shape: tuple[int, ...], mode: Any) -> None:
     q = torch.empty(shape, requires_grad=True)
     y = dilated_attention(q, q, q, (4,), (2,), mode=mode)
     y.sum().backward()
@@ -379,7 +379,7 @@ def test_the_dilated_result_has_the_memory_order_of_q() -> None:
         assert dilated_attention(q, k, v, (8,), (1,)).stride() == q.stride()
 
 
-def test_transforms_and_autocast() -> None:
+def test_grad_vmap_and_autocast_work() -> None:
     q = torch.randn(3, 2, 4, 16, 8, dtype=torch.float64)
 
     def loss(x: Tensor) -> Tensor:
@@ -399,7 +399,7 @@ def test_transforms_and_autocast() -> None:
 
 
 @pytest.mark.slow
-def test_torch_compile_takes_it_whole() -> None:
+def test_torch_compile_captures_the_whole_graph() -> None:
     q, k, v = (x.requires_grad_() for x in tensors(Case(dtype=torch.float32))[:3])
     manager = tilegrad.memory.create_attention_buffer_manager()
 
@@ -438,13 +438,13 @@ X = torch.randn(1, 4, 8, 4)
         ({"q": X.transpose(2, 3)}, "q: got strides|k: got shape"),
     ],
 )  # fmt: skip
-def test_refusals(changes: dict[str, Any], message: str) -> None:
+def test_a_bad_argument_of_dilated_attention_is_named(changes: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = {"q": X, "k": X, "v": X, "segment_lengths": (4, 8), "dilation_rates": (1, 2)} | changes
     with pytest.raises(ValueError, match=message):
         dilated_attention(**arguments)
 
 
-def test_no_flag_of_torch_is_touched() -> None:
+def test_no_flag_of_torch_changes() -> None:
     def flags() -> tuple[Any, ...]:
         cuda = torch.backends.cuda
         return (

@@ -1,4 +1,4 @@
-"""Modules on the buffer manager: dilated attention as the specification calls it, projections, plain attention."""
+"""Modules on the buffer manager: dilated attention as in the specification, multihead attention, plain attention."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ def step(attention: Callable[..., Tensor], tensors: list[Tensor]) -> tuple[Tenso
 def tensor_bytes() -> int:
     """The bytes of all tensors that Python can reach."""
     gc.collect()
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # what other tests' transforms left: it has no storage
+    wrapped = (
+        torch._C._functorch.is_functorch_wrapped_tensor
+    )  # a wrapper left by a transform of another test has no storage
     tensors = [x for x in gc.get_objects() if type(x) is Tensor and not wrapped(x)]
     storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}
     return sum(storages.values())
@@ -71,7 +73,7 @@ def tensor_bytes() -> int:
 
 @pytest.mark.parametrize("steps", [100, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", ["head_groups", "longnet"])
-def test_nothing_leaks_and_every_buffer_is_reused(mode: Any, steps: int) -> None:
+def test_no_buffer_leaks_and_every_buffer_is_reused(mode: Any, steps: int) -> None:
     attention = DilatedAttention([4, 9], [1, 2], mode=mode, dropout=0.1)
     tensors = qkv(1, 9, 2, 4, dtype=torch.float32)
     for _ in range(2):
@@ -89,7 +91,7 @@ def test_nothing_leaks_and_every_buffer_is_reused(mode: Any, steps: int) -> None
     assert attention.get_buffer_stats()["bytes_cached"] == 0
 
 
-def test_a_forward_without_a_backward_leaks_nothing() -> None:
+def test_a_forward_without_a_backward_leaks_no_buffer() -> None:
     attention = DilatedAttention([4, 9], [1, 2], mode="longnet")
     tensors = qkv(1, 9, 2, 4, dtype=torch.float32)
     for _ in range(3):
@@ -100,7 +102,7 @@ def test_a_forward_without_a_backward_leaks_nothing() -> None:
 
 
 @pytest.mark.parametrize("mode", ["head_groups", "longnet"])
-def test_what_is_returned_is_not_the_managers(mode: Any) -> None:
+def test_the_returned_tensors_are_not_buffers_of_the_manager(mode: Any) -> None:
     manager = AttentionBufferManager()
     attention = DilatedAttention([16, 50], [1, 3], mode=mode, manager=manager)
     returned = step(attention, qkv(2, 50, 4, 8, dtype=torch.float32))
@@ -112,7 +114,7 @@ def test_what_is_returned_is_not_the_managers(mode: Any) -> None:
 
 @pytest.mark.parametrize("mode", ["head_groups", "longnet"])
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_a_scale_is_that_of_the_scores(mode: Any, dropout: float) -> None:
+def test_the_scale_multiplies_the_scores(mode: Any, dropout: float) -> None:
     q, k, v = qkv(2, 50, 4, 16, dtype=torch.float32)
     scaled = DilatedAttention([16, 50], [1, 3], dropout, mode, scale=0.5)
     plain = DilatedAttention([16, 50], [1, 3], dropout, mode)
@@ -129,7 +131,7 @@ def test_a_scale_is_that_of_the_scores(mode: Any, dropout: float) -> None:
     assert "scale=0.5" in repr(scaled) and scaled.buffer_manager is scaled.manager is not None
 
 
-def test_managed_and_not_are_the_same_bits_also_while_a_graph_is_kept() -> None:
+def test_the_manager_does_not_change_bits_also_while_a_graph_is_kept() -> None:
     for mode in ("head_groups", "longnet"):
         options: dict[str, Any] = {"mode": mode}
         managed = DilatedAttention([16, 50], [1, 3], **options)
@@ -144,7 +146,7 @@ def test_managed_and_not_are_the_same_bits_also_while_a_graph_is_kept() -> None:
         assert bare.get_buffer_stats() == {}
 
 
-def test_a_backward_after_its_module_is_gone() -> None:
+def test_a_backward_runs_after_its_module_was_deleted() -> None:
     attention = DilatedAttention([4], [1])
     tensors = qkv(1, 9, 2, 4)
     want = step(attention, tensors)
@@ -155,7 +157,7 @@ def test_a_backward_after_its_module_is_gone() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:COMM buffers are not pinned")
-def test_buffers_by_type_and_options_of_the_manager() -> None:
+def test_a_module_requests_buffers_by_type_and_passes_options_to_its_manager() -> None:
     tensors = qkv(1, 64, 4, 8, dtype=torch.float32)
     shared = AttentionBufferManager()
     for mode in ("head_groups", "longnet"):
@@ -180,7 +182,7 @@ def test_a_module_can_be_copied_and_pickled() -> None:
     assert copy.deepcopy(Attention(8, 2, manager=AttentionBufferManager())).manager is None
 
 
-def test_dropout_is_for_training() -> None:
+def test_dropout_is_active_only_in_training() -> None:
     attention = DilatedAttention([4, 9], [1, 2], dropout=0.5)
     tensors = qkv(1, 9, 2, 4)
     assert not torch.equal(attention(*tensors), attention(*tensors))
@@ -189,7 +191,7 @@ def test_dropout_is_for_training() -> None:
 
 
 @pytest.mark.parametrize("batch_first", [False, True])
-def test_multihead_is_multihead_attention_where_one_segment_is_all(batch_first: bool) -> None:
+def test_with_one_segment_the_multihead_module_equals_multihead_attention(batch_first: bool) -> None:
     theirs = nn.MultiheadAttention(24, 4, batch_first=batch_first, dtype=torch.float64)
     ours = MultiheadDilatedAttention(24, 4, [100], [1], batch_first=batch_first, dtype=torch.float64)
     ours.load_state_dict(theirs.state_dict())
@@ -202,7 +204,7 @@ def test_multihead_is_multihead_attention_where_one_segment_is_all(batch_first: 
     torch.testing.assert_close(ours(x, is_causal=True)[0], theirs(x, x, x, attn_mask=causal)[0])
 
 
-def test_multihead_is_dilated() -> None:
+def test_the_multihead_module_is_projections_around_dilated_attention() -> None:
     attention = MultiheadDilatedAttention(24, 4, [4, 10], [1, 3], batch_first=True, mode="longnet", dtype=torch.float64)
     x = qkv(2, 10, 24)[0]
     q, k, v = attention._project(x, x, x)
@@ -235,13 +237,13 @@ X, MASK = torch.randn(1, 4, 8), torch.zeros(4, 4, dtype=torch.bool)
         (lambda: MultiheadDilatedAttention(8, 2, [4], [1])(X, need_weights=True), "need_weights: got True"),
     ],
 )  # fmt: skip
-def test_refusals(call: Callable[[], Any], message: str) -> None:
+def test_a_bad_argument_of_a_module_is_named(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_plain_attention_in_a_managers_buffers_is_the_same_bits(masked: bool) -> None:
+def test_plain_attention_has_the_same_bits_in_buffers_of_a_manager(masked: bool) -> None:
     manager = create_attention_buffer_manager()
     managed = Attention(24, 4, batch_first=True, num_kv_heads=2, manager=manager, dtype=torch.float64)
     bare = Attention(24, 4, batch_first=True, num_kv_heads=2, dtype=torch.float64)
@@ -259,7 +261,7 @@ def test_plain_attention_in_a_managers_buffers_is_the_same_bits(masked: bool) ->
     assert (stats["cache_misses"], stats["cache_hits"], stats["bytes_in_use"]) == (1, 5, 0)
 
 
-def test_plain_attention_in_a_managers_buffers_drops_and_follows_autocast() -> None:
+def test_plain_attention_in_buffers_of_a_manager_has_dropout_and_autocast() -> None:
     attention = Attention(24, 4, dropout=0.5, batch_first=True, manager=create_attention_buffer_manager())
     x = qkv(3, 10, 24, dtype=torch.float32)[0]
     assert not torch.equal(attention(x)[0], attention(x)[0])

@@ -1,4 +1,4 @@
-"""Eager calls bypass the dispatcher with the same bits, and everything that must see the op still does."""
+"""Eager calls bypass the dispatcher with the same bits, and modes, subclasses and transforms still see the op."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ attention = cast("Callable[..., Tensor]", tilegrad.attention)
 
 @pytest.fixture(params=["C++", "Python"], autouse=True)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Calls that are known go by C++, or all through Python."""
+    """Known calls run in C++, or all calls run in Python."""
     if request.param == "Python":
         monkeypatch.setattr(call, "fast_path", None)
     elif call.fast_path is None:
@@ -49,10 +49,10 @@ def is_known(o: Tensor) -> bool:
 
 @settings(max_examples=60)
 @given(case=cases())
-def test_the_same_bits_as_the_kernels_own_functions(case: Case) -> None:
+def test_eager_calls_have_the_bits_of_the_kernels_functions(case: Case) -> None:
     call = build(case)
     want = run(call, None)
-    for _ in range(3):  # from the second time on from what was remembered, at other addresses
+    for _ in range(3):  # from the second time on it is a known call, at other addresses
         got = by_face(call)
         for name, x in got.items():
             assert torch.equal(x.nan_to_num(-1.0), want[name].nan_to_num(-1.0)), name
@@ -90,7 +90,7 @@ def test_a_dispatch_mode_sees_the_op_in_both_directions() -> None:
     assert "tilegrad.attention_bwd.default" in seen.ops
 
 
-def test_a_function_mode_sees_the_op_and_a_default_device_costs_nothing() -> None:
+def test_a_function_mode_sees_the_op_and_a_default_device_keeps_the_fast_path() -> None:
     class Names(TorchFunctionMode):
         seen: list[str] = []  # noqa: RUF012
 
@@ -116,7 +116,7 @@ def test_a_subclass_reaches_the_op() -> None:
     assert type(o) is Mine and torch.equal(o.as_subclass(Tensor), tilegrad.attention(q, k, v))
 
 
-def test_a_negation_to_come_is_carried_out_first() -> None:
+def test_a_lazy_negation_is_resolved_before_the_call() -> None:
     q, k, v = (x.detach() for x in leaves())
     negative = torch.complex(torch.zeros_like(q), q).conj().imag
     assert negative.is_neg()
@@ -134,7 +134,7 @@ def test_a_traced_call_is_a_node_of_the_graph() -> None:
     assert "tilegrad.attention_fwd.default" in graph.code
 
 
-def test_what_was_saved_may_not_change_and_may_move() -> None:
+def test_saved_tensors_may_move_and_may_not_change() -> None:
     q, k, v = leaves()
     want = grads_of(tilegrad.attention(q, k, v), q, k, v)
     with save_on_cpu():
@@ -156,7 +156,7 @@ def test_memory_is_freed_with_the_result() -> None:
     o = tilegrad.attention(q, k, v, bias=torch.randn(33, 33, requires_grad=True))
     gone = weakref.ref(o)
     del o
-    assert gone() is None  # without the garbage collector: no cycle
+    assert gone() is None  # freed without the garbage collector, so there is no cycle
 
 
 def test_inference_mode_and_no_grad_record_nothing() -> None:
@@ -186,7 +186,7 @@ def test_a_signature_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
             attention(q, k, v, **({"causal": True, "window": (5, 0)} | change))
 
 
-def test_every_call_of_a_known_signature_is_the_kernels(way: str) -> None:
+def test_every_call_of_a_known_signature_has_the_bits_of_the_kernel(way: str) -> None:
     for case in (
         Case(dtype=torch.bfloat16),
         Case(layout="bthd"),
@@ -208,7 +208,7 @@ def test_every_call_of_a_known_signature_is_the_kernels(way: str) -> None:
                 assert torch.equal(tilegrad.attention(q, k, v, **options), o)
 
 
-def test_more_masks_than_are_kept_empty_the_cache(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_masks_than_the_cache_holds_empty_it(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if way == "Python":
         pytest.skip("of C++")
     with monkeypatch.context() as patch:
@@ -220,7 +220,7 @@ def test_more_masks_than_are_kept_empty_the_cache(way: str, monkeypatch: pytest.
         assert is_known(before)
         for i in range(20):
             tilegrad.attention(q, k, v, scale=1.0 + i)
-        assert all(map(torch.equal, grads_of(before, q, k, v), want))  # a node has its mask for itself
+        assert all(map(torch.equal, grads_of(before, q, k, v), want))  # a node keeps its own mask
         for known in (False, True):
             o = tilegrad.attention(q, k, v, scale=0.7)
             assert is_known(o) == known
@@ -229,7 +229,7 @@ def test_more_masks_than_are_kept_empty_the_cache(way: str, monkeypatch: pytest.
     dispatch.load_fast_path()
 
 
-def test_gradients_that_are_wanted_and_those_that_come() -> None:
+def test_any_of_the_gradients_may_be_requested_or_given() -> None:
     q, k, v = leaves()
     o, lse = tilegrad.attention(q, k, v, return_lse=True)
     do, dlse = torch.randn_like(o), torch.randn_like(lse)
@@ -259,7 +259,7 @@ def test_a_gradient_that_no_kernel_can_read_is_copied() -> None:
             assert all(map(torch.equal, torch.autograd.grad(o, (q, k, v), do, retain_graph=True), want))
 
 
-def test_second_derivatives_raise_where_they_are_asked_for() -> None:
+def test_second_derivatives_raise_an_error_when_they_are_requested() -> None:
     q, k, v = leaves()
     o = tilegrad.attention(q, k, v)
     dq, _, _ = torch.autograd.grad(o.square().sum(), (q, k, v), create_graph=True)
@@ -267,7 +267,7 @@ def test_second_derivatives_raise_where_they_are_asked_for() -> None:
         dq.sum().backward()
 
 
-def test_hooks_accumulation_and_other_threads() -> None:
+def test_hooks_run_gradients_accumulate_and_threads_may_call_backward() -> None:
     q, k, v = leaves()
     seen: list[Tensor] = []
     o = tilegrad.attention(q, k, v)
@@ -287,7 +287,7 @@ def test_hooks_accumulation_and_other_threads() -> None:
     assert all(all(map(torch.equal, each, every[0])) for each in every)
 
 
-def test_options_of_no_use_are_named_by_the_checks() -> None:
+def test_the_checks_name_a_bad_option_of_a_known_call() -> None:
     q, k, v = (x.detach() for x in leaves())
     for change in ({"kernel": "none"}, {"kernel": ["native"]}, {"kernel": 3}):
         with pytest.raises((TypeError, ValueError), match=r"kernel|unhashable"):
@@ -298,7 +298,7 @@ def test_options_of_no_use_are_named_by_the_checks() -> None:
         attention(q, k, v[:, :, 1:])
 
 
-def test_an_instruction_set_asked_for_later_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_later_choice_of_the_instruction_set_takes_effect(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = (x.detach() for x in leaves())
     monkeypatch.setenv("TILEGRAD_ISA", "none")
     if tilegrad.explain(q, k, v).kernel != "native":
@@ -307,7 +307,7 @@ def test_an_instruction_set_asked_for_later_is_taken(monkeypatch: pytest.MonkeyP
         attention(q, k, v)
 
 
-def test_autocast_casts_what_is_known_in_float32() -> None:
+def test_autocast_casts_a_call_that_is_known_in_float32() -> None:
     q, k, v = leaves()
     with torch.autocast("cpu", torch.bfloat16):
         for _ in range(3):
@@ -315,8 +315,8 @@ def test_autocast_casts_what_is_known_in_float32() -> None:
     assert tilegrad.attention(q, k, v).dtype == q.dtype
 
 
-def test_gradients_without_memory_or_in_a_batch() -> None:
-    """Zeros that torch keeps as no memory at all, and several gradients at once (is_grads_batched)."""
+def test_the_gradient_of_the_output_may_have_no_memory_or_be_a_batch() -> None:
+    """It may be zeros for which torch allocates no memory, or several gradients at once (is_grads_batched)."""
     for _ in range(3):
         q, k, v = leaves()
         o = attention(q, k, v)
@@ -331,7 +331,7 @@ def test_gradients_without_memory_or_in_a_batch() -> None:
         attention(torch._efficientzerotensor(q.shape), k, v)
 
 
-def test_an_output_is_no_view() -> None:
+def test_an_output_is_not_a_view() -> None:
     _, k, v = leaves()
     q = torch.randn(k.shape[0], k.shape[2], k.shape[1], k.shape[3]).transpose(1, 2).requires_grad_()
     for _ in range(3):
@@ -339,7 +339,7 @@ def test_an_output_is_no_view() -> None:
         assert o.stride() == q.stride() and not o._is_view()
 
 
-def test_a_kernel_is_a_name() -> None:
+def test_a_kernel_is_chosen_by_a_name() -> None:
     class Another:
         def __hash__(self) -> int:
             return hash("native")
@@ -352,7 +352,7 @@ def test_a_kernel_is_a_name() -> None:
         attention(q, k, v, kernel=Another())
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # of what Dynamo looks at and does not know
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Dynamo warns of functions that it does not know
 def test_compiled_autograd_runs_known_calls(way: str) -> None:
     torch.compiler.reset()
 

@@ -1,4 +1,4 @@
-"""Eager calls on a GPU: the kernels' bits at every stream, captured in a CUDA graph under autograd, and into odd buffers."""
+"""Eager calls on a GPU: they have the kernels' bits on every stream, in a CUDA graph with autograd, and in odd buffers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PACKED = replace(BASE, lengths=((100, 100), (33, 33), (167, 167)))
 
 
 @pytest.mark.parametrize("number", range(6))
-def test_the_same_bits_as_the_kernels_own_functions(number: int) -> None:
+def test_eager_calls_on_a_gpu_have_the_bits_of_the_kernels_functions(number: int) -> None:
     spec = specs()[number * len(specs()) // 6]
     call = build(case_for_hopper(spec, random.Random(number), 300), number)
     want = run(call, None, deterministic=True)
@@ -59,7 +59,7 @@ assert all(torch.isfinite(x).all() for x in got.values())
 """
 
 
-def test_the_first_backward_of_a_process_may_be_the_first_call_of_its_thread() -> None:
+def test_the_first_backward_of_a_process_may_run_in_a_new_thread() -> None:
     here = Path(__file__).parent
     paths = os.pathsep.join(map(str, (Path(tilegrad.__file__).parents[1], here.parent, here)))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((paths, os.environ.get("PYTHONPATH", "")))}
@@ -69,8 +69,8 @@ def test_the_first_backward_of_a_process_may_be_the_first_call_of_its_thread() -
 
 @pytest.mark.parametrize("way", ["C++", "Python"])
 @pytest.mark.parametrize("d", [64, 128, 192])
-def test_calls_of_a_known_signature_in_memory_that_was_used(d: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs and scratch lie where NaN, ones or −1 were, on two streams, at addresses that change and that come again."""
+def test_calls_of_a_known_signature_run_in_used_memory(d: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs and scratch are in memory that held NaN, ones or −1, on two streams, at addresses that change and recur."""
     if way == "Python":
         monkeypatch.setattr(eager_call, "fast_path", None)
     elif eager_call.fast_path is None:
@@ -97,7 +97,7 @@ def test_calls_of_a_known_signature_in_memory_that_was_used(d: int, way: str, mo
 
 
 def step(call: Call, leaves: list[Tensor]) -> list[Tensor]:
-    """o, lse and the gradients of a call through dispatch."""
+    """o, lse and the gradients of a call through the dispatcher."""
     mask, options = call.mask, {"causal": True, "deterministic": True, "return_lse": True}
     if mask.varlen:
         ends = (mask.cu_seqlens_q, mask.cu_seqlens_k, mask.max_seqlen_q, mask.max_seqlen_k)
@@ -110,7 +110,7 @@ def step(call: Call, leaves: list[Tensor]) -> list[Tensor]:
 @pytest.mark.parametrize("case", [BASE, replace(BASE, d=128, dv=128), replace(BASE, dtype=torch.float32), PACKED])
 def test_a_step_is_captured_and_replayed_to_the_same_bits(case: Case) -> None:
     side = torch.cuda.Stream()
-    with torch.cuda.stream(side):  # where leaves are made is where their gradients are accumulated
+    with torch.cuda.stream(side):  # gradients accumulate on the stream on which their leaves are made
         call, other = build(case, 0), build(case, 1)
         leaves = [x.detach().clone().requires_grad_() for x in (call.q, call.k, call.v)]
         first = step(call, leaves)
@@ -134,7 +134,7 @@ def test_a_step_is_captured_and_replayed_to_the_same_bits(case: Case) -> None:
 
 
 def odd(x: Tensor) -> Tensor:
-    """As x, with rows that do not begin at multiples of 16 bytes."""
+    """A copy of x whose rows do not begin at multiples of 16 bytes."""
     return x.new_full((*x.shape[:-1], x.shape[-1] + 1), float("nan"))[..., :-1]
 
 

@@ -1,4 +1,4 @@
-"""flash-attn's functions: what its documentation says of each, against whole matrices in float64."""
+"""flash-attn's functions compute what its documentation says, compared with whole matrices in float64."""
 
 from __future__ import annotations
 
@@ -67,7 +67,9 @@ def whole_with_lse(
     [(False, (-1, -1), 0.0, False), (True, (-1, -1), 0.0, True), (True, (3, -1), 2.0, False),
      (False, (2, 1), 0.0, True), (False, (-1, 2), 0.0, False)],
 )  # fmt: skip
-def test_func(tq: int, causal: bool, window: tuple[int, int], softcap: float, alibi: bool) -> None:
+def test_flash_attn_func_equals_whole_matrices(
+    tq: int, causal: bool, window: tuple[int, int], softcap: float, alibi: bool
+) -> None:
     q, k, v = draw(2, tq, 4, 8), draw(2, 9, 2, 8), draw(2, 9, 2, 8, seed=1)
     slopes = draw(2, 4).abs() if alibi else None
     got = flash_attn_func(q, k, v, 0.0, None, causal, window, softcap, slopes)
@@ -76,7 +78,7 @@ def test_func(tq: int, causal: bool, window: tuple[int, int], softcap: float, al
         torch.testing.assert_close(got[b], want, rtol=1e-12, atol=1e-12)
 
 
-def test_lse_gradients_and_the_packed_form() -> None:
+def test_lse_gradients_and_qkvpacked_equal_whole_matrices() -> None:
     qkv = draw(2, 7, 3, 4, 8).requires_grad_()
     o, lse, probs = flash_attn_qkvpacked_func(qkv, causal=True, return_attn_probs=True)
     assert o.shape == (2, 7, 4, 8) and lse.shape == (2, 4, 7) and probs is None and o.is_contiguous()
@@ -108,7 +110,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("form", ["kvpacked", "qkvpacked", "varlen_kvpacked", "varlen_qkvpacked"])
-def test_packed_forms_are_the_others_on_their_parts(form: str, options: dict[str, Any]) -> None:
+def test_packed_functions_equal_whole_matrices(form: str, options: dict[str, Any]) -> None:
     """o, lse and every gradient are those of whole matrices in float64, sequence by sequence."""
     varlen, both = form.startswith("varlen"), form.endswith("_kvpacked") or form == "kvpacked"
     rows = (12,) if varlen and both else (16,) if varlen else (2, 7) if both else (2, 9)
@@ -142,7 +144,7 @@ def test_packed_forms_are_the_others_on_their_parts(form: str, options: dict[str
 
 
 @pytest.mark.parametrize("form", ["kvpacked", "qkvpacked", "varlen_kvpacked", "varlen_qkvpacked"])
-def test_packed_forms_drop_what_the_others_drop(form: str) -> None:
+def test_packed_functions_drop_the_same_pairs_as_unpacked_ones(form: str) -> None:
     varlen, both = form.startswith("varlen"), form.endswith("_kvpacked") or form == "kvpacked"
     packed = draw(*((16,) if varlen else (2, 9)), 2 if both else 3, 4, 8)
     inputs = [packed[..., 0, :, :] + 1, packed] if both else [packed]
@@ -160,12 +162,12 @@ def test_packed_forms_drop_what_the_others_drop(form: str) -> None:
     "window",
     [[3, 1], np.array([3, 1]), (np.int64(3), np.int8(1)), torch.tensor([3, 1]), (torch.tensor(3), 1), iter((3, 1))],
 )
-def test_a_window_is_two_of_whatever_is_an_index(window: Any) -> None:
+def test_a_window_is_two_numbers_of_any_integer_type(window: Any) -> None:
     q, k, v = draw(2, 5, 4, 8), draw(2, 9, 2, 8), draw(2, 9, 2, 8, seed=1)
     assert torch.equal(flash_attn_func(q, k, v, window_size=window), flash_attn_func(q, k, v, window_size=(3, 1)))
 
 
-def test_the_longest_length_is_whatever_is_an_index() -> None:
+def test_the_longest_length_is_of_any_integer_type() -> None:
     qkv = draw(16, 3, 4, 8)
     want = flash_attn_varlen_qkvpacked_func(qkv, ENDS_K, 9)
     for longest in (np.int64(9), torch.tensor(9), ENDS_K.diff().max()):
@@ -173,7 +175,7 @@ def test_the_longest_length_is_whatever_is_an_index() -> None:
 
 
 @pytest.mark.slow
-def test_the_functions_compile_whole() -> None:
+def test_the_functions_compile_as_one_graph() -> None:
     q, kv = torch.randn(2, 5, 4, 8), torch.randn(2, 9, 2, 2, 8, requires_grad=True)
     call = torch.compile(
         lambda: flash_attn_kvpacked_func(q, kv, causal=True, window_size=(3, -1)), backend="aot_eager", fullgraph=True
@@ -182,7 +184,7 @@ def test_the_functions_compile_whole() -> None:
 
 
 @pytest.mark.parametrize("new", [True, False])
-def test_decoding_over_caches_of_different_lengths(new: bool) -> None:
+def test_decoding_over_caches_of_different_lengths_equals_whole_matrices(new: bool) -> None:
     k_cache, v_cache = draw(3, 32, 2, 8), draw(3, 32, 2, 8, seed=1)
     lengths = torch.tensor([5, 4, 17], dtype=torch.int32)
     q, k, v = draw(3, 4, 4, 8), draw(3, 4, 2, 8), draw(3, 4, 2, 8, seed=1)
@@ -203,7 +205,7 @@ def test_decoding_over_caches_of_different_lengths(new: bool) -> None:
         assert torch.equal(values[b, :written], held[1])
 
 
-def test_a_full_cache_and_an_int_for_all_rows() -> None:
+def test_cache_seqlens_may_be_absent_or_one_int() -> None:
     q, k, v = draw(2, 1, 4, 8), draw(2, 9, 2, 8), draw(2, 9, 2, 8, seed=1)
     full, seven = flash_attn_with_kvcache(q, k, v), flash_attn_with_kvcache(q, k, v, cache_seqlens=7)
     for b in range(2):
@@ -212,13 +214,13 @@ def test_a_full_cache_and_an_int_for_all_rows() -> None:
         torch.testing.assert_close(seven[b], short, rtol=1e-12, atol=1e-12)
 
 
-def test_dropout_drops() -> None:
+def test_dropout_p_drops_pairs() -> None:
     q, k = draw(1, 64, 1, 8), draw(1, 64, 1, 8)
     o = flash_attn_func(q, k, torch.eye(64, dtype=D)[None, :, None], 0.25)
     assert 0.2 < float((o == 0).double().mean()) < 0.3
 
 
-def test_argument_names_are_flash_attns() -> None:
+def test_argument_names_are_those_of_flash_attn() -> None:
     common = ["dropout_p", "softmax_scale", "causal", "window_size", "softcap",
               "alibi_slopes", "deterministic", "return_attn_probs"]  # fmt: skip
     assert list(inspect.signature(flash_attn_func).parameters) == ["q", "k", "v", *common]
@@ -239,7 +241,7 @@ def test_argument_names_are_flash_attns() -> None:
 
 
 @pytest.mark.parametrize("name", ["rotary_cos", "rotary_sin", "cache_batch_idx", "cache_leftpad", "block_table"])
-def test_what_is_not_there_is_named(name: str) -> None:
+def test_an_unsupported_argument_is_named(name: str) -> None:
     q = torch.zeros(1, 1, 1, 8)
     with pytest.raises(NotImplementedError, match=f"{name}: got a tensor; accepted: None"):
         flash_attn_with_kvcache(q, q, q, **{name: torch.zeros(1)})  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
-"""How many kernels Triton compiles for random calls, and that sizes and strides are no cause of any.
+"""The number of kernels that Triton compiles for random calls. Sizes and strides do not add to it.
 
-A form is what Triton compiles once: a kernel, its constexprs and options, dtypes, whether pointers are aligned, which arguments
-are None, and for numbers that it specialises on, whether they are 1 or multiples of 16. Nothing is compiled here.
+Triton compiles each form once. A form is a kernel, its constexprs and options, dtypes, whether pointers are aligned, which
+arguments are None, and whether the numbers that it specialises on are 1 or multiples of 16. Nothing is compiled here.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def forms_of(launch: Any, case: Case) -> Iterator[Form]:
 
 
 def drawn(calls: int) -> Iterator[Case]:
-    """Every option and size drawn by itself."""
+    """A specification whose options and sizes are drawn independently."""
     dice = random.Random(0)
     while calls:
         spec = {axis: dice.choice(values) for axis, values in AXES.items()}
@@ -89,7 +89,7 @@ def test_random_calls_compile_no_more_forms_than_before(launches: Any) -> None:
     assert got.keys() == FORMS.keys()
 
 
-def test_batches_heads_and_strides_are_no_part_of_a_form(launches: Any) -> None:
+def test_batches_heads_and_strides_are_not_part_of_a_form(launches: Any) -> None:
     case = Case(tq=40, tk=70, causal=True, bias="hqk", alibi="h", sinks=True, dtype=torch.bfloat16)
     want = set(forms_of(launches, case))
     changes: dict[str, dict[str, Any]] = {

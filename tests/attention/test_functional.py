@@ -1,4 +1,4 @@
-"""The autograd face: gradients of every input, torch.library's own checks, compile, autocast, layouts, seeds."""
+"""The functions with autograd: gradients of every input, the checks of torch.library, compile, autocast, layouts, seeds."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def face(mask: Mask, q: Tensor, k: Tensor, v: Tensor, **more: Any) -> Any:
 @pytest.mark.parametrize(
     ("name", "kernel"), [*((name, "reference") for name in GRADCHECK), ("all", "tiled"), ("packed", "tiled")]
 )
-def test_gradcheck_of_every_input(name: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The oracle and the way through autograd; test_tiled.py holds the tiled kernel to the oracle."""
+def test_gradients_of_every_input_pass_gradcheck(name: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It tests the oracle and the autograd function; test_tiled.py compares the tiled kernel with the oracle."""
     monkeypatch.setattr("tilegrad.kernels.attention.tiled.TILE", 4)
     small = replace(GRADCHECK[name], b=1, hkv=1, d=3, dv=2, dtype=torch.float64, bias_dtype=torch.float64)
     if (small.tq, small.tk) == (33, 33):
@@ -87,7 +87,7 @@ def test_canary_gradcheck_sees_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch)
     right = reference._summed_to_heads_of
     monkeypatch.setattr(reference, "_summed_to_heads_of", lambda dk, like: right(dk, like) * 1.001)
     with pytest.raises(RuntimeError, match="Jacobian mismatch"):
-        test_gradcheck_of_every_input("causal", "reference", monkeypatch)
+        test_gradients_of_every_input_pass_gradcheck("causal", "reference", monkeypatch)
 
 
 def qkv(*, requires_grad: bool = True) -> tuple[Tensor, Tensor, Tensor]:
@@ -95,7 +95,7 @@ def qkv(*, requires_grad: bool = True) -> tuple[Tensor, Tensor, Tensor]:
     return tuple(x.requires_grad_(requires_grad) for x in (call.q, call.k, call.v))  # type: ignore[return-value]
 
 
-def test_only_lse_is_used() -> None:
+def test_a_loss_of_lse_alone_has_gradients() -> None:
     q, k, v = qkv()
     _, lse = tilegrad.attention(q, k, v, return_lse=True)
     lse.sum().backward()
@@ -103,14 +103,14 @@ def test_only_lse_is_used() -> None:
     assert q.grad.norm() > 0 and k.grad.norm() > 0 and v.grad.norm() == 0
 
 
-def test_gradient_only_where_asked() -> None:
+def test_gradients_are_computed_only_for_inputs_that_require_them() -> None:
     q, k, v = qkv(requires_grad=False)
     k.requires_grad_()
     attention(q, k, v).sum().backward()
     assert q.grad is None and v.grad is None and k.grad is not None
 
 
-def test_second_derivatives_raise() -> None:
+def test_second_derivatives_raise_an_error() -> None:
     q, k, v = qkv()
     (dq,) = torch.autograd.grad(attention(q, k, v).square().sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError, match="second derivative"):
@@ -132,7 +132,7 @@ def op_arguments(**mask: Any) -> tuple[Any, ...]:
     return (*m.values(), False, None)
 
 
-def test_opcheck_forward() -> None:
+def test_the_forward_op_passes_opcheck() -> None:
     q, k, v = qkv()
     extra = {"bias": torch.randn(4, 1, 24), "sinks": torch.randn(4), "alibi_slopes": torch.rand(4)}
     extra["bias"].requires_grad_()
@@ -144,14 +144,14 @@ def test_opcheck_forward() -> None:
     torch.library.opcheck(torch.ops.tilegrad.attention_fwd.default, (*transposed, *op_arguments()))
 
 
-def test_opcheck_packed() -> None:
+def test_the_packed_op_passes_opcheck() -> None:
     q, k, v = (torch.randn(9, h, 8, requires_grad=True) for h in (4, 2, 2))
     ends = torch.tensor([0, 4, 9], dtype=torch.int32)
     packed = op_arguments(cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=5, max_seqlen_k=5)
     torch.library.opcheck(torch.ops.tilegrad.attention_fwd.default, (q, k, v, *packed))
 
 
-def test_opcheck_backward() -> None:
+def test_the_backward_op_passes_opcheck() -> None:
     q, k, v = qkv(requires_grad=False)
     o, lse = tilegrad.attention(q, k, v, causal=True, softcap=2.0, window=(9, None), return_lse=True)
     arguments = (
@@ -169,7 +169,7 @@ def test_opcheck_backward() -> None:
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compile_whole_graph(dynamic: bool) -> None:
+def test_torch_compile_captures_the_whole_graph(dynamic: bool) -> None:
     q, k, v = qkv()
     bias, sinks = torch.randn(4, 1, 24, requires_grad=True), torch.randn(4, requires_grad=True)
     intervals = build(Case(intervals="h4", tq=20, tk=24)).mask.intervals
@@ -209,7 +209,7 @@ def test_export_keeps_intervals_as_an_input() -> None:
     assert not torch.equal(program(q, k, v, second), program(q, k, v, first))
 
 
-def test_compile_draws_its_own_seed_and_takes_packed_sequences() -> None:
+def test_a_compiled_call_draws_its_own_seed_and_takes_packed_sequences() -> None:
     q, k, v = (torch.randn(9, h, 8, requires_grad=True) for h in (4, 2, 2))
     ends = torch.tensor([0, 4, 9], dtype=torch.int32)
 
@@ -225,7 +225,7 @@ def test_compile_draws_its_own_seed_and_takes_packed_sequences() -> None:
     first.sum().backward()
 
 
-def test_fake_tensors() -> None:
+def test_fake_tensors_have_the_shapes_of_the_results() -> None:
     with FakeTensorMode():
         q, k = torch.empty(2, 10, 4, 8).transpose(1, 2), torch.empty(2, 2, 12, 8)
         o, lse = tilegrad.attention(q, k, torch.empty(2, 2, 12, 5), causal=True, return_lse=True)
@@ -234,7 +234,7 @@ def test_fake_tensors() -> None:
             tilegrad.attention(torch.empty(2, 3, 10, 8), k, k)
 
 
-def test_functional_call() -> None:
+def test_attention_runs_in_a_functional_call() -> None:
     class Attend(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -297,7 +297,7 @@ def test_packed_sequences_equal_one_call_each() -> None:
         assert torch.equal(o[rows].transpose(0, 1)[None], ob) and torch.equal(lse[None, :, rows], lseb)
 
 
-def test_dropout_seeds() -> None:
+def test_dropout_follows_its_seed() -> None:
     q, k, v = qkv(requires_grad=False)
 
     def f(**seed: Any) -> Tensor:
@@ -313,7 +313,7 @@ def test_dropout_seeds() -> None:
         assert torch.allclose(f(seed=7, kernel=kernel), f(seed=7), atol=1e-6)
 
 
-def test_deterministic_follows_torch() -> None:
+def test_deterministic_follows_the_flag_of_torch() -> None:
     q, k, v = qkv()
     torch.use_deterministic_algorithms(mode=True)
     try:
@@ -323,7 +323,7 @@ def test_deterministic_follows_torch() -> None:
     assert q.grad is not None
 
 
-def test_explain_and_kernel_by_name() -> None:
+def test_explain_gives_the_selection_and_a_kernel_is_chosen_by_name() -> None:
     q, k, v = qkv(requires_grad=False)
     told = tilegrad.explain(q, k, v, causal=True, dropout_p=0.1)
     expected = "tiled" if isinstance(native_library.library(), str) else "native"
@@ -336,7 +336,7 @@ def test_explain_and_kernel_by_name() -> None:
         tilegrad.attention(q, k, v, kernel="hoper")
 
 
-def test_a_kernel_that_cannot_run_says_why_and_what_would(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_cannot_run_says_why_and_which_one_can(monkeypatch: pytest.MonkeyPatch) -> None:
     from tilegrad.kernels.attention import table
     from tilegrad.kernels.table import Kernel, Table
 

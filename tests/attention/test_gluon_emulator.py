@@ -1,4 +1,4 @@
-"""The Gluon emulator itself: right kernels run in every order, and each kind of mistake shows."""
+"""The Gluon emulator itself: correct kernels run in every order of threads, and each kind of mistake is found."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STAGES, TILES, ROWS = 2, 5, 16
 
 
 class Box:
-    """A tensor (T, D) as a descriptor of boxes of ROWS rows; what the emulator reads of Triton's."""
+    """A descriptor of a tensor (T, D) with boxes of ROWS rows, with the attributes of Triton's that the emulator reads."""
 
     def __init__(self, x: Tensor) -> None:
         self.base, self.shape, self.strides, self.block_shape = x, x.shape, x.stride(), (ROWS, x.shape[1])
@@ -76,17 +76,17 @@ def doubled(seed: int, **broken: bool) -> bool:
     return torch.equal(y, 2 * x)
 
 
-def test_a_right_pipeline_is_right_in_every_order() -> None:
+def test_a_correct_pipeline_is_correct_in_every_order() -> None:
     assert all(doubled(seed) for seed in ORDERS)
 
 
-def test_a_consumer_that_does_not_wait_reads_what_is_not_there() -> None:
+def test_a_consumer_that_does_not_wait_reads_too_early() -> None:
     for seed in ORDERS:
         with pytest.raises(AssertionError):
             assert doubled(seed, wait=False)
 
 
-def test_a_producer_that_does_not_wait_overwrites_what_is_read() -> None:
+def test_a_producer_that_does_not_wait_overwrites_data_that_are_still_read() -> None:
     def wrong(seed: int) -> bool:
         try:
             return not doubled(seed, acquire=False)
@@ -96,13 +96,13 @@ def test_a_producer_that_does_not_wait_overwrites_what_is_read() -> None:
     assert any(wrong(seed) for seed in ORDERS)
 
 
-def test_a_stage_that_is_never_released_is_a_deadlock_and_known_at_once() -> None:
+def test_a_stage_that_is_never_released_is_reported_as_a_deadlock_at_once() -> None:
     for seed in ORDERS:
         with pytest.raises(AssertionError, match="deadlock"):
             doubled(seed, release=False)
 
 
-def test_two_partitions_that_wait_for_each_other_are_a_deadlock() -> None:
+def test_partitions_that_wait_for_each_other_are_reported_as_a_deadlock() -> None:
     def kernel() -> None:
         bars = barriers(2)
 
@@ -137,7 +137,7 @@ def test_a_phase_of_an_mbarrier_ends_with_its_last_arrival() -> None:
                 for name in names:
                     order.append(name)
                     mbarrier.arrive(bars.index(0))
-                mbarrier.wait(heard.index(0), phase)  # a phase that nobody waited for in time is missed for ever
+                mbarrier.wait(heard.index(0), phase)  # a phase for which nobody waited in time is missed for ever
 
         gl.warp_specialize([(consume, ()), (produce, ())], [1], [24])
 
@@ -147,7 +147,7 @@ def test_a_phase_of_an_mbarrier_ends_with_its_last_arrival() -> None:
         assert order == ["before", "a", "b", "phase 0", "c", "d", "phase 1"]
 
 
-def test_more_arrivals_than_counted_are_an_error() -> None:
+def test_more_arrivals_than_the_count_of_a_barrier_are_an_error() -> None:
     def kernel() -> None:
         bars = barriers(1)
         mbarrier.arrive(bars.index(0), count=2)
@@ -157,7 +157,7 @@ def test_more_arrivals_than_counted_are_an_error() -> None:
 
 
 def multiply(y: Any, *, fence: bool = True, overwrite: bool = False, wait: bool = True) -> None:
-    """y = a b, with a = 1 and b = 2 or, if overwritten before the wait, b = 3."""
+    """y = a b with a = 1 and b = 2, or b = 3 if b is overwritten before the wait."""
     a = gl.allocate_shared_memory(torch.float32, [16, 16], None)
     b = gl.allocate_shared_memory(torch.float32, [16, 16], None)
     a.store(gl.full((16, 16), 1.0, torch.float32))
@@ -177,7 +177,7 @@ def test_an_mma_reads_its_operands_when_it_is_waited_for() -> None:
     launch(multiply, y)
     assert (y == 32.0).all()
     launch(lambda y: multiply(y, overwrite=True), y)
-    assert (y == 48.0).all()  # overwritten too early: shows
+    assert (y == 48.0).all()  # overwriting too early shows
 
 
 def test_a_missing_fence_and_a_missing_wait_are_errors() -> None:
@@ -205,7 +205,7 @@ def test_tma_clips_at_the_end_and_refuses_the_beginning(add: bool) -> None:
         launch(lambda y_desc: send(y_desc, -1, add=add), Box(y))
 
 
-def test_what_is_under_way_at_the_end_is_an_error() -> None:
+def test_a_copy_in_flight_at_the_end_is_an_error() -> None:
     with pytest.raises(AssertionError, match="work on its way"):
         launch(lambda y_desc: send(y_desc, 0, add=False, wait=False), Box(torch.zeros(20, 8)))
 
@@ -236,8 +236,8 @@ def test_a_load_beyond_the_tensor_gives_zeros() -> None:
     assert (y[:3] == 0).all() and (y[3:8] == 1).all() and (y[8:] == 0).all()
 
 
-def test_a_tma_write_is_in_memory_only_when_its_thread_has_waited_for_that() -> None:
-    """Reading another program's stage of work without the wait finds the old numbers, in some order at least."""
+def test_a_tma_store_is_in_memory_only_after_its_thread_has_waited() -> None:
+    """Without the wait another program reads the old numbers, at least in some order of threads."""
 
     def kernel(y_desc: Any, y: Any, flag: Any, seen: Any) -> None:
         if gl.program_id(0) == 0:
@@ -258,7 +258,7 @@ def test_an_address_outside_its_tensor_is_an_error() -> None:
         launch(lambda y: gl.store(y + gl.arange(0, 8), gl.zeros((8,), torch.float32)), torch.zeros(7))
 
 
-def test_programs_share_a_counter_and_a_seed_is_an_order() -> None:
+def test_programs_share_a_counter_and_a_seed_fixes_the_order() -> None:
     taken: list[tuple[int, int]] = []
 
     def kernel(counter: Any) -> None:
@@ -284,7 +284,7 @@ def test_integers_divide_towards_0() -> None:
 
 
 def exchange(turns: int, *, waits: bool = True, arrivals: int = 1, drained: bool = True) -> list[int]:
-    """What one partition of four warps hands to a warp at named barrier 5, back at 6; the numbers that the warp saw."""
+    """A partition of four warps passes numbers to a warp at named barrier 5, which answers at 6. Returns the numbers it saw."""
     seen: list[int] = []
 
     def bar(kind: str, number: int) -> None:
@@ -316,7 +316,7 @@ def exchange(turns: int, *, waits: bool = True, arrivals: int = 1, drained: bool
     return seen
 
 
-def test_named_barriers_hand_over_in_every_order() -> None:
+def test_named_barriers_synchronise_in_every_order() -> None:
     assert exchange(4) == list(range(4)) * len(ORDERS)
 
 
@@ -328,12 +328,12 @@ def test_named_barriers_hand_over_in_every_order() -> None:
         ({"drained": False}, "nobody waits for"),
     ],
 )
-def test_a_mistake_at_a_named_barrier_shows(broken: dict[str, Any], said: str) -> None:
+def test_a_mistake_at_a_named_barrier_is_found(broken: dict[str, Any], said: str) -> None:
     with pytest.raises(AssertionError, match=said):
         exchange(4, **broken)
 
 
-def test_a_linear_layout_is_rows_and_columns_of_what_tma_reads() -> None:
+def test_a_linear_layout_maps_elements_to_rows_and_columns_of_tma() -> None:
     """Rows in order give TMA's own swizzle; one base of another row permutes lines."""
     rows, columns = 16, 64
     bases = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [1, 4], [2, 8], [4, 16], [8, 0], [0, 32]]

@@ -1,4 +1,4 @@
-"""Which calls the Hopper kernels take, and which random calls they are tested with."""
+"""The calls that the Hopper kernels take, and the random calls that test them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytest.importorskip("triton", reason="needs Triton")
 
 
 class Handle(NamedTuple):
-    """Stands for a tensor on a GPU that is not there."""
+    """Replaces a tensor on a GPU where there is none."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.bfloat16
@@ -85,14 +85,16 @@ def explained(tensors: dict[str, Any], options: dict[str, Any], kernel: str | No
 
 @pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize(("tensors", "options"), TAKEN)
-def test_takes(tensors: dict[str, Any], options: dict[str, Any]) -> None:
+def test_hopper_takes_these_calls(tensors: dict[str, Any], options: dict[str, Any]) -> None:
     selection = explained(tensors, options)
     assert selection.kernel == "hopper" and "hopper comes first" in selection.reasons["triton"]
 
 
 @pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize(("tensors", "options", "reason"), REFUSED, ids=[reason for _, _, reason in REFUSED])
-def test_refuses_with_a_reason(tensors: dict[str, Any], options: dict[str, Any], reason: str) -> None:
+def test_hopper_refuses_these_calls_with_a_reason(
+    tensors: dict[str, Any], options: dict[str, Any], reason: str
+) -> None:
     selection = explained(tensors, options)
     assert selection.kernel != "hopper" and reason in selection.reasons["hopper"]
 
@@ -106,13 +108,13 @@ def test_fake_tensors_are_not_asked_for_their_address() -> None:
 
 
 @pytest.mark.usefixtures("on_hopper")
-def test_under_the_interpreter_triton_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_the_interpreter_triton_takes_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     selection = explained({}, {})
     assert selection.kernel == "triton" and "no interpreter" in selection.reasons["hopper"]
 
 
-def test_needs_compute_capability_9_0(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hopper_needs_compute_capability_9_0(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (10, 0))
     selection = explained({}, {})
     assert (
@@ -135,7 +137,7 @@ def test_needs_compute_capability_9_0(monkeypatch: pytest.MonkeyPatch) -> None:
         ("main", False),
     ],
 )
-def test_a_triton_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch, version: str, known: bool) -> None:
+def test_an_unknown_version_of_triton_is_refused(monkeypatch: pytest.MonkeyPatch, version: str, known: bool) -> None:
     monkeypatch.setattr(triton_version, "installed", lambda: version)
     selection = explained({}, {})
     assert selection.kernel == ("hopper" if known else "triton")
@@ -174,7 +176,7 @@ OTHERS = ("o", "do", "dq", "dk", "dv")
 
 @pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize("name", OTHERS)
-def test_a_buffer_that_tma_cannot_address_changes_the_kernel(name: str) -> None:
+def test_a_buffer_that_tma_cannot_address_selects_another_kernel(name: str) -> None:
     even: dict[str, Any] = dict.fromkeys(OTHERS, X._replace(strides=(512 * 768, 64, 768, 1)))
     for others, kernel in ((even, "hopper"), (even | {name: ODD}, "triton"), (even | {name: None}, "hopper")):
         selection = tilegrad.explain(X, X, X, **others)  # type: ignore[arg-type]
@@ -201,7 +203,7 @@ def test_a_buffer_that_tma_cannot_address_changes_the_kernel(name: str) -> None:
 
 
 @pytest.mark.usefixtures("on_hopper")
-def test_scratch_that_was_declared_without_the_buffers_is_named() -> None:
+def test_scratch_declared_without_the_buffers_is_named_in_the_error() -> None:
     x, odd, lse = cast("Any", X), cast("Any", ODD), cast("Any", Handle((2, 4, 512), torch.float32))
     declared = {name: Handle(*need) for name, need in attention_workspace(X, X, X, Mask(), backward=True).items()}
     message = (
@@ -210,13 +212,15 @@ def test_scratch_that_was_declared_without_the_buffers_is_named() -> None:
     )
     with pytest.raises(ValueError, match=message):
         attention_bwd(x, x, x, x, lse, x, None, Mask(), dq=odd, dk=None, dv=None, scratch=cast("Any", declared))
-    with pytest.raises(ValueError, match=r"got no 'triton\.delta'; .*lists all buffers$"):  # no more for one by name
+    with pytest.raises(
+        ValueError, match=r"got no 'triton\.delta'; .*lists all buffers$"
+    ):  # a named kernel has its own list
         attention_bwd(x, x, x, x, lse, x, None, Mask(), dq=odd, dk=None, dv=None, scratch={}, kernel="triton")
 
 
 @pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize("d", [16, 24, 64, 72, 128, 256])
-def test_what_a_model_lays_out_is_what_its_scratch_is_declared_for(d: int) -> None:
+def test_models_call_attention_with_the_layouts_that_scratch_is_declared_for(d: int) -> None:
     shape, device = (2, 512, 4, 2), torch.device("cuda")
     declared = [
         qkv_attention_workspace(*shape, d, torch.bfloat16, device, Mask(causal=True), backward=backward)

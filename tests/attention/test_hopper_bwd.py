@@ -1,6 +1,6 @@
-"""Hopper's backward without a GPU: how it divides its work, and what it computes where all its kernels run as plain Python.
+"""Hopper's backward without a GPU: how it divides its work, and its results when all kernels run as plain Python.
 
-What the compiler makes of the kernels is in test_hopper_compile.py, what they compute on a GPU in test_hopper_gpu.py.
+test_hopper_compile.py compiles the kernels, test_hopper_gpu.py runs them on a GPU.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def tile_of(of: scheduler.Params, n: int, part: int = 0) -> scheduler.WorkTile:
 
 
 def walked(tile: scheduler.WorkTile) -> list[tuple[int, bool]]:
-    """(tile of rows, whether it is masked) of one query head, in order."""
+    """The tiles of rows of one query head in order, each with whether it is masked."""
     return [(scheduler.row_tile.fn(tile, i), i < tile.masked) for i in range(tile.count)]
 
 
@@ -82,7 +82,7 @@ def random_calls(count: int) -> list[scheduler.Params]:
     ]
 
 
-def test_every_tile_with_a_pair_that_sees_each_other_is_walked_once_and_edges_are_masked() -> None:
+def test_every_tile_with_an_attended_pair_is_visited_once_and_masked_at_an_edge() -> None:
     for of in random_calls(300):
         mask = Mask(window=(of.left, of.right))
         for n in range(-(-of.tk // N)):
@@ -99,7 +99,7 @@ def test_every_tile_with_a_pair_that_sees_each_other_is_walked_once_and_edges_ar
 
 
 @pytest.mark.parametrize("descending", [False, True])
-def test_a_tile_of_rows_is_stored_first_and_then_added_to_in_turns_without_gaps(descending: bool) -> None:
+def test_each_tile_of_rows_is_stored_first_and_then_added_to_in_order(descending: bool) -> None:
     for of in random_calls(200):
         turns: dict[int, list[int]] = {}
         count = -(-of.tk // N)
@@ -113,7 +113,7 @@ def test_a_tile_of_rows_is_stored_first_and_then_added_to_in_turns_without_gaps(
 
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("splits", [2, 3, 7, 40])
-def test_programs_that_share_a_tile_have_all_of_its_steps(splits: int, group: int) -> None:
+def test_programs_that_share_a_tile_cover_all_its_steps(splits: int, group: int) -> None:
     of = call(700, 1300, None, 0, group=group, splits=splits)
     for n in range(11):
         parts = [tile_of(of, n, part) for part in range(splits)]
@@ -122,7 +122,7 @@ def test_programs_that_share_a_tile_have_all_of_its_steps(splits: int, group: in
 
 
 @pytest.mark.parametrize("span", [1, 3, 4, 5, 6, 7])
-def test_every_head_has_every_tile_and_long_ones_come_first(span: int) -> None:
+def test_every_head_has_every_tile_and_long_tiles_come_first(span: int) -> None:
     of = call(512, 512, None, 0, batch=3, kv_heads=2, heads_per_section=span)
     places = [scheduler.head_and_column.fn(t, of, 4) for t in range(24)]
     assert sorted(places) == [(head, n) for head in range(6) for n in range(4)]
@@ -156,10 +156,10 @@ def test_packed_rows_do_not_overlap_and_begin_where_tma_can_read() -> None:
         shapes = host.workspace(q, sizes(len(lengths), t=max(lengths)), varlen=True, deterministic=False)
         assert all(begin % padding == 0 for begin in begins)
         assert all(end <= begin for end, begin in zip(ends, [*begins[1:], shapes["neg_lse2"][0][1]], strict=True))
-        assert shapes["neg_lse2"][0][1] % padding == 0  # so that every head does
+        assert shapes["neg_lse2"][0][1] % padding == 0  # so that every head begins there too
 
 
-def test_a_packed_sequence_ends_where_tma_stops() -> None:
+def test_coordinates_of_tma_are_outside_after_the_end_of_a_packed_sequence() -> None:
     of = call(0, 0, None, None)._replace(cu_seqlens_q=torch.empty(0))
     dice = random.Random(0)
     for _ in range(200):
@@ -181,7 +181,7 @@ def test_one_packed_row_of_any_stride_has_strides_that_tma_takes() -> None:
     assert all(stride * 2 % 16 == 0 for stride in varlen_descriptor(x, 64, 128).strides[:4])
 
 
-def test_few_tiles_are_shared_and_many_are_not() -> None:
+def test_only_few_tiles_are_shared_among_programs() -> None:
     def splits(of: Sizes) -> int:
         return host.splits_for(of, host.count_work_tiles(of, None), 132, 64)
 
@@ -189,18 +189,18 @@ def test_few_tiles_are_shared_and_many_are_not() -> None:
     assert splits(sizes(16)) == 1
     assert splits(sizes(1, t=128)) == 1  # too few rows
     assert splits(sizes(1, t=128, group=16)) > 1
-    for batch in range(1, 9):  # every tile that is shared has a place for its sums
+    for batch in range(1, 9):  # the scratch has sums for every shared tile
         of = sizes(batch)
         q = torch.empty(batch, 4, 1024, 128, device="meta")
         sums = host.workspace(q, of, varlen=False, deterministic=False)["sums"][0]
         assert splits(of) == 1 or host.count_work_tiles(of, None) <= sums[0]
 
 
-def test_heads_go_together_only_where_columns_differ_in_length() -> None:
+def test_heads_share_a_section_only_where_columns_differ_in_length() -> None:
     assert host.heads_per_section(sizes(8, right=None), 132) == 1
-    many = host.heads_per_section(sizes(128), 132)  # many tiles: as many heads as stay in L2 with q, do and dq_acc
+    many = host.heads_per_section(sizes(128), 132)  # many tiles: as many heads as fit in L2 with q, do and dq_acc
     assert many * 1024 * 128 * 8 <= L2_BYTES < (many + 1) * 1024 * 128 * 8
-    assert host.heads_per_section(sizes(1), 132) == 1  # a tile for each program in any order
+    assert host.heads_per_section(sizes(1), 132) == 1  # each program has one tile in any order
     assert host.heads_per_section(sizes(8, t=65536), 132) == 1  # one head fills L2
 
 
@@ -224,18 +224,18 @@ def test_deterministic_tiles_begin_in_the_order_in_which_they_may_add() -> None:
 @pytest.mark.parametrize(
     ("batch", "heads", "group", "t"), [(16, 4, 8, 1024), (4, 4, 8, 4096), (1, 4, 8, 16384), (4, 16, 1, 4096)]
 )
-def test_programs_end_together_in_the_order_of_the_walk(batch: int, heads: int, group: int, t: int) -> None:
+def test_programs_finish_at_nearly_the_same_time(batch: int, heads: int, group: int, t: int) -> None:
     span = host.heads_per_section(Sizes(batch, heads * group, heads, t, t, 128, 128, None, 0), 132)
     of = call(t, t, None, 0, group=group, batch=batch, kv_heads=heads, heads_per_section=span)
     ends = [0] * 132
     for index in range(batch * heads * t // N):
         _, n = scheduler.head_and_column.fn(index, of, t // N)
         heapq.heapreplace(ends, ends[0] + tile_of(of, n).end)
-    assert max(ends) < 1.04 * sum(ends) / 132  # one head after the other: 1.28, 1.28, 1.02, 1.07
+    assert max(ends) < 1.04 * sum(ends) / 132  # with one head after the other: 1.28, 1.28, 1.02, 1.07
 
 
 def backward(monkeypatch: pytest.MonkeyPatch, **given: Any) -> list[str]:
-    """Names of the kernels of a call that launches nothing."""
+    """The names of the kernels of a call, none of which is launched."""
     names: list[str] = []
     run_in_python(monkeypatch, host, lambda kernel, *_: names.append(kernel.__name__))
     q = torch.zeros(2, 4, 64, 64, dtype=torch.bfloat16)
@@ -248,7 +248,7 @@ def backward(monkeypatch: pytest.MonkeyPatch, **given: Any) -> list[str]:
     return names
 
 
-def test_an_output_that_is_not_wanted_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_output_given_as_none_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     every = ["_hopper_preprocess_kernel", "_hopper_bwd_kernel", "_hopper_postprocess_kernel"]
     assert backward(monkeypatch) == every
     assert backward(monkeypatch, dk=None) == every
@@ -266,7 +266,7 @@ def emulated(
     of: Call, o: torch.Tensor, lse: torch.Tensor, *, programs: int, deterministic: bool = False, seed: int = 0,
     absent: tuple[str, ...] = (), broken: Callable[[pytest.MonkeyPatch], None] = lambda _patch: None,
 ) -> Tensors:  # fmt: skip
-    """The gradients of a call, in plain Python; `broken` changes device functions."""
+    """Computes the gradients of a call in plain Python. `broken` replaces device functions."""
     q, k, v, mask = of.q, of.k, of.v, of.mask
     shapes = hopper.workspace(q, k, v, mask, backward=True, deterministic=deterministic)
     scratch = {
@@ -295,8 +295,8 @@ def emulated(
     ],
     ids=lambda case: f"D {case.d}",
 )
-def test_in_plain_python_scores_of_a_thousand_lose_no_more_than_small_ones(case: Case) -> None:
-    """Beyond that p errs by |s| · 2⁻²⁴, as cuDNN's does: docs/kernels-gpu.md says why."""
+def test_in_plain_python_scores_of_a_thousand_are_as_exact_as_small_ones(case: Case) -> None:
+    """For larger scores p errs by |s| · 2⁻²⁴, like cuDNN's; docs/kernels-gpu.md says why."""
     of = build(case)
     got = forward_in_python(of, 2)
     got |= emulated(of, got["o"], got["lse"], programs=2)
@@ -304,7 +304,7 @@ def test_in_plain_python_scores_of_a_thousand_lose_no_more_than_small_ones(case:
 
 
 class Known:
-    """A call with its results by the oracle."""
+    """A call with its results from the oracle."""
 
     def __init__(self, case: Case, seed: int = 0) -> None:
         self.case, self.call = case, build(case, seed)
@@ -347,8 +347,8 @@ SHARED = ("groups, open window", "wide, shared")  # with 132 programs
 @interpreted
 @pytest.mark.parametrize(("number", "name"), [*enumerate(EMULATED)])
 def test_in_plain_python_gradients_agree_with_the_oracle_in_any_order(number: int, name: str) -> None:
-    """Deterministic ones, of few programs and of many, are the same to the bit. Without an order every other case has few, and
-    those that share tiles among programs have many."""
+    """Deterministic gradients have the same bits with few and with many programs. The rest run with few programs in every other
+    case, and with many where programs share tiles."""
     known = Known(EMULATED[name])
     if name in SHARED:
         of = sizes_of(known.call.q, known.call.k, known.call.v, known.call.mask)
@@ -361,7 +361,7 @@ def test_in_plain_python_gradients_agree_with_the_oracle_in_any_order(number: in
 
 @interpreted
 def test_in_plain_python_two_store_warps_add_in_order() -> None:
-    """In every order of the threads: five work tiles add to a tile of dq, half of D by each warp."""
+    """They do so in every order of the threads: five work tiles add to a tile of dq, and each warp adds half of D."""
     assert all(host.SOFTCAP_CONFIGS[d].dq_warps == tile.dq_warps for d, tile in host.TILE_CONFIGS.items())
     assert host.TILE_CONFIGS[128].dq_warps == 2
     known = Known(replace(RAGGED, hkv=1, tq=100, tk=600))
@@ -375,7 +375,7 @@ def test_in_plain_python_all_specifications_agree_with_the_oracle() -> None:
     absences: list[tuple[str, ...]] = [(), (), ("dq",), ("dk",), ("dv",), ("dk", "dv")]
     every = specs()
     for n, spec in enumerate(every * 2):
-        turn = n + n // len(every)  # another number of programs in the second pass
+        turn = n + n // len(every)  # the second pass has another number of programs
         drawn = case_of(spec, random.Random(n))
         Known(replace(drawn, b=min(drawn.b, 2), device="cpu"), n).check(
             programs=(3, 132, 5, 1)[turn % 4],
@@ -414,9 +414,9 @@ BROKEN: dict[str, tuple[Any, str, Any]] = {
 
 @interpreted
 @pytest.mark.parametrize("name", BROKEN)
-def test_in_plain_python_a_broken_kernel_shows(name: str, few_columns: Known) -> None:
+def test_in_plain_python_a_broken_kernel_is_found(name: str, few_columns: Known) -> None:
     def check_orders() -> None:
-        for seed in range(8):  # almost any shows it
+        for seed in range(8):  # almost any seed shows it
             few_columns.check(
                 programs=2, deterministic=True, seed=seed, broken=lambda patch: patch.setattr(*BROKEN[name])
             )
@@ -436,7 +436,7 @@ WIDE_BROKEN: dict[str, tuple[Any, str, Any]] = {
 
 @interpreted
 @pytest.mark.parametrize("name", WIDE_BROKEN)
-def test_in_plain_python_a_broken_kernel_of_wide_heads_shows(name: str) -> None:
+def test_in_plain_python_a_broken_kernel_of_wide_heads_is_found(name: str) -> None:
     known = Known(replace(RAGGED, hkv=1, group=2, d=136, dv=136, causal=True, tk=200))
     known.check(programs=2)
     with pytest.raises(AssertionError):
@@ -445,7 +445,7 @@ def test_in_plain_python_a_broken_kernel_of_wide_heads_shows(name: str) -> None:
 
 @interpreted
 @pytest.mark.parametrize(("d", "module"), [(96, backward_mma), (160, backward_wide)])
-def test_in_plain_python_a_piece_that_is_left_out_shows(d: int, module: Any) -> None:
+def test_in_plain_python_a_missing_piece_is_found(d: int, module: Any) -> None:
     def first_only(p: Any, x: Any, acc: Any) -> Any:
         return pieces._add_dot(p, x[0], acc[0]), pieces._add_dot(p * 0, x[1], acc[1])
 
@@ -455,7 +455,7 @@ def test_in_plain_python_a_piece_that_is_left_out_shows(d: int, module: Any) -> 
 
 
 @interpreted
-def test_nan_of_a_packed_sequence_stays_there_and_an_absent_gradient_changes_no_other() -> None:
+def test_nan_stays_in_its_packed_sequence_and_absent_gradients_change_no_other() -> None:
     known = Known(replace(RAGGED, hkv=1, d=64, dv=64, lengths=((70, 100), (77, 60), (90, 33))))
     of = known.call
     clean = emulated(of, known.o, known.lse, programs=3, deterministic=True)

@@ -1,7 +1,7 @@
-"""The Hopper kernels through the real compiler, without a GPU.
+"""Compiles the Hopper kernels with the real compiler, without a GPU.
 
-A driver that only names the architecture takes the place of CUDA's, and a launch compiles instead: argument specialisation,
-tile configs, Gluon and ptxas are the real ones. On a Hopper GPU they run in test_hopper_gpu.py.
+A driver that only names the architecture replaces CUDA's, and a launch compiles instead of running. Argument specialisation,
+tile configs, Gluon and ptxas are the real ones. test_hopper_gpu.py runs the kernels on a Hopper GPU.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ interpreted = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="Gluon h
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="compiles for a GPU that is not there")
 
 SHARED_MEMORY_BYTES = 232_448
-HEADS = ("_attention_fwd_kernel", "_hopper_bwd_kernel")  # with MMAs
+HEADS = ("_attention_fwd_kernel", "_hopper_bwd_kernel")  # the kernels with MMAs
 
 
 class Compiled(NamedTuple):
     spilled_bytes: int
-    warnings: list[str]  # ptxas's C75xx: wgmma serialised
+    warnings: list[str]  # C75xx of ptxas: wgmma is serialised
     shared_bytes: int
     ptx: str
     cubin: bytes
 
 
 Compile = Callable[..., dict[str, Compiled]]
-prepared: list[tuple[Any, ...]] = []  # what launches would have been made of
+prepared: list[tuple[Any, ...]] = []  # the arguments of the launches
 
 
 def through_ptxas(compiled: Any, backend: Any, make_cubin: Callable[..., bytes]) -> Compiled:
-    """By the ptxas and with the options of the installed Triton."""
+    """Runs the ptxas of the installed Triton with its options."""
     with redirect_stdout(io.StringIO()) as said:
         cubin = make_cubin(backend, compiled.asm["ptx"], {}, backend.parse_options(dict(launch_options())), 90)
     log = said.getvalue()
@@ -59,7 +59,7 @@ def through_ptxas(compiled: Any, backend: Any, make_cubin: Callable[..., bytes])
 
 @pytest.fixture
 def compile_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Compile]:
-    """compile_call(case): every kernel of a forward and a backward, unless one is False; Triton itself stops before ptxas."""
+    """compile_call(case) compiles every kernel of a forward and a backward, unless one is False. Triton stops before ptxas."""
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import CUDABackend
     from triton.runtime.driver import driver
@@ -73,7 +73,7 @@ def compile_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Co
             return GPUTarget("cuda", 90, 32)
 
         def get_current_device(self) -> int:
-            return 90  # a device of its own: Triton remembers the target of each
+            return 90  # its own number for a device: Triton remembers the target of each
 
         def get_current_stream(self, _device: int) -> int:
             return 0
@@ -157,7 +157,7 @@ SPILLED_BYTES = {
     ("3.9", 128, "_attention_fwd_kernel"): 148,
     ("3.9", 256, "_attention_fwd_kernel"): 280,
     ("3.9", 256, "_hopper_bwd_kernel"): 108,
-}  # stored and loaded, and none by others: kernels/triton_version.py
+}  # bytes stored and loaded; other kernels spill none: kernels/triton_version.py
 
 
 def check(found: dict[str, Compiled], d: int) -> None:
@@ -170,13 +170,13 @@ def check(found: dict[str, Compiled], d: int) -> None:
 
 
 def some(*quick: tuple[int, bool]) -> list[Any]:
-    """Every head dimension, with and without causal; all but the quick ones are in the slow set."""
+    """Every head dimension, with and without causal; only the quick ones are outside the slow set."""
     every = itertools.product((64, 128, 256), (False, True))
     return [pytest.param(*each, marks=[pytest.mark.slow] * (each not in quick)) for each in every]
 
 
 def pairs_of_exponentials(ptx: str) -> float:
-    """The share of exponentials that are first added to another one: nearly all if sums are trees."""
+    """The share of exponentials that are first added to another exponential: nearly all if sums are trees."""
     exponentials = re.findall(r"ex2\.approx\S*\s+(%\w+),", ptx)
     known = set(exponentials)
     pairs = [x for x in re.findall(r"add\.f32\s+%\w+, (%\w+), (%\w+);", ptx) if known.issuperset(x)]
@@ -184,7 +184,7 @@ def pairs_of_exponentials(ptx: str) -> float:
 
 
 def left_in_registers(ptx: str, columns: int) -> int:
-    """MMAs of so many columns whose left operand is in registers."""
+    """The number of MMAs of so many columns whose left operand is in registers."""
     return len(re.findall(rf"m64n{columns}k16\S+\s*\{{[^}}]*\}},\s*\{{", ptx))
 
 
@@ -192,7 +192,7 @@ LETTERS = {"HGMMA": "m", "WARPGROUP.DEPBAR": "w", "FMNMX": "x"}
 
 
 def maxima_between_waits(cubin: bytes, folder: Path) -> list[int]:
-    """In the forward's loop of each warpgroup, the maxima that ptxas has between the wait for s and the wait for acc."""
+    """The maxima that ptxas puts between the wait for s and the wait for acc in the forward loop of each warpgroup."""
     (folder / "kernel.cubin").write_bytes(cubin)
     command = [triton.knobs.nvidia.nvdisasm.path, "-c", str(folder / "kernel.cubin")]
     code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -203,7 +203,7 @@ def maxima_between_waits(cubin: bytes, folder: Path) -> list[int]:
 @interpreted
 @without_gpu
 @pytest.mark.parametrize(("d", "causal"), some((128, False), (256, True)))
-def test_no_spills_no_serialised_mmas_and_maxima_next_to_them(
+def test_kernels_have_no_spills_and_no_serialised_mmas_and_overlap_maxima_with_mmas(
     compile_call: Compile, tmp_path: Path, d: int, causal: bool
 ) -> None:
     from tilegrad.kernels.attention.hopper.launch_backward import TILE_CONFIGS
@@ -215,14 +215,14 @@ def test_no_spills_no_serialised_mmas_and_maxima_next_to_them(
     assert len(maxima) == (3 if d == 64 else 2)
     assert min(maxima) >= 16, maxima
     assert pairs_of_exponentials(found["_attention_fwd_kernel"].ptx) < 0.5
-    if d <= 128:  # of each warpgroup, dpᵀ = v doᵀ with the first columns of v; dv and dk have other numbers of columns
+    if d <= 128:  # dpᵀ = v doᵀ of each warpgroup, with the first columns of v; dv and dk have other numbers of columns
         held = TILE_CONFIGS[d].v_in_regs // 16
         assert left_in_registers(found["_hopper_bwd_kernel"].ptx, TILE_CONFIGS[d].m) == 2 * held
         assert bool(held) != takes_more_registers()
 
 
 def mma_columns(ptx: str) -> int:
-    """Columns of all MMAs, each 64 rows and 16 deep."""
+    """The columns of all MMAs. Each has 64 rows and depth 16."""
     return sum(map(int, re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16", ptx)))
 
 
@@ -231,7 +231,7 @@ def mma_columns(ptx: str) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("d", [96, 192])
 def test_head_dimensions_of_two_pieces_are_not_padded_to_one(compile_call: Compile, d: int) -> None:
-    """No spill, and MMAs in proportion to D."""
+    """Nothing spills, and the MMAs are in proportion to D."""
     padded = {96: 128, 192: 256}[d]
     whole, found = compile_call(case(padded, causal=True)), compile_call(case(d, causal=True))
     check(found, d)
@@ -242,14 +242,14 @@ def test_head_dimensions_of_two_pieces_are_not_padded_to_one(compile_call: Compi
 @interpreted
 @without_gpu
 @pytest.mark.parametrize(("d", "causal"), some((64, True)))
-def test_few_tiles_are_of_one_warpgroup(compile_call: Compile, d: int, causal: bool) -> None:
+def test_few_tiles_have_one_warpgroup_each(compile_call: Compile, d: int, causal: bool) -> None:
     prepared.clear()
     check(compile_call(case(d, causal), backward=False, programs=8), d)
     ((_, grid, _, _),) = prepared
     assert grid == (256 // 64 * 2,)
 
 
-PACKED = case(  # in CI, with every kernel
+PACKED = case(  # CI compiles it with every kernel
     72, causal=True, dtype=torch.float16, window=(100, None), lengths=((100, 200), (0, 7), (300, 33)), sinks=True
 )
 FEATURES: dict[str, Case] = {
@@ -268,7 +268,7 @@ FEATURES: dict[str, Case] = {
 @without_gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FEATURES)
-def test_features_compile(compile_call: Compile, name: str) -> None:
+def test_every_feature_compiles(compile_call: Compile, name: str) -> None:
     found = compile_call(FEATURES[name], ptxas=False, deterministic="packed" in name)
     assert set(HEADS) <= found.keys()
 
@@ -288,16 +288,16 @@ MEMORY_WAIT = re.compile(r"cp\.async\.bulk\.wait_group 0;")
 @interpreted
 @without_gpu
 def test_every_kernel_compiles_and_the_dq_semaphore_is_released_after_a_warp_barrier(compile_call: Compile) -> None:
-    """One thread sends dq by TMA and waits for it, another may release the semaphore. The emulator has no threads of a warp."""
+    """One thread stores dq by TMA and waits for it; another may release the semaphore. The emulator lacks threads of a warp."""
     found = compile_call(PACKED, ptxas=False, deterministic=True)
     assert found.keys() == names_of_kernels()
     ptx = found["_hopper_bwd_kernel"].asm["ptx"]  # type: ignore[attr-defined]
     releases = [ptx[place.end() : ptx.index(".global.gpu.release", place.end())] for place in MEMORY_WAIT.finditer(ptx)]
-    assert len(releases) == 2  # dQ store warps
+    assert len(releases) == 2  # one for each dQ store warp
     assert all("bar.warp.sync" in between for between in releases)
     assert ptx.count("fence.proxy.async.global") == 4  # before each release, and after each acquire
     tritons = {int(number) for number in re.findall(r"bar(?:rier)?\.sync(?:\.aligned)?\s+(\d+)", ptx)}
-    assert tritons <= {0, 1, 2}  # ours begin at 5 (pipeline.py)
+    assert tritons <= {0, 1, 2}  # our barriers begin at 5 (pipeline.py)
 
 
 @interpreted
@@ -317,7 +317,7 @@ def test_the_whole_matrix(compile_call: Compile, d: int, dtype: torch.dtype) -> 
             check(found, d)
 
 
-BEFORE = 13  # arguments of Triton's launcher before those of the kernel
+BEFORE = 13  # number of arguments of Triton's launcher before those of the kernel
 
 
 def expanded(kind: str, x: Any) -> list[str]:
@@ -328,7 +328,7 @@ def expanded(kind: str, x: Any) -> list[str]:
 @interpreted
 @without_gpu
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_prepared_launch_passes_what_tritons_own_passes(
+def test_a_prepared_launch_passes_the_arguments_of_tritons_launcher(
     compile_call: Compile, monkeypatch: pytest.MonkeyPatch, packed: bool
 ) -> None:
     from triton.backends.nvidia.driver import wrap_handle_tensordesc
@@ -340,12 +340,12 @@ def test_a_prepared_launch_passes_what_tritons_own_passes(
     compile_call(given_case, backward=False, ptxas=False)
     ((compiled, grid, arguments, _),) = prepared
     signature, maps = dict(compiled.src.signature), compiled.metadata.tensordesc_meta
-    assert len(maps) == (8 if packed else 4)  # a head dimension of two pieces has two of each
+    assert len(maps) == (8 if packed else 4)  # a head dimension of two pieces has two maps for each tensor
     passed: list[Any] = []
     launch_all = wrap_handle_tensordesc(lambda *whole: passed.extend(whole), signature, maps)
     if triton.__version__.startswith("3.6"):
         launch_all(*[None] * BEFORE, *arguments)
-    else:  # the kernel's are one argument
+    else:  # the arguments of the kernel are one tuple
         launch_all(*[None] * BEFORE, arguments)
         passed[BEFORE:] = passed[BEFORE]
     kinds = [each for kind, x in zip(signature.values(), arguments, strict=True) for each in expanded(kind, x)]

@@ -1,6 +1,6 @@
 """Hopper's forward without a GPU: its tile scheduler as plain Python, and the whole kernel in the Gluon emulator.
 
-What the compiler makes of it is in test_hopper_compile.py, what it computes on a GPU in test_hopper_gpu.py.
+test_hopper_compile.py compiles it, test_hopper_gpu.py runs it on a GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ interpreted = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="Gluon h
 
 
 class Lengths(NamedTuple):
-    """Stands for a pointer to cumulative lengths, and for one of them."""
+    """Replaces a pointer to cumulative lengths, or one of the lengths."""
 
     ends: tuple[int, ...]
     at: int = 0
@@ -39,7 +39,7 @@ class Lengths(NamedTuple):
 
 
 class Program(NamedTuple):
-    """Stands for Gluon where a device function runs as plain Python: which program of how many."""
+    """Replaces Gluon where a device function runs as plain Python: the number of the program and how many there are."""
 
     here: int
     programs: int
@@ -65,7 +65,7 @@ class Program(NamedTuple):
 
 @pytest.fixture
 def in_python(monkeypatch: pytest.MonkeyPatch) -> Callable[[Program], Any]:
-    """in_python(program): the forward's tile scheduler, as that program runs it."""
+    """in_python(program) is the forward's tile scheduler as that program runs it."""
     from tilegrad.kernels.attention.hopper import forward_scheduler
     from tilegrad.kernels.attention.triton import scores
 
@@ -134,7 +134,7 @@ def test_every_row_of_packed_sequences_is_taken_once(in_python: Callable[[Progra
 @pytest.mark.parametrize("warpgroups", [1, 2, 3])
 @pytest.mark.parametrize("right", [None, 0, 7])
 @pytest.mark.parametrize("left", [None, 0, 90])
-def test_a_warpgroup_sees_what_its_rows_see_and_hands_back_every_tile(
+def test_a_warpgroup_computes_the_tiles_of_its_rows_and_releases_every_tile(
     in_python: Callable[[Program], Any], left: int | None, right: int | None, warpgroups: int
 ) -> None:
     dice, scheduler = random.Random(0), in_python(Program(0, 1))
@@ -199,7 +199,7 @@ EMULATED: dict[str, Case] = {
 }
 
 
-ONE_OR_THREE = [  # programs: in CI every other case has one; all have both in the slow set
+ONE_OR_THREE = [  # numbers of programs: in CI every other case has one, in the slow set all have both
     pytest.param(name, programs, marks=[pytest.mark.slow] * ((number + programs // 2) % 2))
     for number, name in enumerate(EMULATED)
     for programs in (1, 3)
@@ -213,7 +213,7 @@ def test_in_plain_python_the_forward_agrees_with_the_oracle(name: str, programs:
 
 
 @interpreted
-def test_in_plain_python_few_tiles_agree_with_the_oracle() -> None:
+def test_in_plain_python_a_forward_of_few_tiles_agrees_with_the_oracle() -> None:
     check_emulated(replace(RAGGED, causal=True, sinks=True), 132)
 
 
@@ -245,7 +245,7 @@ def test_in_plain_python_all_specifications_agree_with_the_oracle() -> None:
 
 
 @interpreted
-def test_nan_of_a_packed_sequence_stays_there() -> None:
+def test_nan_stays_in_its_packed_sequence() -> None:
     call = build(replace(RAGGED, lengths=((200, 190), (77, 77), (150, 333))))
     clean = emulated(call, 2)
     for x, start in ((call.q, 200), (call.k, 190), (call.v, 190)):
@@ -257,7 +257,7 @@ def test_nan_of_a_packed_sequence_stays_there() -> None:
     assert spoilt["o"][200:277].isnan().all()
 
 
-def test_only_the_first_block_of_a_warpgroup_is_masked_where_the_loop_has_no_mask(
+def test_where_the_loop_has_no_mask_only_the_first_block_of_a_warpgroup_is_masked(
     in_python: Callable[[Program], Any],
 ) -> None:
     from tilegrad.kernels.attention.hopper import launch_forward as host
@@ -295,7 +295,7 @@ FORWARD_BROKEN: dict[str, tuple[str, str, Any]] = {
 
 @interpreted
 @pytest.mark.parametrize("name", FORWARD_BROKEN)
-def test_in_plain_python_a_broken_forward_shows(name: str) -> None:
+def test_in_plain_python_a_broken_forward_is_found(name: str) -> None:
     module, function, broken = FORWARD_BROKEN[name]
     call = build(replace(RAGGED, tq=200, tk=512))
     with pytest.raises(AssertionError):
@@ -310,7 +310,7 @@ def first_only(of: Any, x: Any, acc: Any, _held: Any) -> Any:
 
 
 @interpreted
-def test_in_plain_python_a_piece_that_is_left_out_shows() -> None:
+def test_in_plain_python_a_missing_piece_of_the_forward_is_found() -> None:
     call = build(replace(RAGGED, tq=100, tk=130, d=72, dv=72))
     check_call(call, emulated(call, 1))
     with pytest.raises(AssertionError):
@@ -319,7 +319,7 @@ def test_in_plain_python_a_piece_that_is_left_out_shows() -> None:
 
 @interpreted
 @pytest.mark.parametrize("right", [None, 0])
-def test_work_is_balanced_and_a_section_of_heads_fits_l2(right: int | None) -> None:
+def test_work_is_balanced_and_a_section_of_heads_fits_in_l2(right: int | None) -> None:
     """The CTA with the most work has at most 6 % more than the average."""
     from tilegrad.kernels.attention.hopper import launch_forward as host
     from tilegrad.kernels.attention.hopper.launch import L2_BYTES
@@ -346,7 +346,7 @@ def test_work_is_balanced_and_a_section_of_heads_fits_l2(right: int | None) -> N
 
 @interpreted
 @pytest.mark.parametrize("left", [None, 3000, 6000, 20000])
-def test_the_scratch_of_long_rows_serves_shorter_ones(left: int | None) -> None:
+def test_the_scratch_of_a_long_sequence_serves_shorter_ones(left: int | None) -> None:
     from tilegrad.kernels.attention import hopper
 
     def needed(t: int) -> set[str]:
@@ -361,7 +361,7 @@ def test_the_scratch_of_long_rows_serves_shorter_ones(left: int | None) -> None:
 
 
 def blocks_of_columns(scheduler: Any, sizes: Sizes, config: Any) -> list[int]:
-    """That the producer loads for each tile of rows of a head, last rows first."""
+    """The blocks that the producer loads for each tile of rows of a head, last rows first."""
     rows = 64 * config.warpgroups
     row_tiles = -(-sizes.tq // rows)
     of = {"row_tiles": row_tiles, "tq": sizes.tq, "tk": sizes.tk, "left": sizes.left, "right": sizes.right}
@@ -373,13 +373,13 @@ def blocks_of_columns(scheduler: Any, sizes: Sizes, config: Any) -> list[int]:
 @interpreted
 @pytest.mark.parametrize("right", [None, 0])
 @pytest.mark.parametrize("d", [64, 96, 128, 192, 256])
-def test_the_cost_of_a_tile_is_its_blocks_of_columns_and_one_more(
+def test_the_cost_of_a_tile_is_one_more_than_its_blocks_of_columns(
     in_python: Callable[[Program], Any], d: int, right: int | None
 ) -> None:
     from tilegrad.kernels.attention.hopper import launch_forward as host
 
     scheduler = in_python(Program(0, 1))
-    for t in (576, 1536, 2304):  # multiples of the rows of every tile: no warpgroup is idle
+    for t in (576, 1536, 2304):  # multiples of the rows of every tile, so that no warpgroup is idle
         sizes = Sizes(64, 16, 16, t, t, d, d, None, right)
         config = host.tile_config(sizes, 132, varlen=False)
         blocks = blocks_of_columns(scheduler, sizes, config)
@@ -388,7 +388,7 @@ def test_the_cost_of_a_tile_is_its_blocks_of_columns_and_one_more(
 
 
 @interpreted
-def test_few_rows_are_spread_over_the_programs_and_a_window_loads_little_beyond_its_edges(
+def test_few_rows_are_spread_over_programs_and_a_window_loads_few_extra_blocks(
     in_python: Callable[[Program], Any],
 ) -> None:
     from tilegrad.kernels.attention.hopper import launch_forward as host

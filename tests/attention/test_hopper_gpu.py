@@ -1,4 +1,4 @@
-"""The Hopper kernels on a Hopper GPU, against the oracle:
+"""Compares the Hopper kernels with the oracle on a Hopper GPU:
 
 ./tg test -m gpu -k hopper_gpu --shapes 2000 --report found
 compute-sanitizer python -m pytest -m gpu -k "hopper_gpu and one_process"
@@ -26,12 +26,12 @@ pytest.importorskip("triton", reason="needs Triton")
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")]
 
-SANITIZED = 20  # shapes of the test for a sanitizer, which watches memory and no results
-FEW_PROGRAMS = 3  # so few that each has many tiles
+SANITIZED = 20  # shapes of the test for a sanitizer, which checks memory and no results
+FEW_PROGRAMS = 3  # so few programs that each has many tiles
 
 
 def check(number: int, seed: int) -> None:
-    """Every other shape with FEW_PROGRAMS persistent CTAs instead of one for each multiprocessor."""
+    """Every other shape has FEW_PROGRAMS persistent CTAs instead of one for each multiprocessor."""
     from tilegrad.kernels.attention import api
     from tilegrad.kernels.attention.hopper import launch_backward, launch_forward
 
@@ -135,7 +135,7 @@ class Bound:
 
 
 def test_10000_calls_in_one_stream_do_not_hang() -> None:
-    """A kernel that waits for ever shows as a test that never ends."""
+    """If a kernel waits for ever, this test does not end."""
     dice = random.Random(1)
     every = [spec for spec in specs() if spec["d"] in (64, 128, 256)][:12]
     bound = []
@@ -169,7 +169,7 @@ SPOILT = {"q": (100, 190), "k": (70, 270), "v": (70, 270)}  # rows of the second
 
 
 @pytest.mark.parametrize("d", [64, 96, 128, 192, 256])
-def test_nan_of_a_packed_sequence_stays_there_in_the_forward(d: int) -> None:
+def test_nan_stays_in_its_packed_sequence_in_the_forward(d: int) -> None:
     call = build(replace(PACKED, d=d, dv=d))
     bound = Bound(call)
     bound.forward()
@@ -182,7 +182,7 @@ def test_nan_of_a_packed_sequence_stays_there_in_the_forward(d: int) -> None:
 
 
 @pytest.mark.parametrize("d", [96, 128, 192, 256])
-def test_nan_of_a_packed_sequence_stays_there_in_the_backward(d: int) -> None:
+def test_nan_stays_in_its_packed_sequence_in_the_backward(d: int) -> None:
     call = build(replace(PACKED, d=d, dv=d))
     exact = oracle(call)
     o, lse = exact["o"].to(call.q.dtype), exact["lse"].float()
@@ -199,7 +199,7 @@ def test_nan_of_a_packed_sequence_stays_there_in_the_backward(d: int) -> None:
 
 
 @pytest.mark.parametrize("absent", ["dq", "dk", "dv"])
-def test_a_gradient_that_is_not_wanted_changes_no_other(absent: str) -> None:
+def test_leaving_out_a_gradient_changes_no_other(absent: str) -> None:
     call = build(PACKED)
     exact = oracle(call)
     o, lse = exact["o"].to(call.q.dtype), exact["lse"].float()
@@ -219,12 +219,12 @@ def microseconds(run: Callable[[], None], count: int = 200) -> float:
 
 
 def test_a_call_allocates_nothing_and_can_be_captured(pytestconfig: pytest.Config) -> None:
-    """And the host's time for a call goes into the report: of so small a one the device is idle most of the time."""
+    """The report has the host's time for a call: the call is so small that the device is idle most of the time."""
     bound = Bound(build(replace(BASE, b=1, hkv=2, group=1, tq=64, tk=64)))
     bound.forward()
     bound.backward()
     results = {**bound.grads, "o": bound.o, "lse": bound.lse}
-    wanted = {name: x.clone() for name, x in results.items()}  # one tile of columns: dq too has one order
+    wanted = {name: x.clone() for name, x in results.items()}  # one tile of columns, so that dq too has one order
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     bound.forward()
     bound.backward()
@@ -247,7 +247,7 @@ def test_a_call_allocates_nothing_and_can_be_captured(pytestconfig: pytest.Confi
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(specs())))
-def test_shapes_of_a_specification(number: int) -> None:
-    """What the mutants run against (./tg mutants --gpu): one process, one specification after the other."""
+def test_shapes_of_a_specification_agree_with_the_oracle(number: int) -> None:
+    """The mutants run against this (./tg mutants --gpu): one process, one specification after the other."""
     for seed in range(4):
         check(number, 4 * number + seed)

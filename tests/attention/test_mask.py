@@ -1,4 +1,4 @@
-"""Which pairs a mask lets attend, and the ranges and views that follow: every small case against the pairs themselves."""
+"""The pairs that a mask lets attend, and the ranges and views that follow: every small case is compared pair by pair."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def masks() -> list[Mask]:
 
 
 def pairs(mask: Mask, tq: int, tk: int) -> torch.Tensor:
-    """attends(i, j) of the docstring, one pair at a time, (Tq, Tk)."""
+    """attends(i, j) from the docstring, one pair at a time, (Tq, Tk)."""
     left, right = mask.window or (None, None)
     right = 0 if mask.causal else right
 
@@ -39,13 +39,13 @@ def pairs(mask: Mask, tq: int, tk: int) -> torch.Tensor:
 
 
 def hull(seen: torch.Tensor) -> tuple[int, int] | None:
-    """The first and the last place that is True, and one more."""
+    """The first index that is True, and one more than the last."""
     where = seen.nonzero().flatten().tolist()
     return (where[0], where[-1] + 1) if where else None
 
 
 @pytest.mark.parametrize(("tq", "tk"), [(1, 1), (3, 6), (6, 3), (5, 5)])
-def test_ranges_of_rows_and_columns_and_whole_tiles(tq: int, tk: int) -> None:
+def test_ranges_of_rows_and_columns_and_whole_tiles_follow_from_the_pairs(tq: int, tk: int) -> None:
     gap = distance(torch.arange(tq), torch.arange(tk), tq, tk)
     for mask in masks():
         seen = pairs(mask, tq, tk)
@@ -64,7 +64,7 @@ def test_ranges_of_rows_and_columns_and_whole_tiles(tq: int, tk: int) -> None:
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_intervals_mask_out_the_rows_that_they_name(n: int) -> None:
-    """Every pair of starts and ends up to 4, of the first and the second interval, one by one."""
+    """Every start and end up to 4 of the first and the second interval."""
     rows, runs = 4, [(a, b) for a in range(5) for b in range(a, 5)]
     columns = list(itertools.product(runs, repeat=n))
     intervals = torch.tensor([[[x for run in column for x in run] for column in columns]] * 2).int()[:, None]
@@ -89,13 +89,13 @@ def test_edges_say_which_tiles_are_masked_out_and_which_are_unmasked() -> None:
                     unmasked = all(b <= first or most <= a for first, _, _, most in of)
                     assert not out or pairs_of_tile.all()
                     assert not unmasked or not pairs_of_tile.any()
-                    if tile == 1 and n == 1:  # one column and one interval: the edges say all
+                    if tile == 1 and n == 1:  # with one column and one interval the edges decide
                         assert out == pairs_of_tile.all() and unmasked != pairs_of_tile.any()
                     reached.add((out, unmasked))
     assert reached == {(True, False), (False, True), (False, False)}
 
 
-def test_views_of_a_bias_of_slopes_and_of_packed_sequences() -> None:
+def test_views_of_bias_slopes_and_packed_sequences_have_the_right_numbers() -> None:
     bias = torch.zeros(5, 7)
     assert four_dims(bias).shape == (1, 1, 5, 7) and four_dims(bias[None, None]).shape == (1, 1, 5, 7)
     of_heads, of_all = torch.arange(3.0), torch.arange(12.0).reshape(4, 3)
@@ -111,7 +111,7 @@ def test_views_of_a_bias_of_slopes_and_of_packed_sequences() -> None:
     assert one.shape == (1, 2, 3, 3) and torch.equal(one[0, 1, 0], x[2, 1])
 
 
-def test_what_a_mask_says_of_itself() -> None:
+def test_properties_of_a_mask() -> None:
     of_bool, of_float, ends = torch.ones(1, dtype=torch.bool), torch.ones(1), torch.zeros(1, dtype=torch.int32)
     assert Mask(bias=of_float).float_bias is of_float and Mask(bias=of_float).bool_bias is None
     assert Mask(bias=of_bool).bool_bias is of_bool and Mask(bias=of_bool).float_bias is None

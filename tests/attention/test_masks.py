@@ -1,4 +1,4 @@
-"""tilegrad.masks: every constructor against its definition pair by pair, exact conversions or refusals, bad input."""
+"""tilegrad.masks: every constructor against its definition pair by pair, conversions that are exact or refused, bad input."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tilegrad.kernels.attention.mask import Mask, attends, distance, masked_by
 
 
 def pairs(mask: IntervalMask, tq: int, tk: int) -> Tensor:
-    """Which rows attend to which columns, (B, H, Tq, Tk)."""
+    """Whether each row attends to each column, (B, H, Tq, Tk)."""
     intervals = mask["intervals"]
     assert intervals.dtype == torch.int32 and intervals.is_contiguous() and intervals.shape[2] == tk
     band = attends(Mask(mask["causal"]), distance(torch.arange(tq), torch.arange(tk), tq, tk))
@@ -36,7 +36,7 @@ LENGTHS = st.lists(st.integers(0, 5), min_size=1, max_size=5)
 
 @settings(max_examples=60)
 @given(lengths=LENGTHS, causal=st.booleans())
-def test_documents(lengths: list[int], causal: bool) -> None:
+def test_a_document_mask_equals_its_definition(lengths: list[int], causal: bool) -> None:
     """Two sequences of one batch, the second with the documents of the first in reverse."""
     both, want = [lengths, lengths[::-1]], []
     for each in both:
@@ -51,7 +51,7 @@ def test_documents(lengths: list[int], causal: bool) -> None:
 
 @settings(max_examples=40)
 @given(t=st.integers(0, 9), data=st.data())
-def test_prefix(t: int, data: st.DataObject) -> None:
+def test_a_prefix_mask_equals_its_definition(t: int, data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(0, t), min_size=1, max_size=3))
     want = [by_definition(t, lambda i, j, p=p: j <= i or (i < p and j < p)) for p in lengths]  # type: ignore[misc]
     mask = masks.prefix(torch.tensor(lengths), t)
@@ -60,7 +60,7 @@ def test_prefix(t: int, data: st.DataObject) -> None:
 
 @settings(max_examples=60)
 @given(lengths=LENGTHS)
-def test_shared_question(lengths: list[int]) -> None:
+def test_a_shared_question_mask_equals_its_definition(lengths: list[int]) -> None:
     of = [n for n, length in enumerate(lengths) for _ in range(length)]
     want = by_definition(len(of), lambda i, j: j <= i and of[j] in (0, of[i]))
     mask = masks.shared_question(lengths)
@@ -73,7 +73,7 @@ def runs_of(column: list[bool]) -> int:
 
 
 def expected(matrix: Tensor) -> tuple[bool, list[int]]:
-    """(whether from_bool says causal, the number of runs of each column that then need an interval)."""
+    """(causal of from_bool's result, the number of runs of each column that then need an interval)."""
     (tq, tk) = matrix.shape[-2:]
     later = torch.arange(tk) > torch.arange(tq)[:, None] + tk - tq
     causal = not bool((matrix & later).any())
@@ -147,7 +147,7 @@ MODS: dict[str, Callable[..., Tensor]] = {
 
 @pytest.mark.parametrize("chunk", [2_600, masks.CHUNK])
 @pytest.mark.parametrize("name", MODS)
-def test_block_masks(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_masks_become_intervals(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(masks, "CHUNK", chunk)
     b, h = (2 if name == "prefix" else None), (2 if name == "window by head" else None)
     block = create_block_mask(MODS[name], b, h, 260, 260, device="cpu")
@@ -156,8 +156,8 @@ def test_block_masks(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> 
     assert found["causal"] == (name in ("causal", "window by head"))
 
 
-def test_a_block_mask_is_its_blocks_and_its_function() -> None:
-    """Blocks that are not listed are masked out whatever the function says, whole ones attend; 200 rows and 300 columns."""
+def test_a_block_mask_follows_its_blocks_and_its_function() -> None:
+    """Blocks that are not listed are masked out whatever the function returns, full blocks attend; 200 rows and 300 columns."""
     count, indices = torch.tensor([[[1, 1]]]).int(), torch.tensor([[[[1, 0, 2], [2, 1, 0]]]]).int()
     whole_count, whole_indices = torch.tensor([[[1, 0]]]).int(), torch.tensor([[[[0, 1, 2], [0, 1, 2]]]]).int()
     block = BlockMask.from_kv_blocks(
@@ -206,14 +206,14 @@ BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("call", "error", "message"), BAD, ids=[message for *_, message in BAD])
-def test_bad_input(call: Callable[[], Any], error: type[Exception], message: str) -> None:
+def test_a_bad_argument_of_a_mask_is_named(call: Callable[[], Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()
 
 
 @pytest.mark.parametrize("kernel", ["reference", "tiled", None])
-def test_a_mask_is_options_of_a_call_and_equals_a_bool_bias(kernel: str | None) -> None:
-    """A mask of its own for each sequence and kv head, which two query heads share."""
+def test_a_mask_gives_the_options_of_a_call_and_equals_a_bool_bias(kernel: str | None) -> None:
+    """Each sequence and each kv head, which two query heads share, has its own mask."""
     q, k, v = (torch.randn(2, heads, 40, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
     matrix = torch.rand(2, 2, 40, 40).cummax(2).values.tril() > 0.5
     mask, bias = masks.from_bool(matrix), matrix.repeat_interleave(2, 1)

@@ -1,4 +1,4 @@
-"""The native kernel against the oracle on every instruction set there is; threads, forks, sanitizers, and life without it."""
+"""The native kernel against the oracle on every instruction set of this CPU; threads, forks, sanitizers, no library."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ def check(case: Case, isa: str, seed: int = 0) -> None:
         check_call(call, run(call, "native"), native.exp_error(case.dtype))
 
 
-PAIRS = 2_206  # of options and sizes, without the instruction sets
+PAIRS = 2_206  # number of pairs of options and sizes, without the instruction sets
 
 
 @needs_library
-def test_every_pair_of_options_of_a_call() -> None:
+def test_every_pair_of_options_of_a_call_agrees_with_the_oracle() -> None:
     axes = AXES | {"isa": ISAS}
     specs = covering(axes, allowed)
     assert set.union(*map(pairs, specs)) == all_pairs(axes, allowed)
@@ -83,14 +83,14 @@ def test_every_pair_of_options_of_a_call() -> None:
 @needs_library
 @settings(max_examples=2000)
 @given(case=cases(), isa=st.sampled_from(ISAS or ("none",)), seed=st.integers(1, 9))
-def test_many_random_calls(case: Case, isa: str, seed: int) -> None:
+def test_many_random_calls_agree_with_the_oracle(case: Case, isa: str, seed: int) -> None:
     check(case, isa, seed)
 
 
 @each_isa
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", WITH_LARGE_SCORES)
-def test_large_scores_lose_no_more_than_small_ones(isa: str, name: str, dtype: torch.dtype) -> None:
+def test_large_scores_are_as_exact_as_small_ones(isa: str, name: str, dtype: torch.dtype) -> None:
     for size in LARGE_SCORES:
         check(replace(WITH_LARGE_SCORES[name], dtype=dtype, scores=size), isa)
 
@@ -98,7 +98,7 @@ def test_large_scores_lose_no_more_than_small_ones(isa: str, name: str, dtype: t
 @needs_library
 @pytest.mark.parametrize("d", [40, 80, 128])
 @pytest.mark.parametrize("size", [1.0, *LARGE_SCORES])
-def test_large_scores_lose_no_more_than_in_sdpa(size: float, d: int) -> None:
+def test_large_scores_err_at_most_twice_as_much_as_in_sdpa(size: float, d: int) -> None:
     call = build(Case(b=1, hkv=2, tq=130, tk=130, d=d, dv=d, causal=True, scores=size))
     exact, got = oracle(call), run(call, "native")
     q, k, v = (x.clone().requires_grad_() for x in (call.q, call.k, call.v))
@@ -112,34 +112,36 @@ def test_large_scores_lose_no_more_than_in_sdpa(size: float, d: int) -> None:
 @each_isa
 @pytest.mark.parametrize("t", [1, 63, 113, 1023])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_ragged_lengths(isa: str, t: int, dtype: torch.dtype) -> None:
+def test_ragged_lengths_agree_with_the_oracle(isa: str, t: int, dtype: torch.dtype) -> None:
     if t > 300 and isa != ISAS[-1]:
-        t = 259  # three tiles; the whole matrices of 1023 are 16 times as many numbers
+        t = 259  # three tiles; whole matrices of 1023 have 16 times as many numbers
     check(Case(b=1, hkv=1, group=2, tq=t, tk=t, causal=True, dtype=dtype, sinks=True, dlse=True), isa)
 
 
 @each_isa
 @pytest.mark.parametrize("d", [1, 2, 63, 96, 97, 128, 255, 256, 257, 512])
-def test_head_dimensions(isa: str, d: int) -> None:
+def test_every_head_dimension_agrees_with_the_oracle(isa: str, d: int) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         check(Case(d=d, dv=d, causal=True, dtype=dtype), isa)
 
 
 def check_some(cases: Sequence[Case], isa: str, number: int = 0) -> None:
-    """All of them on the first instruction set, and on each other one every second one, from the first or from the second on:
-    instruction sets are compiled from the same code."""
+    """All cases run on the first instruction set, and every second case on each of the rest, which are compiled from the same
+    code."""
     at = ISAS.index(isa)
     for case in cases if at == 0 else cases[(at + number) % 2 :: 2]:
         check(case, isa)
 
 
 @each_isa
-def test_bands_over_many_tiles(isa: str) -> None:
+def test_bands_over_many_tiles_agree_with_the_oracle(isa: str) -> None:
     windows, lengths = ((0, 0), (100, 3), (None, 70), (250, None)), ((300, 300), (130, 400), (400, 130))
     for number, window in enumerate(windows):
         kinds = product(lengths, (torch.float32, torch.bfloat16))
         cases = [Case(b=1, hkv=1, group=2, tq=tq, tk=tk, window=window, dtype=dtype) for (tq, tk), dtype in kinds]
-        check_some([*cases[:2], cases[3], cases[2], *cases[4:]], isa, number)  # every second one has both types
+        check_some(
+            [*cases[:2], cases[3], cases[2], *cases[4:]], isa, number
+        )  # so that every second case has both dtypes
 
 
 FORMS = ["".join(kept) for n in range(5) for kept in combinations("bhqk", n)]
@@ -147,8 +149,8 @@ FORMS = ["".join(kept) for n in range(5) for kept in combinations("bhqk", n)]
 
 @each_isa
 @pytest.mark.parametrize("form", FORMS)
-def test_a_bias_and_its_gradient_in_every_form_over_many_tiles(isa: str, form: str) -> None:
-    """A form keeps some of b, h, q, k; "" is a bias of one number, for which `build` takes no letter of them."""
+def test_a_bias_of_every_form_and_its_gradient_agree_with_the_oracle(isa: str, form: str) -> None:
+    """A form has some of the axes b, h, q, k; "" is a bias of one number."""
     case = Case(b=2, hkv=2, group=2, tq=70, tk=140, bias=form or "-")
     low = replace(case, dtype=torch.bfloat16)
     cases = [
@@ -162,7 +164,7 @@ def test_a_bias_and_its_gradient_in_every_form_over_many_tiles(isa: str, form: s
 
 @each_isa
 @pytest.mark.parametrize("form", [form.upper() for form in FORMS if form])
-def test_a_bool_bias_in_every_form_over_many_tiles(isa: str, form: str) -> None:
+def test_a_bool_bias_of_every_form_agrees_with_the_oracle(isa: str, form: str) -> None:
     plain, low = (
         Case(b=2, hkv=1, group=2, tq=70, tk=140, dtype=dtype, bias=form) for dtype in (torch.float32, torch.bfloat16)
     )
@@ -170,7 +172,7 @@ def test_a_bool_bias_in_every_form_over_many_tiles(isa: str, form: str) -> None:
     check_some([plain, low, replace(low, **more), replace(plain, **more)], isa, len(form))
 
 
-PADDING = [("bool", torch.bfloat16), ("float", torch.float32)]  # other sets of instructions have the other two pairs
+PADDING = [("bool", torch.bfloat16), ("float", torch.float32)]  # every second instruction set has the other two pairs
 
 
 @each_isa
@@ -178,10 +180,10 @@ PADDING = [("bool", torch.bfloat16), ("float", torch.float32)]  # other sets of 
     ("kind", "dtype"),
     PADDING if len(ISAS) > 1 else [*PADDING, ("bool", torch.float32), ("float", torch.bfloat16)],
 )
-def test_padding_and_rows_that_a_bias_masks_out(
+def test_padding_and_rows_that_a_bias_masks_out_agree_with_the_oracle(
     isa: str, kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Keys beyond a sequence's length, and of one sequence all keys; the rows of another; tiles that are masked out unread."""
+    """Masked out: keys after the end of a sequence, all keys of one sequence, rows of another. Whole tiles are not read."""
     monkeypatch.setenv("TILEGRAD_ISA", isa)
     if isa != ISAS[0]:
         kind = {"bool": "float", "float": "bool"}[kind]
@@ -212,7 +214,7 @@ def test_padding_and_rows_that_a_bias_masks_out(
 def test_a_row_masked_by_the_lowest_number_is_uniform(
     isa: str, dtype: torch.dtype, bias_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Masks of finfo.min are finite: a row of nothing else attends to all alike, as in softmax."""
+    """finfo.min is finite: a row of nothing else attends to all keys equally, as in softmax."""
     monkeypatch.setenv("TILEGRAD_ISA", isa)
     t = 150
     if dtype == torch.float32 and bias_dtype == torch.bfloat16:
@@ -232,8 +234,8 @@ def test_a_row_masked_by_the_lowest_number_is_uniform(
 
 @each_isa
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_strides_of_a_bias_are_any(isa: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Expanded, transposed, every other column of a larger one, and with fewer dimensions: the same bits as its copy."""
+def test_a_bias_may_have_any_strides(isa: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be expanded, transposed, every other column of a larger tensor, or lack dimensions: the bits are the same."""
     monkeypatch.setenv("TILEGRAD_ISA", isa)
     call = build(Case(b=2, hkv=2, tq=200, tk=200, d=32, dv=32, dtype=dtype))
     wide = torch.randn(2, 2, 200, 400, generator=torch.Generator().manual_seed(1))
@@ -250,7 +252,7 @@ def test_strides_of_a_bias_are_any(isa: str, dtype: torch.dtype, monkeypatch: py
 
 
 @needs_library
-def test_strides_of_a_bias_gradient_are_any() -> None:
+def test_the_gradient_of_a_bias_may_have_any_strides() -> None:
     for form in ("bhqk", "hqk", "hk", "bq", "h"):
         call = build(Case(b=2, hkv=2, tq=80, tk=90, bias=form))
         q, k, v, mask, want = call.q, call.k, call.v, call.mask, run(call, "native")
@@ -275,7 +277,7 @@ SEEDS = (0, -1, 2**64 - 1, 0x1234_5678_9ABC_DEF0)
 def test_dropout_draws_the_mask_of_philox(
     isa: str, dtype: torch.dtype, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With q = 0 all p are equal, and with v the identity o shows which of them are kept; so does dv of do = identity."""
+    """With q = 0 all p are equal. If v is the identity o shows which p are kept, and so does dv if do is."""
     monkeypatch.setenv("TILEGRAD_ISA", isa)
     b, hkv, group, t = 2, 2, 3, 203
     call = build(Case(b=b, hkv=hkv, group=group, tq=t, tk=t, d=8, dv=t, dtype=dtype, dropout_p=0.25))
@@ -297,7 +299,7 @@ def test_dropout_draws_the_mask_of_philox(
 
 
 @each_isa
-def test_dropout_over_many_tiles(isa: str) -> None:
+def test_dropout_over_many_tiles_agrees_with_the_oracle(isa: str) -> None:
     cases = []
     for dtype in (torch.float32, torch.bfloat16):
         case = Case(b=2, hkv=2, group=2, tq=150, tk=210, d=32, dv=32, dtype=dtype, dropout_p=0.3, dlse=True)
@@ -310,7 +312,7 @@ def test_dropout_over_many_tiles(isa: str) -> None:
 
 
 @each_isa
-def test_empty_batch_and_no_heads_rows_or_columns(isa: str) -> None:
+def test_a_call_may_have_no_sequences_heads_rows_or_columns(isa: str) -> None:
     for case in (
         Case(b=0), Case(tq=0), Case(tk=0, sinks=True, dlse=True), Case(lengths=((0, 0),)), Case(lengths=((3, 0), (0, 4))),
         Case(b=0, bias="h"), Case(tq=0, bias="k"), Case(tk=0, bias="q"), Case(tk=0, bias="bhqk"), Case(tq=0, bias="BK"),
@@ -319,7 +321,7 @@ def test_empty_batch_and_no_heads_rows_or_columns(isa: str) -> None:
 
 
 @needs_library
-@pytest.mark.parametrize("wrong", ["left", "right"])  # of the band
+@pytest.mark.parametrize("wrong", ["left", "right"])  # side of the band
 def test_canary_a_band_one_column_too_wide_is_seen(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
     right_sizes = native.size_fields
 
@@ -330,12 +332,12 @@ def test_canary_a_band_one_column_too_wide_is_seen(monkeypatch: pytest.MonkeyPat
     case = Case(tq=200, tk=200, window=(150, 0))
     check(case, ISAS[-1])
     monkeypatch.setattr(native, "size_fields", wider)
-    monkeypatch.setattr(contract, "prepared_calls", {})  # the call above was prepared with the right band
+    monkeypatch.setattr(contract, "prepared_calls", {})  # the call above was prepared with the correct band
     with pytest.raises(AssertionError, match="error"):
         check(case, ISAS[-1])
 
 
-@pytest.mark.parametrize("wrong", [0, 1, 2, 3])  # stride
+@pytest.mark.parametrize("wrong", [0, 1, 2, 3])  # number of the stride
 @needs_library
 def test_canary_a_bias_read_with_a_wrong_stride_is_seen(monkeypatch: pytest.MonkeyPatch, wrong: int) -> None:
     right_pairs = native._pairs
@@ -348,13 +350,13 @@ def test_canary_a_bias_read_with_a_wrong_stride_is_seen(monkeypatch: pytest.Monk
     case = Case(tq=80, tk=80, bias="bhqk")
     check(case, ISAS[-1])
     monkeypatch.setattr(native, "_pairs", other)
-    monkeypatch.setattr(contract, "prepared_calls", {})  # as above
+    monkeypatch.setattr(contract, "prepared_calls", {})  # the call above was prepared with the correct strides
     with pytest.raises(AssertionError, match=r"error|NaN"):
         check(case, ISAS[-1])
 
 
 @needs_library
-def test_gradients_of_an_infinite_dlse_in_rows_that_see_nothing() -> None:
+def test_an_infinite_dlse_of_rows_that_attend_to_nothing_gives_no_nan() -> None:
     call = build(Case(causal=True, tq=6, tk=4, dlse=True))
     assert call.dlse is not None
     call.dlse[:, :, :2] = torch.inf
@@ -363,7 +365,7 @@ def test_gradients_of_an_infinite_dlse_in_rows_that_see_nothing() -> None:
 
 @each_isa
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_nan_is_not_hidden(isa: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_in_an_input_reaches_the_output(isa: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TILEGRAD_ISA", isa)
     call = build(Case(tq=70, tk=70, d=32, dv=32, dtype=dtype))
     call.q[0, 0, 66, 3] = torch.nan
@@ -373,10 +375,10 @@ def test_nan_is_not_hidden(isa: str, dtype: torch.dtype, monkeypatch: pytest.Mon
 
 
 @needs_library
-def test_strides_of_outputs_and_of_do_are_any() -> None:
+def test_outputs_and_do_may_have_any_strides() -> None:
     call = build(Case(causal=True))
     q, k, v, mask = call.q, call.k, call.v, call.mask
-    do = torch.ones(()).expand(call.do.shape)  # what o.sum().backward() hands in
+    do = torch.ones(()).expand(call.do.shape)  # the gradient of o.sum()
     want = run(replace_do(call, do.contiguous()), "native")
     wide = {name: torch.full((*x.shape, 2), torch.nan)[..., 0] for name, x in want.items()}
     scratch = [
@@ -411,7 +413,7 @@ def test_an_output_given_as_none_is_not_computed() -> None:
 
 
 @needs_library
-def test_sinks_gradient_accumulates_and_the_others_overwrite() -> None:
+def test_dsinks_accumulates_and_the_other_gradients_overwrite() -> None:
     call = build(Case(sinks=True))
     first = run(call, "native")
     q, k, v, mask = call.q, call.k, call.v, call.mask
@@ -439,7 +441,7 @@ SHAPES = {
 @pytest.mark.usefixtures("threads")
 @each_isa
 @pytest.mark.parametrize("name", SHAPES)
-def test_the_same_bits_on_1_2_4_and_9_threads(isa: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bits_are_the_same_with_1_2_4_and_9_threads(isa: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TILEGRAD_ISA", isa)
     call = build(SHAPES[name])
     results = []
@@ -452,7 +454,7 @@ def test_the_same_bits_on_1_2_4_and_9_threads(isa: str, name: str, monkeypatch: 
 
 @needs_library
 @pytest.mark.usefixtures("threads")
-def test_several_python_threads_at_once() -> None:
+def test_several_python_threads_may_call_the_kernel_at_once() -> None:
     torch.set_num_threads(3)
     calls = [build(case, seed) for seed, case in enumerate(SHAPES.values())]
     want = [run(call, "native") for call in calls]
@@ -489,7 +491,7 @@ print(before > 1, len(os.listdir("/proc/self/task")) - before)
 @pytest.mark.skipif(
     not Path("/proc/self/task").exists() or native_library.openmp() is None, reason="needs /proc and OpenMP"
 )
-def test_it_runs_on_torchs_own_threads() -> None:
+def test_the_kernel_runs_on_torchs_threads() -> None:
     done = python(THREADS)
     assert done.stdout == "True 0\n", done.stderr
 
@@ -525,7 +527,7 @@ print("same")
 
 
 @needs_library
-def test_after_fork_parent_and_child_still_compute() -> None:
+def test_after_a_fork_parent_and_child_can_call_the_kernel() -> None:
     done = python(FORK)
     assert done.stdout == "same\n", done.stderr
 
@@ -556,7 +558,7 @@ def test_a_forked_child_may_be_the_first_to_run_a_kernel() -> None:
 
 
 @needs_library
-def test_a_window_wider_than_any_tensor_is_open() -> None:
+def test_a_window_wider_than_any_tensor_has_no_edge() -> None:
     call = build(Case())
     for window in ((2**63 - 1, None), (None, 2**63 - 1), (2**63 - 1, 2**63 - 1)):
         wide = run(replace(call, mask=replace(call.mask, window=window)), "native")
@@ -564,7 +566,7 @@ def test_a_window_wider_than_any_tensor_is_open() -> None:
 
 
 @needs_library
-def test_a_sink_that_is_nan_is_seen() -> None:
+def test_a_sink_that_is_nan_makes_the_output_nan() -> None:
     call = build(Case(sinks=True))
     assert call.mask.sinks is not None
     call.mask.sinks[0] = torch.nan
@@ -599,7 +601,7 @@ def test_an_interrupt_corrupts_nothing() -> None:
 
 @needs_library
 @pytest.mark.usefixtures("threads")
-def test_scratch_grows_with_every_size_and_never_as_t_squared() -> None:
+def test_scratch_grows_with_every_size_and_not_as_t_squared() -> None:
     def numbers(b: int, t: int, n: int = 2, bias: torch.Tensor | None = None) -> int:
         torch.set_num_threads(n)
         q, k = torch.empty(b, 12, t, 64), torch.empty(b, 4, t, 64)
@@ -615,7 +617,7 @@ def test_scratch_grows_with_every_size_and_never_as_t_squared() -> None:
 
 
 @needs_library
-def test_scratch_for_sums_of_a_bias_gradient_is_of_its_size() -> None:
+def test_scratch_for_sums_of_a_bias_gradient_has_its_size() -> None:
     q = torch.empty(2, 4, 64, 32, dtype=torch.bfloat16)
 
     def shape(*kept: int, dtype: torch.dtype = torch.bfloat16) -> object:
@@ -631,14 +633,14 @@ def test_scratch_for_sums_of_a_bias_gradient_is_of_its_size() -> None:
 
 
 @needs_library
-def test_an_instruction_set_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_instruction_set_that_the_cpu_lacks_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TILEGRAD_ISA", "mmx")
     with pytest.raises(ValueError, match=r"TILEGRAD_ISA: got 'mmx'; accepted on this machine: 'portable'"):
         run(build(Case()), "native")
 
 
 @needs_library
-def test_it_is_the_default_on_the_cpu_with_every_feature() -> None:
+def test_the_native_kernel_is_the_default_on_the_cpu_with_every_feature() -> None:
     call = build(Case())
     assert tilegrad.explain(call.q, call.k, call.v).kernel == "native"
     assert tilegrad.explain(call.q, call.k, call.v, dropout_p=0.1, seed=1).kernel == "native"
@@ -653,10 +655,10 @@ def test_without_the_library_the_tiled_kernel_runs_and_the_reason_is_given(
         call = build(Case())
         selection = tilegrad.explain(call.q, call.k, call.v)
         assert selection.kernel == "tiled" and "run: tilegrad doctor --build" in selection.reasons["native"]
-        tilegrad.attention(call.q, call.k, call.v, kernel="tiled")  # asked for: nothing to say
+        tilegrad.attention(call.q, call.k, call.v, kernel="tiled")  # asked for by name: no warning
         with pytest.warns(UserWarning, match=r"plain torch ops: the native kernel.*run: tilegrad doctor --build"):
             tilegrad.attention(call.q, call.k, call.v)
-        tilegrad.attention(call.q[:, :, 1:], call.k, call.v)  # another signature: said once
+        tilegrad.attention(call.q[:, :, 1:], call.k, call.v)  # another signature: there is one warning only
         with pytest.raises(ValueError, match=r"'native', which can't run this call: was not built.*accepted: 'tiled'"):
             tilegrad.attention(call.q, call.k, call.v, kernel="native")
         assert main(["doctor"]) == 0
@@ -681,7 +683,7 @@ def test_a_library_of_other_sources_is_not_used(monkeypatch: pytest.MonkeyPatch)
 
 @needs_compiler
 def test_a_library_built_from_the_sources_here_is_taken() -> None:
-    """Every test of the native kernels is skipped where it is not: this one says so."""
+    """Without it every test of the native kernels is skipped; then this test fails."""
     found = native_library.library()
     assert not isinstance(found, str), found
 
@@ -726,7 +728,7 @@ def test_canary_a_library_with_another_layout_is_refused(
         native_library.library.cache_clear()
 
 
-def test_packed_fields_are_where_the_structure_has_them() -> None:
+def test_packed_fields_have_the_offsets_of_the_structure() -> None:
     views = {name: tuple(range(10 * n, 10 * n + 5)) for n, name in enumerate(("q", "dv_", "slopes"), 1)}
     call = abi.Call.from_buffer_copy(abi.pack_call(dtype=2, scratch_bytes=7, softcap=0.5, **views))
     assert (call.dtype, call.scratch_bytes, call.softcap, call.scale, call.isa) == (2, 7, 0.5, 0.0, 0)
@@ -737,7 +739,7 @@ def test_packed_fields_are_where_the_structure_has_them() -> None:
 
 
 @needs_library
-def test_the_sizes_of_a_call_and_a_side_of_the_band_that_masks_nothing() -> None:
+def test_sizes_of_a_call_and_a_side_of_the_band_that_masks_nothing_are_packed() -> None:
     q, k = torch.empty(2, 6, 3, 16), torch.empty(2, 2, 5, 8)
     want = {"b": 2, "hq": 6, "hkv": 2, "tq": 3, "tk": 5, "d": 16, "dv": 8, "dtype": 0, "bias_dtype": -1, "scale": 0.25}
     ends = torch.tensor([0, 2, 3], dtype=torch.int32)
@@ -759,8 +761,8 @@ def test_the_sizes_of_a_call_and_a_side_of_the_band_that_masks_nothing() -> None
     assert (sizes["sinks_dtype"], sizes["slopes_dtype"], sizes["bias_dtype"]) == (1, 0, 4)
 
 
-def test_views_as_the_library_reads_them() -> None:
-    """An address and four strides, 0 where there is no such axis, or one of 1 that is broadcast."""
+def test_views_are_packed_as_the_library_reads_them() -> None:
+    """A view is an address and four strides, which are 0 for an absent axis and for a broadcast axis of size 1."""
     x, lse, slopes = torch.empty(2, 3, 5, 7), torch.empty(2, 3, 5), torch.empty(2, 3)
     assert native._rows(x, varlen=False) == (x.data_ptr(), 105, 35, 7, 1)
     assert native._rows(x[0], varlen=True) == (x.data_ptr(), 0, 7, 35, 1)
@@ -775,13 +777,13 @@ def test_views_as_the_library_reads_them() -> None:
     assert [native._signed(seed) for seed in (5, -1, 2**64 - 1, 2**63, 2**63 - 1)] == [5, -1, -1, -(2**63), 2**63 - 1]
 
 
-def test_a_file_that_ends_before_its_section_headers_is_cut_off() -> None:
-    """A 64-bit ELF file says where they begin, how long each is and how many there are: here up to byte 100 + 10 · 3."""
+def test_a_file_that_ends_before_its_section_headers_counts_as_truncated() -> None:
+    """A 64-bit ELF file has their offset, size and number: here they end at byte 100 + 10 · 3."""
     header = bytearray(64)
     header[:5], header[40:48], header[58:60], header[60:62] = (
         b"\x7fELF\x02", (100).to_bytes(8, "little"), (10).to_bytes(2, "little"), (3).to_bytes(2, "little"),
     )  # fmt: skip
-    header[48] = 1  # the next field
+    header[48] = 1  # a change of the next field
     whole = bytes(header) + bytes(66)
     assert not native_build.is_cut(whole) and native_build.is_cut(whole[:-1])
     nothing = b"\x7fELF\x02" + bytes(59)
@@ -789,7 +791,7 @@ def test_a_file_that_ends_before_its_section_headers_is_cut_off() -> None:
     assert not native_build.is_cut(b"\x7fELF\x01" + whole[5:-1]), "what is no such file, the loader refuses"
 
 
-def test_instruction_sets_are_bits_and_the_best_runs_unless_another_is_asked_for(
+def test_the_best_instruction_set_runs_unless_another_is_chosen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Library:
@@ -806,7 +808,7 @@ def test_instruction_sets_are_bits_and_the_best_runs_unless_another_is_asked_for
 
 
 @needs_compiler
-def test_a_compiler_is_asked_what_it_can_target() -> None:
+def test_the_compiler_is_asked_for_its_targets() -> None:
     cxx, nothing = native_build.compiler(), shutil.which("false")
     assert cxx is not None and "portable" in native_build.targets(cxx)
     assert nothing is None or native_build.targets(nothing) == {}
@@ -821,7 +823,7 @@ def test_scratch_begins_at_a_cache_line() -> None:
 
 
 @needs_library
-def test_doctor_names_what_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_names_the_library_and_the_kernel(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert str(native_build.LIBRARY) in out and "portable" in out and "float32 attention: native, then tiled" in out
@@ -829,8 +831,8 @@ def test_doctor_names_what_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 @needs_compiler
 def test_no_symbol_is_shared_by_two_instruction_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A function compiled for a newer processor must never be the one that the linker keeps for all. Where there are newer
-    ones, the portable kernels are left out: what they share with one, that one shares with another."""
+    """The linker must not keep a function compiled for a newer processor for all of them. If there are several newer sets, the
+    portable kernels are left out: a symbol that they share with one set is shared with another set too."""
     cxx = native_build.compiler()
     assert cxx is not None
     if shutil.which("nm") is None:
@@ -864,7 +866,7 @@ def driver(folder: Path, *flags: str) -> Path:
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
-def test_sanitizers_find_nothing(tmp_path: Path, sanitizer: str) -> None:
+def test_sanitizers_find_no_error(tmp_path: Path, sanitizer: str) -> None:
     program = driver(tmp_path, "-O1", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all")
     done = subprocess.run([program], env=os.environ | {"CALLS": "150"}, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
@@ -873,7 +875,7 @@ def test_sanitizers_find_nothing(tmp_path: Path, sanitizer: str) -> None:
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.skipif(shutil.which("valgrind") is None, reason="needs valgrind")
-def test_valgrind_finds_nothing(tmp_path: Path) -> None:
+def test_valgrind_finds_no_error(tmp_path: Path) -> None:
     program = driver(tmp_path)
     done = subprocess.run(
         ["valgrind", "-q", "--error-exitcode=9", program, "portable", "avx2"], env=os.environ | {"CALLS": "25"},

@@ -1,4 +1,4 @@
-"""Interval masks in the native kernel: against the oracle, against bands with the same pairs, and tiles that are not read."""
+"""Interval masks in the native kernel: compared with the oracle and with bands of the same pairs; masked tiles are not read."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ def check(case: Case, seed: int = 0) -> None:
     call = build(case, seed)
     got = run(call, "native")
     check_call(call, got, native.exp_error(case.dtype))
-    row = case.tq // 2  # of the first head: `build` masks all of it out
+    row = case.tq // 2  # `build` masks all of this row of the first head out
     assert case.sinks or (got["lse"][0, 0, row] == -torch.inf and not got["o"][0, 0, row].any())
     assert not got["dq"][0, 0, row].any()
 
 
 @each_isa
-def test_intervals_over_many_tiles_with_other_options(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_intervals_over_many_tiles_with_more_options_agree_with_the_oracle(
+    isa: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TILEGRAD_ISA", isa)
     for dtype in DTYPES:
         case = replace(MANY_TILES, dtype=dtype)
@@ -40,7 +42,7 @@ def test_intervals_over_many_tiles_with_other_options(isa: str, monkeypatch: pyt
 
 
 def band(window: tuple[int | None, int | None], tq: int, tk: int) -> torch.Tensor:
-    """The pairs of a window as intervals (1, 1, Tk, 4): rows too early and rows too late for a column."""
+    """A window as intervals (1, 1, Tk, 4): the rows that are too early and those that are too late for a column."""
     left, right = window
     nearest = torch.arange(tk) - (tk - tq)
     early = torch.zeros(tk) if right is None else nearest - right
@@ -54,7 +56,7 @@ def band(window: tuple[int | None, int | None], tq: int, tk: int) -> torch.Tenso
 def test_a_band_written_as_intervals_has_the_bits_of_the_band(
     isa: str, dtype: torch.dtype, window: tuple[int | None, int | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pairs that are masked out add p = 0, whatever masks them out."""
+    """A pair that is masked out adds p = 0, whichever option masks it out."""
     monkeypatch.setenv("TILEGRAD_ISA", isa)
     for tq, tk, group in ((333, 333, 1), (130, 200, 3), (200, 130, 1)):
         call = build(Case(b=1, hkv=2, group=group, tq=tq, tk=tk, d=40, dv=40, dtype=dtype, dlse=True))
@@ -68,7 +70,7 @@ def test_a_band_written_as_intervals_has_the_bits_of_the_band(
 def test_tiles_that_intervals_mask_out_are_not_read(
     isa: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two documents that end at a tile of every instruction set: what is NaN in one stays out of the other."""
+    """Two documents end at a tile of every instruction set: NaN in one does not reach the other."""
     monkeypatch.setenv("TILEGRAD_ISA", isa)
     ends, first = (0, 384, 500), slice(0, 384)
     for causal in (False, True):
@@ -83,8 +85,8 @@ def test_tiles_that_intervals_mask_out_are_not_read(
 
 
 @needs_library
-def test_strides_of_intervals_are_any() -> None:
-    """Expanded, and every other sequence and head of a larger tensor: the same bits as a copy."""
+def test_intervals_may_have_any_strides() -> None:
+    """They may be expanded, or every other sequence and head of a larger tensor: the bits are those of a copy."""
     call = build(replace(MANY_TILES, intervals="bh4"))
     assert call.mask.intervals is not None
     one, wide = call.mask.intervals[:1, :1], call.mask.intervals.repeat(2, 3, 1, 1)
@@ -97,7 +99,7 @@ WRONG = {
     "one sequence's": (1, 0),
     "one head's": (2, 0),
     "of half of the columns": (3, 2),
-}  # word of the view, its value
+}  # a word of the view and its value
 
 
 @needs_library
@@ -113,6 +115,6 @@ def test_canary_wrong_intervals_are_seen(wrong: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("TILEGRAD_ISA", ISAS[-1])
     check(case)
     monkeypatch.setattr(native, "_intervals", other)
-    monkeypatch.setattr(api, "prepared_calls", {})  # the call above was prepared with the right ones
+    monkeypatch.setattr(api, "prepared_calls", {})  # the call above was prepared with the correct intervals
     with pytest.raises(AssertionError):
         check(case)

@@ -16,7 +16,9 @@ pytest.importorskip("expecttest", reason="torch.testing._internal needs pip inst
 
 from support.pairwise import Spec, all_pairs, covering, pairs
 
-with mock.patch.object(torch.backends, "disable_global_flags"):  # else no later test of this process could set a flag
+with mock.patch.object(
+    torch.backends, "disable_global_flags"
+):  # otherwise no later test of this process could set a flag
     from torch.testing._internal.common_dtype import _dispatch_dtypes
     from torch.testing._internal.opinfo.core import OpInfo, SampleInput
     from torch.testing._internal.optests.aot_autograd import aot_autograd_check
@@ -29,7 +31,7 @@ D = torch.float64
 CLOSE: dict[str, Any] = {"rtol": 1e-11, "atol": 1e-12}
 B, DIM = 2, 4
 AXES: dict[str, tuple[object, ...]] = {
-    "heads": ((2, 1), (2, 2), (1, 3)),  # of keys and values, and how many of queries for each
+    "heads": ((2, 1), (2, 2), (1, 3)),  # kv heads, and the query heads of each
     "t": ((5, 5), (4, 7), (7, 4)),
     "band": ((False, None), (True, None), (False, (2, 1)), (True, (3, 0))),
     "softcap": (0.0, 2.0),
@@ -41,7 +43,7 @@ AXES: dict[str, tuple[object, ...]] = {
     "kernel": (None, "tiled"),
 }
 SPECS = covering(AXES)
-COMPILED_IN_CI = 2  # samples; the slow set compiles all
+COMPILED_IN_CI = 2  # number of samples; the slow set compiles all
 
 
 def sample_of(spec: Spec, dtype: torch.dtype, device: str, *, requires_grad: bool) -> SampleInput:
@@ -111,7 +113,7 @@ def test_the_samples_have_every_pair_of_options() -> None:
     assert set.union(*(pairs(spec) for spec in SPECS)) == all_pairs(AXES)
 
 
-def test_against_the_oracle() -> None:
+def test_every_sample_agrees_with_the_oracle() -> None:
     for sample in drawn(requires_grad=False):
         want = by_matrices(sample.input, *sample.args, **sample.kwargs)
         torch.testing.assert_close(called(sample), want, **CLOSE, msg=sample.summary())
@@ -135,19 +137,19 @@ def gradcheck(sample: SampleInput, *, fast_mode: bool) -> None:
     torch.autograd.gradcheck(f, tuple(leaves[n] for n in learned), fast_mode=fast_mode, **checks)
 
 
-def test_gradcheck_and_batched_gradients() -> None:
+def test_samples_pass_gradcheck_with_batched_gradients() -> None:
     for sample in drawn():
         gradcheck(sample, fast_mode=ATTENTION.gradcheck_fast_mode)
 
 
 @pytest.mark.slow
-def test_gradcheck_of_every_number() -> None:
+def test_samples_pass_gradcheck_in_every_number() -> None:
     for sample in drawn():
         gradcheck(sample, fast_mode=False)
 
 
-def test_vmap_over_any_of_the_tensors() -> None:
-    """Two samples of each tensor that has a dimension of vmap, at its front or at its end, and the same one of the others."""
+def test_vmap_may_map_any_of_the_tensors() -> None:
+    """A mapped tensor has two samples, at its first or its last dimension. The rest of the tensors are not mapped."""
     for number, sample in enumerate(drawn(requires_grad=False)):
         leaves, whole = flat(sample)
         tensors = [n for n, x in enumerate(leaves) if isinstance(x, Tensor) and x.dtype is not torch.int64]
@@ -177,16 +179,16 @@ def compiled(chosen: list[SampleInput]) -> None:
         aot_autograd_check(ATTENTION.op, (sample.input, *sample.args), sample.kwargs, dynamic)
 
 
-def test_compiled_forward_and_backward() -> None:
+def test_compiled_forward_and_backward_equal_eager_ones() -> None:
     compiled(drawn()[:COMPILED_IN_CI])
 
 
 @pytest.mark.slow
-def test_all_samples_compiled() -> None:
+def test_all_compiled_samples_equal_eager_ones() -> None:
     compiled(drawn())
 
 
-def test_rows_whose_numbers_lie_apart_are_refused_by_name() -> None:
+def test_an_output_whose_last_dimension_has_gaps_is_refused_by_name() -> None:
     sample = drawn()[0].noncontiguous()
     with pytest.raises(ValueError, match=r"q: got strides .* accepted: any strides whose last one is 1"):
         called(sample)

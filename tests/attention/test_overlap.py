@@ -1,4 +1,4 @@
-"""Outputs that share memory with something else of the call are refused by name, before anything is written."""
+"""Outputs that share memory with another tensor of the call are refused by name, before anything is written."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tensors(names: tuple[str, ...]) -> dict[str, Tensor]:
 
 
 def sharing(x: dict[str, Tensor], a: str, b: str) -> dict[str, Tensor]:
-    """The last number of `a` is the first of `b`."""
+    """The tensors `x`, but the last number of `a` is the first number of `b`."""
     n, m = x[a].numel(), x[b].numel()
     memory = torch.randn(n + m - 1)
     return x | {a: memory[:n].view(SHAPES[a]), b: memory[n - 1 :].view(SHAPES[b])}
@@ -51,14 +51,14 @@ def call(direction: str, x: dict[str, Tensor], kernel: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_every_pair_of_tensors_of_which_one_is_written_is_refused_by_name_where_they_share_a_number(
+def test_an_output_that_shares_a_number_with_another_tensor_is_refused_by_name(
     kernel: str,
 ) -> None:
     names = {"fwd": FORWARD, "bwd": BACKWARD}
     for direction, of in names.items():
         x = tensors(of)
         call(direction, x, kernel)
-        call(direction, x, kernel)  # whose addresses are known
+        call(direction, x, kernel)  # a known call, whose addresses change
     for direction, a, b in PAIRS:
         x = sharing(tensors(names[direction]), a, b)
         before = {name: y.clone() for name, y in x.items()}
@@ -72,7 +72,7 @@ def test_every_pair_of_tensors_of_which_one_is_written_is_refused_by_name_where_
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_slices_of_one_buffer_and_inputs_that_are_one_are_as_good_as_buffers_of_their_own(kernel: str) -> None:
+def test_outputs_may_be_slices_of_one_buffer_and_inputs_may_be_the_same_tensor(kernel: str) -> None:
     g, mask = torch.Generator().manual_seed(0), Mask(causal=True)
     qkv, dqkv = torch.randn(B, T, 3, H, D, generator=g), torch.empty(B, T, 3, H, D)
     q, k, v = (qkv[:, :, n].transpose(1, 2) for n in range(3))
@@ -97,7 +97,7 @@ def bytes_of(x: Tensor) -> set[int]:
     return {x.data_ptr() + start + byte for start in starts for byte in range(x.element_size())}
 
 
-def test_memory_is_shared_where_a_byte_is() -> None:
+def test_tensors_share_memory_if_they_share_a_byte() -> None:
     dice, memory, shared = random.Random(0), torch.empty(4000, dtype=torch.uint8), 0
 
     def view() -> Tensor:

@@ -18,7 +18,9 @@ VECTORS = [
 
 
 @pytest.mark.parametrize(("counter", "key", "output"), VECTORS)
-def test_known_answers(counter: tuple[int, ...], key: tuple[int, int], output: tuple[int, ...]) -> None:
+def test_philox_gives_the_published_numbers(
+    counter: tuple[int, ...], key: tuple[int, int], output: tuple[int, ...]
+) -> None:
     words = [torch.tensor([c]) for c in counter]
     philox(words, round_keys(key[0] | key[1] << 32), (torch.empty(1).long(), torch.empty(1).long()))
     assert tuple(int(w) for w in words) == output
@@ -31,7 +33,7 @@ def test_seed_of_every_kind_gives_the_same_keys() -> None:
     assert round_keys(torch.tensor(seed - 2**64)) == keys
 
 
-def test_mask_counts_column_row_head_sequence() -> None:
+def test_the_counter_has_the_column_row_head_and_sequence() -> None:
     shape, seed, p = (2, 3, 4, 5), 77, 0.4
     dropped = torch.empty(shape, dtype=torch.bool)
     index = [torch.arange(n) for n in shape]
@@ -43,7 +45,7 @@ def test_mask_counts_column_row_head_sequence() -> None:
         assert bool(dropped[b, h, i, j]) == (int(words[0]) < threshold(p))
 
 
-def test_share_of_dropped_words() -> None:
+def test_the_share_of_dropped_words_is_p() -> None:
     shape = (1, 1, 300, 300)
     dropped = torch.empty(shape, dtype=torch.bool)
     work = torch.empty(WORK_BUFFERS, *shape, dtype=torch.int64)

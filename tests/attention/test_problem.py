@@ -1,4 +1,4 @@
-"""Sizes of a call, and where its rows begin in memory."""
+"""Sizes of a call, and the addresses of its rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tilegrad.kernels.attention.problem import (
 )
 
 
-def test_sizes_of_a_dense_call() -> None:
+def test_the_problem_has_the_sizes_of_a_dense_call() -> None:
     q, k, v = torch.empty(2, 6, 5, 48), torch.empty(2, 3, 9, 48), torch.empty(2, 3, 9, 20)
     sizes = Problem(q, k, v, Mask(causal=True, window=(4, None))).sizes
     assert sizes == Sizes(2, 6, 3, 5, 9, 48, 20, 4, 0)
@@ -29,7 +29,7 @@ def test_sizes_of_a_dense_call() -> None:
     assert output_shapes(q, v, Mask()) == ((2, 6, 5, 20), (2, 6, 5))
 
 
-def test_sizes_of_packed_sequences() -> None:
+def test_the_problem_has_the_sizes_of_packed_sequences() -> None:
     q, k, v = torch.empty(12, 4, 8), torch.empty(15, 2, 8), torch.empty(15, 2, 6)
     ends_q, ends_k = (torch.tensor(ends, dtype=torch.int32) for ends in ([0, 5, 12], [0, 5, 15]))
     mask = Mask(cu_seqlens_q=ends_q, cu_seqlens_k=ends_k, max_seqlen_q=7, max_seqlen_k=10)
@@ -48,7 +48,7 @@ def test_a_side_of_the_band_is_none_exactly_where_it_masks_nothing_out(tq: int, 
         assert (Problem(q, k, k, right).sizes.right is None) == bool(attends(right, gap).all())
 
 
-def test_aligned_rows_are_those_that_begin_at_multiples_of_16_bytes() -> None:
+def test_rows_are_aligned_if_they_begin_at_multiples_of_16_bytes() -> None:
     memory = torch.empty(4096, dtype=torch.bfloat16)
     assert memory.data_ptr() % 16 == 0
     for offset, stride, n in itertools.product((0, 1, 4, 8), (8, 12, 16, 24), (1, 3)):
@@ -70,7 +70,7 @@ def test_head_dimensions_are_padded_to_powers_of_two() -> None:
         assert Problem(v, v, q, Mask()).sizes.block_dv == want
 
 
-def test_strides_over_sequences_heads_and_rows() -> None:
+def test_the_problem_has_strides_of_sequences_heads_and_rows() -> None:
     x, lse = torch.empty(2, 3, 5, 7), torch.empty(2, 3, 5)
     assert row_strides(x, varlen=False) == (105, 35, 7) and lse_strides(lse, varlen=False) == (15, 5, 1)
     assert row_strides(x[0], varlen=True) == (0, 7, 35) and lse_strides(lse[0], varlen=True) == (0, 5, 1)
@@ -79,8 +79,8 @@ def test_strides_over_sequences_heads_and_rows() -> None:
     assert four_dims(x[0], varlen=True) == ([1, 5, 3, 7], [0, 7, 35, 1])
 
 
-def test_what_tma_cannot_step_over() -> None:
-    """A handle has no strides; a stride of 2⁴⁰ bytes is too far, where there is a second row to step to."""
+def test_strides_that_tma_cannot_take_are_refused() -> None:
+    """A stride of 2⁴⁰ bytes is too large if there is a second row."""
 
     class Far:
         dtype, shape = torch.bfloat16, (1, 1, 2, 8)

@@ -1,4 +1,4 @@
-"""The oracle against torch autograd, against central differences, and against what can be said by hand."""
+"""The oracle against torch autograd, central differences, and results derived by hand."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CASES = {
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, keep: Tensor) -> tuple[Tensor, Tensor]:
-    """The definition once more, pair by pair where that is clearest, differentiable by autograd."""
+    """The definition in plain torch, pair by pair where that is clearest, differentiable by autograd."""
     b, hq, tq, d = q.shape
     tk, group = k.shape[2], hq // k.shape[1]
     rows = []
@@ -67,7 +67,7 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, keep: Tensor) -
 
 
 def keep_of(case: Case, mask: Mask) -> Tensor:
-    """keep / (1 − p), read off the oracle's own dropout of a matrix of ones (philox has its own tests)."""
+    """keep / (1 − p), from the oracle's own dropout of a matrix of ones (philox has its own tests)."""
     return reference._dropout(torch.ones(case.b, case.hq, case.tq, case.tk).double(), mask, range(case.b))
 
 
@@ -129,7 +129,7 @@ def test_gradients_equal_central_differences(name: str) -> None:
         torch.testing.assert_close((got[name] * direction).sum(), slope, rtol=1e-6, atol=1e-7)
 
 
-def test_a_row_that_sees_nothing() -> None:
+def test_a_row_that_attends_to_nothing_has_an_output_of_zero() -> None:
     case = Case(causal=True, tq=6, tk=4, dtype=torch.float64, dlse=True)
     got = oracle(build(case))
     assert (got["o"][:, :, :2] == 0).all()
@@ -138,14 +138,14 @@ def test_a_row_that_sees_nothing() -> None:
     assert not any(x.isnan().any() for x in got.values())
 
 
-def test_a_row_that_sees_nothing_has_its_sinks_logit() -> None:
+def test_lse_of_a_row_that_attends_to_nothing_is_the_logit_of_its_sink() -> None:
     call = build(Case(causal=True, tq=6, tk=4, sinks=True, dtype=torch.float64))
     lse = oracle(call)["lse"]
     assert call.mask.sinks is not None
     assert torch.equal(lse[:, :, :2], call.mask.sinks.double()[:, None].expand(2, 2, 2))
 
 
-def test_minus_infinity_in_a_bias_hides_a_key() -> None:
+def test_minus_infinity_in_a_bias_masks_a_key_out() -> None:
     call = build(Case(bias="bhqk", dtype=torch.float64))
     assert call.mask.bias is not None
     call.mask.bias[0, 0, :, 3] = -torch.inf
@@ -155,14 +155,14 @@ def test_minus_infinity_in_a_bias_hides_a_key() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_as_a_kernel_it_computes_in_float64_and_rounds_once(dtype: torch.dtype) -> None:
+def test_the_reference_kernel_computes_in_float64_and_rounds_once(dtype: torch.dtype) -> None:
     call = build(Case(causal=True, sinks=True, bias="hqk", dtype=dtype, dlse=True))
     got, exact = run(call, "reference"), oracle(call)
     for name, x in got.items():
         assert torch.equal(x, exact[name].to(x.dtype)), name
 
 
-def test_canary_the_autograd_test_sees_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_canary_comparing_with_autograd_shows_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     right = reference._summed_to_heads_of
     monkeypatch.setattr(reference, "_summed_to_heads_of", lambda dk, like: right(dk, like) * (1 + 1e-6))
     with pytest.raises(AssertionError):

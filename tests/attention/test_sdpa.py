@@ -48,33 +48,35 @@ def like(*shape: int) -> tuple[tuple[int, ...], ...]:
     ],
     ids=str,
 )
-def test_shapes_and_causal_at_the_top_left_equal_torchs(shapes: tuple[tuple[int, ...], ...], causal: bool) -> None:
+def test_shapes_and_causal_from_the_top_left_are_those_of_torch(
+    shapes: tuple[tuple[int, ...], ...], causal: bool
+) -> None:
     both(shapes, is_causal=causal)
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_grouped_heads_equal_torchs(causal: bool) -> None:
+def test_grouped_heads_have_the_results_of_torch(causal: bool) -> None:
     both(((2, 6, 5, 8), (2, 2, 9, 8), (2, 2, 9, 8)), is_causal=causal, enable_gqa=True, scale=0.3)
 
 
 @pytest.mark.parametrize("shape", [(5, 9), (4, 5, 9), (2, 1, 5, 9), (2, 4, 1, 9), (1, 1, 5, 1)], ids=str)
 @pytest.mark.parametrize("kind", [torch.bool, D])
-def test_masks_of_every_shape_equal_torchs(shape: tuple[int, ...], kind: torch.dtype) -> None:
+def test_masks_of_every_shape_have_the_results_of_torch(shape: tuple[int, ...], kind: torch.dtype) -> None:
     drawn = torch.randn(shape, dtype=D, generator=torch.Generator().manual_seed(1))
     both(((2, 4, 5, 8), (2, 4, 9, 8), (2, 4, 9, 8)), drawn if kind == D else drawn > -0.5)
 
 
-def test_a_mask_over_more_batch_dimensions_equals_torchs() -> None:
+def test_a_mask_of_more_batch_dimensions_has_the_results_of_torch() -> None:
     drawn = torch.randn(3, 1, 5, 9, dtype=D, generator=torch.Generator().manual_seed(1))
     both(((2, 3, 4, 5, 8), (2, 3, 4, 9, 8), (2, 3, 4, 9, 8)), drawn)
 
 
-def test_rows_that_are_not_contiguous() -> None:
+def test_rows_that_are_not_contiguous_have_the_results_of_torch() -> None:
     q, k, v = torch.randn(3, 2, 4, 8, 9, dtype=D).transpose(-1, -2)
     torch.testing.assert_close(tilegrad.sdpa(q, k, v), scaled_dot_product_attention(q, k, v), rtol=1e-12, atol=1e-12)
 
 
-def test_the_signature_is_torchs() -> None:
+def test_the_signature_is_that_of_torch() -> None:
     theirs = scaled_dot_product_attention.__doc__ or ""
     names = [line.split(":")[0].split("=")[0] for line in inspect.signature(tilegrad.sdpa).parameters]
     assert ", ".join(names[:3]) in theirs and names == [
@@ -82,7 +84,7 @@ def test_the_signature_is_torchs() -> None:
     ]  # fmt: skip
 
 
-def test_dropout_is_dropout() -> None:
+def test_dropout_drops_a_share_and_scales_the_rest() -> None:
     q, k = torch.randn(2, 1, 1, 64, 8, dtype=D)
     torch.manual_seed(0)
     o = tilegrad.sdpa(q, k, torch.eye(64, dtype=D)[None, None], None, 0.25)
@@ -92,7 +94,7 @@ def test_dropout_is_dropout() -> None:
     )
 
 
-def test_what_is_refused() -> None:
+def test_a_bad_argument_of_sdpa_is_named() -> None:
     q = torch.randn(1, 2, 4, 8)
     with pytest.raises(ValueError, match="attn_mask: got a mask and is_causal=True; accepted: one of the two"):
         tilegrad.sdpa(q, q, q, torch.ones(4, 4, dtype=torch.bool), is_causal=True)
@@ -115,7 +117,7 @@ def test_what_is_refused() -> None:
         tilegrad.sdpa(q, q, q, arrays[0])
 
 
-def test_compile_whole_graph() -> None:
+def test_torch_compile_captures_the_whole_graph() -> None:
     q, k, v = (torch.randn(2, 4, t, 8, requires_grad=True) for t in (5, 9, 9))
     call = torch.compile(lambda: tilegrad.sdpa(q, k, v, is_causal=True), backend="aot_eager", fullgraph=True)
     assert torch.equal(call(), tilegrad.sdpa(q, k, v, is_causal=True))

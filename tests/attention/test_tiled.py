@@ -1,4 +1,4 @@
-"""The tiled kernel against the oracle: random calls of every feature, ragged tiles, memory, determinism."""
+"""The tiled kernel against the oracle: random calls with every feature, ragged tiles, memory, determinism."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def check(case: Case, tile: int, slab: int, seed: int = 0) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiled, "TILE", tile)
         patch.setattr(tiled, "SLAB", slab)
-        patch.setattr(api, "prepared_calls", {})  # remembered for other tiles
+        patch.setattr(api, "prepared_calls", {})  # prepared for other tiles
         call = build(case, seed)
         check_call(call, run(call, "tiled"))
 
 
-PAIRS = 2_635  # of options, sizes and tiles
+PAIRS = 2_635  # number of pairs of options, sizes and tiles
 
 
-def test_every_pair_of_options_of_a_call() -> None:
+def test_every_pair_of_options_of_a_call_agrees_with_the_oracle() -> None:
     axes = AXES | {"tile": (16, 64, 256), "slab": (1, 2000, 1 << 21)}
     specs = covering(axes, allowed)
     every = all_pairs(axes, allowed)
@@ -53,8 +53,8 @@ def test_every_pair_of_options_of_a_call() -> None:
         check(case_of(spec), spec["tile"], spec["slab"])
 
 
-def test_every_option_of_a_call_is_among_them() -> None:
-    """A new field of Mask needs values."""
+def test_every_option_of_a_call_is_in_the_pairs() -> None:
+    """A new field of Mask needs values in AXES."""
     of_axes = {"band": {"causal", "window"}, "alibi": {"alibi_slopes"}, "dropout_p": {"dropout_p", "seed"}}
     lengths = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"}
     drawn = set.union(*({axis} | of_axes.get(axis, set()) for axis in AXES), lengths)
@@ -66,29 +66,29 @@ def test_every_option_of_a_call_is_among_them() -> None:
 @given(
     case=cases(), tile=st.sampled_from((16, 32, 64, 256)), slab=st.sampled_from((1, 500, 9000)), seed=st.integers(1, 9)
 )
-def test_many_random_calls(case: Case, tile: int, slab: int, seed: int) -> None:
+def test_many_random_calls_agree_with_the_oracle(case: Case, tile: int, slab: int, seed: int) -> None:
     check(case, tile, slab, seed)
 
 
 @pytest.mark.parametrize("name", WITH_LARGE_SCORES)
-def test_large_scores_lose_no_more_than_small_ones(name: str) -> None:
+def test_large_scores_are_as_exact_as_small_ones(name: str) -> None:
     for dtype, size in itertools.product((torch.float32, torch.bfloat16), LARGE_SCORES):
         check(replace(WITH_LARGE_SCORES[name], dtype=dtype, scores=size), 64, tiled.SLAB)
 
 
 @pytest.mark.parametrize("t", [1, 63, 113, 1023])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_ragged_lengths_at_the_real_tile_size(t: int, dtype: torch.dtype) -> None:
-    t = 259 if t == 1023 and dtype == torch.bfloat16 else t  # more than two tiles; the longest once
+def test_ragged_lengths_with_tiles_of_full_size_agree_with_the_oracle(t: int, dtype: torch.dtype) -> None:
+    t = 259 if t == 1023 and dtype == torch.bfloat16 else t  # more than two tiles; the longest only once
     check(Case(b=1, group=2, tq=t, tk=t, causal=True, dtype=dtype, sinks=True, dlse=True), tiled.TILE, tiled.SLAB)
 
 
 @pytest.mark.parametrize("d", [1, 2, 63, 96, 97, 128, 255, 256, 257, 512])
-def test_head_dimensions(d: int) -> None:
+def test_every_head_dimension_agrees_with_the_oracle(d: int) -> None:
     check(Case(d=d, dv=d, causal=True), 16, tiled.SLAB)
 
 
-def test_empty_batch_and_no_heads_rows_or_columns() -> None:
+def test_a_call_may_have_no_sequences_heads_rows_or_columns() -> None:
     for case in (
         Case(b=0),
         Case(tq=0),
@@ -99,7 +99,7 @@ def test_empty_batch_and_no_heads_rows_or_columns() -> None:
         check(case, tiled.TILE, tiled.SLAB)
 
 
-def test_gradients_of_an_infinite_dlse_in_rows_that_see_nothing() -> None:
+def test_an_infinite_dlse_of_rows_that_attend_to_nothing_gives_no_nan() -> None:
     call = build(Case(causal=True, tq=6, tk=4, dlse=True))
     assert call.dlse is not None
     call.dlse[:, :, :2] = torch.inf
@@ -123,7 +123,7 @@ def test_an_output_given_as_none_is_not_computed() -> None:
         assert torch.equal(outputs[alone], want[alone]), alone
 
 
-def test_sinks_gradient_accumulates_and_the_others_overwrite() -> None:
+def test_dsinks_accumulates_and_the_other_gradients_overwrite() -> None:
     from tilegrad import attention_bwd, attention_workspace
 
     call = build(Case(sinks=True))
@@ -137,7 +137,7 @@ def test_sinks_gradient_accumulates_and_the_others_overwrite() -> None:
     assert all(torch.equal(again[name], first[name]) for name in ("dq", "dk", "dv"))
 
 
-def test_scratch_of_a_call_holds_every_shorter_call() -> None:
+def test_scratch_of_a_call_is_large_enough_for_every_shorter_call() -> None:
     from tilegrad import attention_workspace
 
     def numbers(b: int, t: int, backward: bool) -> dict[str, int]:
@@ -154,7 +154,7 @@ def test_scratch_of_a_call_holds_every_shorter_call() -> None:
                     assert all(part[name] <= whole[name] for name in part), shorter
 
 
-def test_same_bits_run_to_run() -> None:
+def test_repeated_calls_have_the_same_bits() -> None:
     call = build(Case(tq=70, tk=90, causal=True, bias="hk", sinks=True, dropout_p=0.2, dlse=True))
     first = run(call, "tiled", deterministic=True)
     for _ in range(5):
@@ -163,7 +163,7 @@ def test_same_bits_run_to_run() -> None:
 
 
 class LargestTensor(TorchDispatchMode):
-    """The number of elements of the largest storage that any op inside touches."""
+    """Records the number of elements of the largest storage that an op inside uses."""
 
     elements = 0
 
@@ -192,8 +192,8 @@ FEATURES = {
 
 
 @pytest.mark.parametrize("name", FEATURES)
-def test_nothing_is_allocated(name: str) -> None:
-    """The allocator's own events of what is larger than the scalars that torch wraps."""
+def test_a_call_allocates_no_memory(name: str) -> None:
+    """The allocator's events for memory larger than the scalars that torch wraps."""
     from torch.profiler import ProfilerActivity, profile
 
     from tilegrad import attention_bwd, attention_fwd, attention_workspace
@@ -252,14 +252,14 @@ def test_canary_a_factor_in_bfloat16_is_seen(name: str) -> None:
         check_call(call, got | {name: got[name] * WRONG[name]})
 
 
-def test_canary_a_scale_a_thousandth_off_is_seen_in_bfloat16() -> None:
+def test_canary_a_scale_that_is_wrong_by_a_thousandth_is_seen_in_bfloat16() -> None:
     call = build(BF16)
     mask = replace(call.mask, scale=1.001 * call.mask.scale_for(BF16.d))
     with pytest.raises(AssertionError, match="lse"):
         check_call(call, run(replace(call, mask=mask), "tiled"))
 
 
-def test_what_a_gpu_flushes_to_zero_is_allowed_there_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_that_a_gpu_flushes_to_zero_are_allowed_only_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """ALiBi makes p of a far column smaller than float32's smallest normal number."""
     call = build(Case(b=1, hkv=1, tq=1, tk=120, d=16, dv=16, dtype=torch.bfloat16))
     call = replace(call, mask=replace(call.mask, alibi_slopes=torch.ones(1)))
@@ -279,7 +279,7 @@ def test_what_a_gpu_flushes_to_zero_is_allowed_there_and_nowhere_else(monkeypatc
 def test_tiles_that_intervals_mask_out_are_skipped_and_only_tiles_on_an_edge_are_masked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Documents of 0 … 31, 32 … 47 and 48 … 79 in tiles of 16, causal: 3 + 1 + 3 of 15 tiles. Then ends inside of tiles."""
+    """Documents of 0 … 31, 32 … 47 and 48 … 79 in tiles of 16, causal: 3 + 1 + 3 of 15 tiles. Then they end in tiles."""
     monkeypatch.setattr(tiled, "TILE", 16)
     monkeypatch.setattr(api, "prepared_calls", {})
     scores, buffer, computed, masked = tiled.Slab.scores, tiled.Slab.buffer, [0], [0]
@@ -299,7 +299,7 @@ def test_tiles_that_intervals_mask_out_are_skipped_and_only_tiles_on_an_edge_are
         computed[0] = masked[0] = 0
         of = replace(call, mask=replace(call.mask, intervals=tilegrad.masks.documents(ends)["intervals"]))
         check_call(of, run(of, "tiled"))
-        assert computed[0] == 2 * tiles and masked[0] == 2 * on_an_edge  # forward and backward
+        assert computed[0] == 2 * tiles and masked[0] == 2 * on_an_edge  # in forward and backward
 
 
 WRONG_INTERVALS: dict[str, Callable[[torch.Tensor], object]] = {

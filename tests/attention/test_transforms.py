@@ -1,4 +1,4 @@
-"""torch.func through attention: grad, vmap, jacrev; forward mode and second derivatives raise."""
+"""torch.func through attention: grad, vmap and jacrev work; forward mode and second derivatives raise an error."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def loss(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     return total
 
 
-def test_grad_is_backward() -> None:
+def test_grad_gives_the_gradients_of_backward() -> None:
     q, k, v = (x[0].clone().requires_grad_() for x in (Q, K, V))
     want = torch.autograd.grad(loss(q, k, v), (q, k, v))
     got = torch.func.grad(loss, (0, 1, 2))(Q[0], K[0], V[0])
@@ -36,7 +36,7 @@ def test_grad_is_backward() -> None:
 
 
 @pytest.mark.parametrize("in_dims", [(0, 0, 0), (2, 1, 4), (0, None, None), (None, 0, 0), (0, 0, None)], ids=str)
-def test_gradients_of_each_sample(in_dims: tuple[int | None, ...]) -> None:
+def test_gradients_of_each_sample_equal_those_of_single_calls(in_dims: tuple[int | None, ...]) -> None:
     given = [x[0] if d is None else x.movedim(0, d) for x, d in zip((Q, K, V), in_dims, strict=True)]
     got = torch.func.vmap(torch.func.grad(loss, (0, 1, 2)), in_dims)(*given)
     for i in range(N):
@@ -48,7 +48,7 @@ def test_gradients_of_each_sample(in_dims: tuple[int | None, ...]) -> None:
 
 @pytest.mark.parametrize("dim", [0, None])
 @pytest.mark.parametrize("shape", [(4, 5, 7), (2, 1, 5, 7)], ids=str)
-def test_gradients_of_a_bias_and_of_sinks_of_each_sample(shape: tuple[int, ...], dim: int | None) -> None:
+def test_each_sample_has_its_gradients_of_bias_and_sinks(shape: tuple[int, ...], dim: int | None) -> None:
     bias, sinks = draw(N, *shape), draw(N, 4)
     if dim is None:
         bias, sinks = bias[0], sinks[0]
@@ -64,7 +64,7 @@ def test_gradients_of_a_bias_and_of_sinks_of_each_sample(shape: tuple[int, ...],
             torch.testing.assert_close(a[i], b, rtol=1e-12, atol=1e-12)
 
 
-def test_a_bias_with_a_batch_is_folded_for_no_sample() -> None:
+def test_a_bias_with_a_batch_dimension_is_not_folded_into_samples() -> None:
     bias = draw(2, 1, 5, 7)
     got = torch.func.vmap(lambda q, k, v: tilegrad.attention(q, k, v, bias=bias))(Q, K, V)
     for i in range(N):
@@ -72,7 +72,7 @@ def test_a_bias_with_a_batch_is_folded_for_no_sample() -> None:
 
 
 @pytest.mark.parametrize("shape", [(N, 1, 2, 7, 4), (2, 2, 7, 2), (1, 1, 7, 2)], ids=str)
-def test_intervals_of_each_sample_of_a_batch_and_of_all(shape: tuple[int, ...]) -> None:
+def test_intervals_may_differ_per_sample_or_be_shared(shape: tuple[int, ...]) -> None:
     intervals = torch.randint(0, 6, shape, generator=torch.Generator().manual_seed(1)).int()
     intervals = intervals.unflatten(-1, (-1, 2)).sort(-1).values.flatten(-2)
     own = len(shape) == 5
@@ -86,7 +86,7 @@ def test_intervals_of_each_sample_of_a_batch_and_of_all(shape: tuple[int, ...]) 
         torch.testing.assert_close(got[i], want, rtol=1e-12, atol=1e-12)
 
 
-def test_samples_are_one_call_where_they_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_become_one_call_where_that_is_possible(monkeypatch: pytest.MonkeyPatch) -> None:
     from tilegrad.kernels.attention import tiled
 
     ran: list[tuple[int, ...]] = []
@@ -101,7 +101,7 @@ def test_samples_are_one_call_where_they_can_be(monkeypatch: pytest.MonkeyPatch)
     assert ran == [(N * 2, 4, 5, 8)]
 
 
-def test_jacrev_is_the_jacobian_row_by_row() -> None:
+def test_jacrev_equals_the_jacobian_computed_row_by_row() -> None:
     def f(q: Tensor) -> Tensor:
         return tilegrad.attention(q, K[0], V[0], causal=True).sum((0, 1))
 
@@ -113,7 +113,7 @@ def test_jacrev_is_the_jacobian_row_by_row() -> None:
 @pytest.mark.parametrize(
     "transform", [torch.func.grad, lambda f: torch.func.vmap(torch.func.grad(f)), torch.func.jacrev]
 )
-def test_torch_compile_of_a_transform(transform: Any) -> None:
+def test_a_transform_can_be_compiled(transform: Any) -> None:
     def f(q: Tensor) -> Tensor:
         total: Tensor = tilegrad.attention(q, K[0], V[0], causal=True).sin().sum()
         return total
@@ -136,7 +136,7 @@ def test_vmap_draws_a_seed_for_each_sample() -> None:
 @pytest.mark.filterwarnings(
     "ignore:.*torch.jit.script. is deprecated:DeprecationWarning"
 )  # torch loads its jvp decompositions
-def test_forward_mode_raises() -> None:
+def test_forward_mode_raises_an_error() -> None:
     for call in (tilegrad.attention, tilegrad.sdpa):
         with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
             torch.func.jvp(lambda q, call=call: call(q, Q[0], Q[0]), (Q[0],), (Q[0],))
@@ -149,7 +149,7 @@ def test_forward_mode_raises() -> None:
             tilegrad.attention(Q[0], K[0], V[0], sinks=dual)
 
 
-def test_second_derivatives_raise_under_transforms_too() -> None:
+def test_second_derivatives_raise_an_error_also_under_transforms() -> None:
     def gradient(q: Tensor) -> Tensor:
         dq: Tensor = torch.func.grad(loss)(q, K[0], V[0])
         return dq.sum()

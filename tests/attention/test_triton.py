@@ -1,6 +1,6 @@
-"""The Triton kernels against the oracle in Triton's interpreter: in a separate process, because it is chosen at import.
+"""The Triton kernels against the oracle in Triton's interpreter, in a separate process, because it is chosen at import.
 
-The compiler's side of them, without a GPU, is in test_triton_compile.py; on a GPU they run in test_triton_gpu.py.
+test_triton_compile.py compiles the kernels without a GPU; test_triton_gpu.py runs them on a GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tilegrad.kernels.attention.triton import tiles
 from tilegrad.kernels.scratch import new_scratch
 
 pytest.importorskip("triton", reason="needs Triton")
-IN_CI = 8  # specifications of specs() that the interpreter has time for; all of them are in the slow set
+IN_CI = 8  # number of specifications in CI, because the interpreter is slow; the slow set has all
 
 
 def check(case: Case, seed: int = 0) -> None:
@@ -37,14 +37,14 @@ def check(case: Case, seed: int = 0) -> None:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="is the interpreter")
-def test_in_the_interpreter() -> None:
-    """With the file of invariant problems: a process is two seconds."""
+def test_these_tests_pass_in_the_interpreter() -> None:
+    """It also runs the file of invariant problems, because starting a process takes two seconds."""
     in_the_interpreter(__file__, str(Path(__file__).with_name("test_triton_ordered.py")), "-k", "interpreted")
 
 
 @pytest.mark.skipif(INTERPRETED, reason="runs outside it")
-def test_band_tiles_of_every_small_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every tile that has an attended pair is passed over and no other; unmasked are those whose pairs are all attended."""
+def test_band_tiles_of_every_small_case_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop visits exactly the tiles with an attended pair. A tile is unmasked if all its pairs are attended."""
     from tilegrad.kernels.attention.triton import scores
 
     monkeypatch.setattr(scores, "tl", SimpleNamespace(maximum=max, minimum=min))
@@ -72,7 +72,7 @@ def test_band_tiles_of_every_small_case(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="is the interpreter")
-def test_every_specification_in_the_interpreter() -> None:
+def test_every_specification_agrees_with_the_oracle_in_the_interpreter() -> None:
     in_the_interpreter(__file__, "-k", "every_pair or interpreted", "--slow")
 
 
@@ -91,7 +91,11 @@ FEATURES = {
     ),
 }  # fmt: skip
 
-IN_BOTH = ("rows that see nothing", "decoding, split", "everything")  # in CI also where float64 is slow
+IN_BOTH = (
+    "rows that see nothing",
+    "decoding, split",
+    "everything",
+)  # features that CI also runs as where float64 is slow
 
 
 @cache
@@ -101,7 +105,7 @@ def results_of(name: str) -> Tensors:
 
 @interpreted
 @pytest.mark.parametrize("name", FEATURES)
-def test_interpreted_feature(name: str) -> None:
+def test_interpreted_feature_agrees_with_the_oracle(name: str) -> None:
     check_call(build(FEATURES[name]), results_of(name))
 
 
@@ -114,13 +118,15 @@ def test_interpreted_feature(name: str) -> None:
         if case.dtype == torch.float32
     ],
 )
-def test_interpreted_feature_where_float64_is_slow(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interpreted_feature_agrees_with_the_oracle_where_float64_is_slow(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tilegrad.kernels.attention import api
     from tilegrad.kernels.attention.triton import fit
 
     want, call = results_of(name), build(FEATURES[name])
     monkeypatch.setattr(fit, "FAST_FLOAT64", ())
-    monkeypatch.setattr(api, "prepared_calls", {})  # a device does not change its mind about float64
+    monkeypatch.setattr(api, "prepared_calls", {})  # a device never changes whether its float64 is slow
     got = run(call, "triton")
     check_call(call, got)
     assert name == "no columns" or any(not torch.equal(got[x], want[x]) for x in want)
@@ -129,7 +135,7 @@ def test_interpreted_feature_where_float64_is_slow(name: str, monkeypatch: pytes
 @interpreted
 @pytest.mark.parametrize("name", ["plain", "decoding, split", "everything"])
 def test_interpreted_float32_is_rounded_once(name: str) -> None:
-    """o and lse are those of float64, rounded; but scale is a float32."""
+    """o and lse are those of float64, rounded, with a scale in float32."""
     call = build(replace(FEATURES[name], scale=-0.25))
     got, exact = run(call, "triton"), oracle(call)
     for x in ("o", "lse"):
@@ -143,19 +149,19 @@ def in_small(spec: Spec, number: int) -> None:
 
 @interpreted
 @pytest.mark.parametrize("number", range(IN_CI))
-def test_interpreted_pairs_of_features(number: int) -> None:
+def test_interpreted_pairs_of_features_agree_with_the_oracle(number: int) -> None:
     in_small(specs()[number], number)
 
 
 @interpreted
 @pytest.mark.slow
-def test_every_pair_of_features() -> None:
+def test_every_pair_of_features_agrees_with_the_oracle() -> None:
     for number, spec in enumerate(specs()):
         in_small(spec, number)
 
 
 def check_large_scores(name: str, dtype: torch.dtype, size: float) -> None:
-    """Where float64 is slow too: float32 then has scores of its own."""
+    """Also checks the kernels for slow float64, which compute scores in float32 differently."""
     from tilegrad.kernels.attention import api
     from tilegrad.kernels.attention.triton import fit
 
@@ -178,13 +184,13 @@ def check_large_scores(name: str, dtype: torch.dtype, size: float) -> None:
         ("alibi", torch.float32, 1e6),
     ],
 )
-def test_interpreted_large_scores_lose_no_more_than_small_ones(name: str, dtype: torch.dtype, size: float) -> None:
+def test_interpreted_large_scores_are_as_exact_as_small_ones(name: str, dtype: torch.dtype, size: float) -> None:
     check_large_scores(name, dtype, size)
 
 
 @interpreted
 @pytest.mark.slow
-def test_every_pair_of_a_feature_and_a_large_score() -> None:
+def test_every_pair_of_a_feature_and_a_large_score_agrees_with_the_oracle() -> None:
     for name, dtype, size in itertools.product(WITH_LARGE_SCORES, (torch.float32, torch.bfloat16), LARGE_SCORES):
         check_large_scores(name, dtype, size)
 
@@ -224,8 +230,10 @@ def test_interpreted_canary_a_skipped_tile_is_seen(monkeypatch: pytest.MonkeyPat
 @interpreted
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float16]
-)  # in half precision products start from −lse and −delta
-def test_interpreted_dk_and_dv_apart(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+)  # in half precision accumulators start at −lse and −delta
+def test_interpreted_dk_and_dv_in_separate_passes_agree_with_the_oracle(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
     from tilegrad.kernels.attention.triton import fit
 
     case = replace(BASE, dtype=dtype)
@@ -243,7 +251,7 @@ def test_interpreted_dk_and_dv_apart(monkeypatch: pytest.MonkeyPatch, dtype: tor
 
 
 @interpreted
-def test_interpreted_more_sequences_than_a_grid_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interpreted_call_may_have_more_sequences_than_a_grid_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     from tilegrad.kernels.attention.triton import launch
 
     small = replace(BASE, b=3, tq=20, tk=17)
@@ -256,8 +264,8 @@ def test_interpreted_more_sequences_than_a_grid_counts(monkeypatch: pytest.Monke
 
 
 @interpreted
-def test_interpreted_bias_whose_columns_lie_beyond_32_bits() -> None:
-    """A transposed bias: memory between its columns is never touched, so it costs none."""
+def test_interpreted_bias_may_have_offsets_beyond_32_bits() -> None:
+    """The bias is transposed. Memory between its columns is never touched, so it costs none."""
     tq, tk, step = 20, 34, 2**26
     memory = torch.empty(tk * step, dtype=torch.bool)
     bias = memory.as_strided((1, 1, tq, tk), (0, 0, 1, step))
@@ -287,7 +295,7 @@ def test_interpreted_output_given_as_none_is_not_computed() -> None:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="is about the compiler")
-def test_the_table_says_why_not() -> None:
+def test_the_table_says_why_triton_cannot_run_a_call() -> None:
     q = torch.randn(1, 1, 4, 4)
     assert "TRITON_INTERPRET=1" in tilegrad.explain(q, q, q).reasons["triton"]
     assert "float64" in tilegrad.explain(q.double(), q.double(), q.double()).reasons["triton"]
@@ -301,7 +309,7 @@ def test_the_table_says_why_not() -> None:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="is about the compiler")
-def test_nothing_imports_triton_before_it_runs() -> None:
+def test_triton_is_imported_only_when_a_kernel_of_it_runs() -> None:
     code = (
         "import sys, torch, tilegrad\n"
         "q = torch.randn(1, 1, 4, 4)\n"
@@ -312,7 +320,7 @@ def test_nothing_imports_triton_before_it_runs() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_rows_are_aligned_where_their_beginning_is_too() -> None:
+def test_rows_are_aligned_only_if_the_first_one_is() -> None:
     from tilegrad.kernels.attention.triton.arguments import alignment
 
     memory = torch.empty(2 * 3 * 8 * 64 + 64, dtype=torch.float16)
@@ -322,7 +330,7 @@ def test_rows_are_aligned_where_their_beginning_is_too() -> None:
     assert alignment(torch.empty(2, 3, 8, 63, dtype=torch.float16), varlen=False) == 1
 
 
-def test_tiles_of_an_unknown_architecture_are_those_of_the_nearest_below() -> None:
+def test_an_unknown_architecture_has_the_tiles_of_the_nearest_lower_one() -> None:
     row = tiles.TABLE[90, 16, 128, True]
     assert tiles.candidates("dq", (103, 16, 128, True))[0] == row.dq
     assert tiles.candidates("dq", (121, 16, 128, True))[0] == tiles.TABLE[120, 16, 128, False].dq
@@ -339,7 +347,7 @@ def test_specifications_cover_every_allowed_pair_of_features() -> None:
 
 
 @interpreted
-def test_interpreted_float32_dk_and_dv_of_bfloat16() -> None:
+def test_interpreted_bfloat16_call_may_have_float32_dk_and_dv() -> None:
     x, mask = [randn(1, h, 40, 16, dtype=torch.bfloat16, seed=h) for h in (2, 1)], Mask(causal=True)
     q, k, o, lse = x[0], x[1], torch.empty_like(x[0]), torch.empty(1, 2, 40)
     shapes = [attention_workspace(q, k, k, mask, backward=backward, kernel="triton") for backward in (False, True)]
@@ -357,8 +365,8 @@ def test_interpreted_float32_dk_and_dv_of_bfloat16() -> None:
 
 @interpreted
 @pytest.mark.parametrize(("tq", "tk"), [(18, 113), (40, 45)])
-def test_interpreted_rows_behind_the_last_stay_as_they_are(tq: int, tk: int) -> None:
-    """18 rows are two tiles of the kernel that joins the parts of shared columns; 40 are no whole tiles of any."""
+def test_interpreted_kernels_do_not_write_after_the_last_row(tq: int, tk: int) -> None:
+    """18 rows are two tiles of the kernel that adds the parts of shared columns; 40 rows are not a multiple of any tile."""
     q, k = (randn(1, 1, t, 16, dtype=torch.float32, seed=t) for t in (tq, tk))
     rooms = {"o": torch.full((1, 1, 80, 16), 7.0), "lse": torch.full((1, 1, 80), 7.0)}
     out = {name: room[:, :, :tq] for name, room in rooms.items()}
@@ -371,5 +379,5 @@ def test_interpreted_rows_behind_the_last_stay_as_they_are(tq: int, tk: int) -> 
 
 @interpreted
 @pytest.mark.parametrize("bias", ["bhqk", "BK"])
-def test_interpreted_bias_of_several_batches_and_heads(bias: str) -> None:
+def test_interpreted_bias_may_have_several_batches_and_heads(bias: str) -> None:
     check(replace(BASE, b=2, hkv=2, tq=18, tk=20, bias=bias))

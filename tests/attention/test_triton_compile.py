@@ -1,4 +1,4 @@
-"""The Triton kernels through the real compiler, without a GPU: registers, spills and shared memory of what would run."""
+"""Compiles the Triton kernels with the real compiler, without a GPU: registers, spills and shared memory are checked."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 Compile = Callable[..., dict[str, Compiled]]
-ATOMIC = re.compile(r"\b(ATOMG?\.|REDG?\.|ATOMS\.ADD)")  # of SASS; REDUX is a warp's own
+ATOMIC = re.compile(r"\b(ATOMG?\.|REDG?\.|ATOMS\.ADD)")  # in SASS; REDUX stays in a warp and is not an atomic
 
 
 def test_canary_atomics_are_found() -> None:
@@ -39,7 +39,7 @@ def test_canary_atomics_are_found() -> None:
 
 @pytest.fixture
 def compile_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Compile:
-    """compile_for(architecture, case): every kernel of a forward and a backward, unless backward=False."""
+    """compile_for(architecture, case) compiles every kernel of a forward and a backward, unless backward=False."""
     from tilegrad.kernels.attention.triton import fit, launch
 
     def compile_call(architecture: int, case: Case, *, backward: bool = True) -> dict[str, Compiled]:
@@ -78,7 +78,7 @@ def check(found: dict[str, Compiled], architecture: int) -> None:
         assert not ATOMIC.search(kernel.sass), f"{kernel.kernel} has atomics"
 
 
-# of the stack; none by others: kernels/triton_version.py
+# on the stack; the rest use none: kernels/triton_version.py
 SPILLED_BYTES = {
     ("3.6", 64, "_dkdv_kernel"): 16,
     ("3.9", 64, "_dkdv_kernel"): 16,
@@ -99,7 +99,7 @@ def check_tuned(found: dict[str, Compiled], d: int) -> None:
 
 
 @pytest.mark.parametrize("d", [slowly(64), 128, slowly(256)])
-def test_hopper(compile_for: Compile, d: int) -> None:
+def test_kernels_compile_for_hopper(compile_for: Compile, d: int) -> None:
     found = compile_for(90, case(d, causal=True))
     apart = {"_dkdv_kernel again"} if d == 256 else set()
     assert found.keys() == {"_attention_fwd_kernel", "_delta_kernel", "_dkdv_kernel", "_dq_kernel"} | apart
@@ -108,14 +108,14 @@ def test_hopper(compile_for: Compile, d: int) -> None:
 
 
 @pytest.mark.parametrize("architecture", [80, slowly(89), 100, 120])
-def test_other_architectures(compile_for: Compile, architecture: int) -> None:
+def test_kernels_compile_for_other_architectures(compile_for: Compile, architecture: int) -> None:
     found = compile_for(architecture, case(64, causal=True), backward=False)
     check(found, architecture)
     assert f".sm_{architecture}" in found["_attention_fwd_kernel"].sass
 
 
 @pytest.mark.parametrize(("architecture", "wide"), [(90, True), slowly((80, True)), (89, False), slowly((100, False))])
-def test_float32_is_widened_where_float64_is_fast(compile_for: Compile, architecture: int, wide: bool) -> None:
+def test_float32_is_computed_in_float64_where_that_is_fast(compile_for: Compile, architecture: int, wide: bool) -> None:
     found = compile_for(architecture, case(64, causal=True, dtype=torch.float32, bias="BHQK"), backward=wide)
     check(found, architecture)
     for name, kernel in found.items():
@@ -124,7 +124,7 @@ def test_float32_is_widened_where_float64_is_fast(compile_for: Compile, architec
             assert kernel.spilled_bytes <= 64, name
 
 
-def test_dk_and_dv_of_a_wide_head_stay_together_where_sums_are_not_in_registers() -> None:
+def test_dk_and_dv_of_a_wide_head_share_a_pass_if_sums_are_not_in_registers() -> None:
     from tilegrad.kernels.attention.triton import tiles
 
     for band in (False, True):
@@ -132,7 +132,7 @@ def test_dk_and_dv_of_a_wide_head_stay_together_where_sums_are_not_in_registers(
         assert tiles.row((90, 16, 256, band)).dk is not None
 
 
-def test_a_tile_that_does_not_fit_makes_way_for_the_next(compile_for: Compile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_a_tile_does_not_fit_the_next_one_is_taken(compile_for: Compile, monkeypatch: pytest.MonkeyPatch) -> None:
     from tilegrad.kernels.attention.triton import fit, tiles
 
     own = tiles.row((90, 16, 64, True)).fwd
@@ -158,7 +158,7 @@ def test_the_whole_matrix(compile_for: Compile, architecture: int, d: int, causa
         check_tuned(found, d)
 
 
-WIDE = {  # spilled bytes of heads of 512 on Hopper: descriptors of shared memory, of which the forward's loop reads six again
+WIDE = {  # spilled bytes of heads of 512 on Hopper: descriptors of shared memory; the forward's loop reads six of them again
     "_attention_fwd_kernel": 56,
     "_dq_kernel": 48,
 }
@@ -166,7 +166,7 @@ WIDE = {  # spilled bytes of heads of 512 on Hopper: descriptors of shared memor
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", [80, 89, 90, 100, 120])
-def test_the_widest_head(compile_for: Compile, architecture: int) -> None:
+def test_the_widest_head_spills_only_descriptors(compile_for: Compile, architecture: int) -> None:
     found = compile_for(architecture, case(512, causal=True))
     check(found, architecture)
     for name, kernel in found.items():
@@ -180,8 +180,8 @@ SPILLED_WITH_INTERVALS = {(64, "_dkdv_kernel"): 64, (128, "_attention_fwd_kernel
 
 
 @pytest.mark.parametrize(("d", "backward"), [(64, False), slowly((64, True)), slowly((128, True))])
-def test_intervals(compile_for: Compile, d: int, backward: bool) -> None:
-    """Two kernels precede each kernel with products. Its loops hold a list's runs in registers, and still copy ahead."""
+def test_kernels_with_intervals_compile_for_hopper(compile_for: Compile, d: int, backward: bool) -> None:
+    """Two kernels precede each kernel with MMAs. Its loops hold the runs of a list in registers, and still prefetch."""
     found = compile_for(90, case(d, causal=True, intervals="h4"), backward=backward)
     check(found, 90)
     lists = {"_edges_kernel", "_list_kernel"}
@@ -197,13 +197,13 @@ def test_intervals(compile_for: Compile, d: int, backward: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", [80, 89, 100, 120])
-def test_intervals_elsewhere(compile_for: Compile, architecture: int) -> None:
+def test_kernels_with_intervals_compile_for_other_architectures(compile_for: Compile, architecture: int) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         check(compile_for(architecture, case(64, causal=True, intervals="2", dtype=dtype)), architecture)
 
 
 @pytest.mark.slow
-def test_every_feature_at_once(compile_for: Compile) -> None:
+def test_kernels_with_all_features_compile(compile_for: Compile) -> None:
     found = compile_for(
         90,
         case(
@@ -230,7 +230,7 @@ PREPARED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PREPARED)
-def test_the_face_passes_what_tritons_launcher_passes(
+def test_a_call_passes_the_arguments_of_tritons_launcher(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
 ) -> None:
     from triton.backends.compiler import GPUTarget

@@ -1,4 +1,4 @@
-"""The Triton kernels on a GPU, against the oracle:
+"""Compares the Triton kernels with the oracle on a GPU:
 
 ./tg test -m gpu -k triton_gpu --shapes 2000 --report found
 compute-sanitizer --tool racecheck python -m pytest -m gpu -k "triton_gpu and one_process"
@@ -21,7 +21,7 @@ import tilegrad
 pytest.importorskip("triton", reason="needs Triton")
 pytestmark = pytest.mark.gpu
 
-SANITIZED = 20  # shapes of the test for a sanitizer
+SANITIZED = 20  # number of shapes of the test for a sanitizer
 SANITIZED_T = 96
 
 
@@ -40,7 +40,7 @@ def check_specification(number: int, seeds: list[int]) -> Verdict:
 
 
 def compile_time(number: int) -> int:
-    """Roughly; to start with the longest."""
+    """A rough estimate, so that the longest start first."""
     of = specs()[number]
     return int(max(of["dims"])) * (4 if of["dtype"] == torch.float32 else 1) * (2 if of["bias"] else 1)
 
@@ -57,7 +57,7 @@ def test_random_shapes_agree_with_the_oracle(pytestconfig: pytest.Config) -> Non
 
 
 def test_one_process_runs_small_shapes_of_many_specifications() -> None:
-    """For a sanitizer, which watches one process. The oracle is on the CPU: its kernels would take all the time."""
+    """This test is for a sanitizer, which watches one process. The oracle runs on the CPU: its kernels would take too long."""
     every = specs()
     for n in range(SANITIZED):
         case = case_of(every[n * len(every) // SANITIZED], random.Random(n), "cuda", t=SANITIZED_T)
@@ -78,8 +78,8 @@ def test_repeats_are_bit_equal() -> None:
             assert all(torch.equal(first[name], again[name]) for name in first)
 
 
-def test_more_than_2_to_the_31_elements() -> None:
-    """B·H·T·D = 2³¹ + 2²⁰: the last head, beyond 32 bits, is what that head gives alone."""
+def test_tensors_may_have_more_than_2_to_the_31_elements() -> None:
+    """B·H·T·D = 2³¹ + 2²⁰: the last head, beyond 32 bits, has the results of a call with that head alone."""
     b, t, d = 8193, 2048, 128
     g = torch.Generator("cuda").manual_seed(0)
     q, k, v, do = (torch.randn(b, 1, t, d, generator=g, device="cuda", dtype=torch.bfloat16) for _ in range(4))
@@ -99,7 +99,7 @@ def test_more_than_2_to_the_31_elements() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(specs())))
-def test_shapes_of_a_specification(number: int) -> None:
-    """What the mutants run against (./tg mutants --gpu): one process, one specification after the other."""
+def test_shapes_of_a_specification_agree_with_the_oracle(number: int) -> None:
+    """The mutants run against this (./tg mutants --gpu): one process, one specification after the other."""
     for seed in range(4):
         check(number, 4 * number + seed)

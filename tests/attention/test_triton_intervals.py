@@ -1,6 +1,6 @@
 """Interval masks in the Triton kernels against the oracle, in Triton's interpreter: in a process of its own.
 
-The compiler's side is in test_triton_compile.py.
+test_triton_compile.py compiles the kernels.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ SQUARE = replace(BASE, tq=96, tk=96)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="is the interpreter")
-def test_in_the_interpreter() -> None:
+def test_these_tests_of_intervals_pass_in_the_interpreter() -> None:
     in_the_interpreter(__file__, "-k", "interpreted")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="is the interpreter")
-def test_more_in_the_interpreter() -> None:
+def test_more_of_these_tests_pass_in_the_interpreter() -> None:
     in_the_interpreter(__file__, "-k", "more_cases", "--slow")
 
 
 def rows(tq: int, tk: int, n: int, *runs: tuple[int, int, int, int]) -> Tensor:
-    """Empty intervals, but (first column, end, first row, end) for each of `runs`, in turn a first and a second interval."""
+    """Empty intervals except (first column, end, first row, end) for each of `runs`, in turn a first and a second interval."""
     x = torch.zeros(1, 1, tk, 2 * n, dtype=torch.int32)
     for i, (begin, end, first, last) in enumerate(runs):
         pair = 2 * (i % n)
@@ -49,7 +49,7 @@ def rows(tq: int, tk: int, n: int, *runs: tuple[int, int, int, int]) -> Tensor:
 
 
 def holes(tq: int, tk: int) -> Tensor:
-    """Every second tile of columns masked out whole, so that unmasked tiles have gaps, and a row that attends to nothing."""
+    """Masks out every second tile of columns, so that unmasked tiles have gaps. One row attends to nothing."""
     x = rows(tq, tk, 2, *((c, c + 16, 0, tq) for c in range(16, tk, 32) for _ in "ab"))
     x[..., 2:] = torch.tensor((tq // 2, tq // 2 + 1), dtype=torch.int32)
     return x
@@ -80,9 +80,9 @@ def call_of(case: Case, options: dict[str, Any], seed: int = 0) -> Call:
 
 
 def kinds(call: Call, m: int, n: int, b: int, h: int, *, columns: bool) -> Tensor:
-    """0: masked out whole by the band or by one interval; 1: every pair attends; 2: all others; (row tiles, column tiles).
+    """(row tiles, column tiles): 0 if the band or one interval masks the tile out, 1 if every pair attends, else 2.
 
-    A tile that is not full on the axis of the listed tiles is masked."""
+    A tile that is cut off on the axis of the listed tiles is masked."""
     sizes = sizes_of(call.q, call.k, call.v, call.mask)
     i, j = torch.arange(sizes.tq), torch.arange(sizes.tk)
     band = attends(call.mask, distance(i, j, sizes.tq, sizes.tk))
@@ -113,7 +113,7 @@ def listed(record: Tensor, most: int) -> tuple[list[int], list[int]]:
 def check_lists(
     monkeypatch: pytest.MonkeyPatch, most: int, calls: list[Call], tiles_: Sequence[tuple[int, int]]
 ) -> None:
-    """For both axes, with a band, and where a list has too few runs: then only masked tiles may be more."""
+    """Checks both axes, with a band, and lists with too few runs, which may only add masked tiles."""
     import triton.language as tl
 
     from tilegrad.kernels.attention.triton import intervals, launch, scores
@@ -121,7 +121,7 @@ def check_lists(
 
     for module in (intervals, launch, scores):
         monkeypatch.setattr(module, "MOST_RUNS", tl.constexpr(most))
-    monkeypatch.setattr(launch, "CHUNK", 4)  # several for a tile
+    monkeypatch.setattr(launch, "CHUNK", 4)  # a tile has several chunks
     reached = {"gone": 0, "unmasked": 0, "masked": 0, "too few runs": 0}
     for call, (m, n) in itertools.product(calls, tiles_):
         sizes = sizes_of(call.q, call.k, call.v, call.mask)
@@ -156,7 +156,7 @@ def check_lists(
 
 
 def holed_and_causal() -> Call:
-    """Unmasked tiles with gaps, those that the diagonal crosses and those after it."""
+    """Intervals with unmasked tiles and gaps, under a causal mask."""
     return call_of(replace(BASE, tq=130, tk=130), {"intervals": holes(130, 130), "causal": True})
 
 
@@ -169,7 +169,7 @@ def test_interpreted_lists_have_every_tile_once(monkeypatch: pytest.MonkeyPatch,
 @interpreted
 @pytest.mark.slow
 @pytest.mark.parametrize("most", [2, 32])
-def test_more_cases_of_lists(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+def test_more_cases_of_lists_have_every_tile_once(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     drawn = [build(replace(BASE, b=2, hkv=2, tk=130, intervals="bh4", causal=seed == 1), seed) for seed in range(2)]
     calls = [holed_and_causal(), *(call_of(*x) for x in (*MASKS.values(), *MORE.values())), *drawn]
     check_lists(monkeypatch, most, calls, ((32, 16), (16, 32)))
@@ -182,12 +182,12 @@ def check(case: Case, options: dict[str, Any]) -> None:
 
 @interpreted
 @pytest.mark.parametrize("name", MASKS)
-def test_interpreted_mask(name: str) -> None:
+def test_interpreted_mask_agrees_with_the_oracle(name: str) -> None:
     check(*MASKS[name])
 
 
 @interpreted
-def test_interpreted_every_option_with_intervals() -> None:
+def test_interpreted_intervals_with_every_option_agree_with_the_oracle() -> None:
     check(
         replace(
             BASE, tq=50, tk=45, d=5, dv=19, window=(40, 13), softcap=3.0, bias="hk", alibi="bh", sinks=True, dropout_p=0.2,
@@ -200,14 +200,14 @@ def test_interpreted_every_option_with_intervals() -> None:
 @interpreted
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MORE)
-def test_more_cases(name: str) -> None:
+def test_more_cases_agree_with_the_oracle(name: str) -> None:
     check(*MORE[name])
 
 
 @interpreted
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
-def test_more_cases_drawn(seed: int) -> None:
+def test_more_cases_of_random_intervals_agree_with_the_oracle(seed: int) -> None:
     kinds_of = ("2", "h2", "b4", "bh4")
     dtype = (torch.float32, torch.bfloat16)[seed % 2]
     case = replace(BASE, b=2, hkv=2, group=2, tq=70, dtype=dtype, causal=seed > 1, intervals=kinds_of[seed])
@@ -216,8 +216,8 @@ def test_more_cases_drawn(seed: int) -> None:
 
 
 @interpreted
-def test_interpreted_wide_heads_and_intervals() -> None:
-    """Head dimensions up to 512, dk and dv in separate passes."""
+def test_interpreted_wide_heads_with_intervals_agree_with_the_oracle() -> None:
+    """Head dimensions up to 512 compute dk and dv in separate passes."""
     from tilegrad.kernels.attention.triton import fit
 
     case = replace(BASE, tq=20, tk=36, d=300, dv=512, dtype=torch.bfloat16, causal=True, group=2)
@@ -233,7 +233,7 @@ def test_interpreted_wide_heads_and_intervals() -> None:
 
 @interpreted
 @pytest.mark.parametrize("what", ["a tile left out", "an interval not tested", "the gap forgotten"])
-def test_interpreted_canary(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+def test_interpreted_canary_wrong_intervals_are_seen(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     from tilegrad.kernels.attention.triton import backward, forward, scores
 
     if what == "a tile left out":

@@ -1,4 +1,4 @@
-"""The forward of an invariant problem in Triton: close to the oracle, and with the bits of attention over a cache.
+"""The forward of an invariant problem in Triton is close to the oracle and has the bits of attention over a cache.
 
 Without a GPU Triton interprets, in the process that test_triton.py starts. test_train_equals_generate.py has whole models on
 a GPU."""
@@ -31,14 +31,14 @@ pytest.importorskip("triton", reason="needs Triton")
 Options = dict[str, Any]
 CASES: dict[str, tuple[torch.dtype, int, int, int, Options]] = {  # dtype, Hq, Hkv, D, options
     "short window": (torch.bfloat16, 2, 1, 16, {"window": (17, None)}),
-    "every option": (  # row 128 has columns of three splits, and its window begins inside a tile
+    "every option": (  # row 128 has columns in three splits, and its window begins inside a tile
         torch.float32, 1, 1, 20,
         {"softcap": 2.0, "sinks": True, "alibi_slopes": True, "window": (77, None), "scale": -0.3},
     ),
     "wide head": (torch.bfloat16, 2, 1, 264, {}),
 }  # fmt: skip
-ROWS = (0, 63, 64, 128, 149)  # of the dense sequence, decoded
-PACKED, PACKED_ROWS = (3, 65, 82), (2, 3, 67, 68, 149)  # lengths of packed sequences, and rows
+ROWS = (0, 63, 64, 128, 149)  # decoded rows of the dense sequence
+PACKED, PACKED_ROWS = (3, 65, 82), (2, 3, 67, 68, 149)  # lengths of packed sequences, and their decoded rows
 
 
 def mask_of(hq: int, options: Options, device: str) -> Mask:
@@ -60,7 +60,7 @@ def trained(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, invariant: bool = Tr
 
 
 def decoded(q: Tensor, k: Tensor, v: Tensor, mask: Mask, rows: list[int], starts: list[int]) -> Tensor:
-    """Rows of packed q, k, v (total, H, D) as tokens of a batch, each after the others of its sequence."""
+    """Decodes rows of packed q, k, v (total, H, D) as the tokens of a batch, each after the earlier ones of its sequence."""
     (t, hkv, d), hq, many = k.shape, q.shape[1], len(rows)
     first = [max(start for start in starts if start <= n) for n in rows]
     caches = k.new_full((2, many, hkv, t, d), torch.nan)
@@ -78,7 +78,7 @@ def decoded(q: Tensor, k: Tensor, v: Tensor, mask: Mask, rows: list[int], starts
 
 @pytest.fixture
 def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float32 sums are float32 too: float64 sums, rounded to float32, would hide another order."""
+    """Sums of float32 are float32: float64 sums, rounded to float32, would hide a different order."""
     from tilegrad.kernels.attention.triton import fit, launch
     from tilegrad.kernels.cache_attention import triton_ops
 
@@ -106,8 +106,8 @@ def test_interpreted_a_decoded_row_has_the_bits_of_the_training_row(name: str) -
 
 @interpreted
 @pytest.mark.usefixtures("short_splits")
-def test_interpreted_dropout_bias_and_rows_without_columns() -> None:
-    """By the closeness rule."""
+def test_interpreted_dropout_bias_and_empty_rows_agree_with_the_oracle() -> None:
+    """They agree by the closeness rule."""
     q, k = randn(1, 1, 90, 16, dtype=torch.float32), randn(1, 1, 70, 16, dtype=torch.float32, seed=1)
     bias = randn(90, 70, dtype=torch.float32)
     for mask in (Mask(causal=True, dropout_p=0.3, seed=5), Mask(bias=bias), Mask(causal=True, window=(7, None))):
@@ -117,8 +117,8 @@ def test_interpreted_dropout_bias_and_rows_without_columns() -> None:
 
 @interpreted
 @pytest.mark.usefixtures("short_splits")
-def test_interpreted_other_bits_without_invariant() -> None:
-    """So the first test can fail."""
+def test_interpreted_bits_differ_without_invariant() -> None:
+    """This shows that the test of equal bits can fail."""
     x = randn(1, 1, 100, 16, dtype=torch.float32)
     assert not torch.equal(*(trained(x, x, x, Mask(causal=True), invariant=n)[0] for n in (False, True)))
 
@@ -139,8 +139,8 @@ ON_A_DEVICE: dict[str, tuple[int, int, int, Options]] = {  # Hq, Hkv, D, options
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", ON_A_DEVICE)
-def test_rows_on_a_device(name: str, dtype: torch.dtype) -> None:
-    """Every row of a sequence of 700 tokens, which are 3 splits; as one sequence, packed, and in batches of 700 and 3."""
+def test_decoded_rows_on_a_device_have_the_bits_of_training(name: str, dtype: torch.dtype) -> None:
+    """Every row of a sequence of 700 tokens in 3 splits: as one sequence, packed, and in batches of 700 and 3."""
     hq, hkv, d, options = ON_A_DEVICE[name]
     mask, t = mask_of(hq, options, "cuda"), 700
     q, k, v = (randn(t, h, d, dtype=dtype, seed=h + n).cuda() for n, h in enumerate((hq, hkv, hkv)))
@@ -161,7 +161,7 @@ def test_rows_on_a_device(name: str, dtype: torch.dtype) -> None:
 
 @contextmanager
 def kept(architecture: int, folder: Path) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
-    """After the block: resources, and Triton's code with layouts, by kernel."""
+    """After the block it has the resources and Triton's code with layouts of each kernel."""
     from triton.runtime.jit import JITFunction
 
     from tilegrad.kernels.attention.triton import fit
@@ -199,8 +199,10 @@ def kept(architecture: int, folder: Path) -> Iterator[tuple[dict[str, Any], dict
         slowly(("gemma", torch.float32)),
     ],
 )
-def test_both_kernels_add_in_one_order(architecture: int, name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """The same MMA instructions, and layouts in which rows are reduced; for sm_90 nothing spills."""
+def test_training_and_decoding_kernels_add_in_the_same_order(
+    architecture: int, name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """They have the same MMA instructions and the same layouts for row reductions. On sm_90 nothing spills."""
     from tilegrad.kernels.attention.triton import launch
     from tilegrad.kernels.cache_attention import Caches, triton_ops
 

@@ -1,7 +1,7 @@
-"""Every compiled kernel with every version of Triton that the kernels know, each in a process of its own.
+"""Compiles every kernel with every version of Triton that the kernels know, each in its own process.
 
-`--triton 3.9=FOLDER` names a folder with a version (`pip install --target FOLDER --no-deps triton==3.9.*`). One that is not
-named is installed so, for the session, and skipped where there is no network.
+`--triton 3.9=FOLDER` names a folder with a version (`pip install --target FOLDER --no-deps triton==3.9.*`). A
+version that is not named is installed like this for the session, and skipped where there is no network.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("triton", reason="needs Triton")
 TESTS = Path(__file__).parents[1]
 COMPILED = ["attention/test_hopper_compile.py", "attention/test_triton_compile.py", "ops/test_ops_triton_compile.py"]
-INSTALLED: dict[str, Path | str] = {}  # by version: where, or why not
+INSTALLED: dict[str, Path | str] = {}  # by version: the folder, or why there is none
 
 
 def folder_of(version: str, named: list[str], new: Path) -> Path | str:

@@ -29,7 +29,7 @@ from tilegrad.kernels import linear
 KERNELS = Path(kernels.__file__).parent
 Assign = Callable[[Any, str, Any], object]  # setattr, or a version of it that can be undone
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="run by test_in_the_interpreter")
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in a process of in_the_interpreter")
 
 
 def in_the_interpreter(*arguments: str) -> None:
