@@ -1,6 +1,6 @@
 """The timeline page of planned and managed memory: bytes alive over time, by kind of buffer.
 
-A `Span` is one value of a buffer, alive for first ≤ t < last in some unit of time. Spans of activations and managed
+A `Span` is one value of a buffer, which is alive for first ≤ t < last in some unit of time. Spans of activations and managed
 buffers are grouped by `BufferType`, spans of persistent roles by their role.
 """
 
@@ -31,13 +31,13 @@ class Span:
 
     @property
     def series(self) -> str:
-        """The legend entry and colour: the type, or the role of a persistent buffer."""
+        """The name in the legend, which has a colour: the type, or the role of a persistent buffer."""
         return self.role if self.role in _SERIES else self.type.value
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of a table: how many buffers, their bytes at the peak of the program, and the most at any moment."""
+    """One row of a table: the number of buffers, their bytes at the peak of the program, and their most bytes at any moment."""
 
     name: str
     buffers: int
@@ -46,8 +46,8 @@ class Row:
 
 
 def timeline_page(title: str, spans: Sequence[Span], *, unit: str, facts: Mapping[str, str]) -> str:
-    """A self-contained HTML page: bytes alive over time, stacked and coloured by type, with the peak marked, each
-    buffer named under the pointer, totals by type, and the largest buffers alive at the peak."""
+    """A self-contained HTML page: bytes alive over time, stacked and coloured by type, with the peak marked, the name of the
+    buffer under the pointer, totals by type, and the largest buffers alive at the peak."""
     moment, _ = peak_of(spans)
     alive = alive_at(spans, moment)
     when = f"op {moment:,.0f}" if unit == "op" else f"{moment:,.3f} {unit}"
@@ -76,7 +76,7 @@ def human(nbytes: int) -> str:
 
 
 def peak_of(spans: Iterable[Span]) -> tuple[float, int]:
-    """The first time at which the most bytes are alive, and those bytes."""
+    """(time, bytes): the first time at which the most bytes are alive, and how many these are."""
     change: dict[float, int] = {}
     for span in spans:
         change[span.first] = change.get(span.first, 0) + span.nbytes
@@ -139,7 +139,7 @@ def _largest(alive: Sequence[Span]) -> str:
 
 
 def _data(spans: Iterable[Span], unit: str) -> str:
-    """The spans with bytes and duration, in stacking order, column by column."""
+    """The spans that have bytes and a duration, in stacking order, as JSON with one array per column."""
     rank = {name: index for index, name in enumerate(_SERIES)}
     shown = [span for span in spans if span.nbytes and span.first < span.last]
     shown.sort(key=lambda span: (rank[span.series], span.first, -span.last, span.name))

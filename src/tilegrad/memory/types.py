@@ -1,4 +1,4 @@
-"""Types of planned and managed memory: what a buffer is for, and how that kind of buffer is used."""
+"""Types of buffers in planned and managed memory, and how a buffer of each type is used."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ class BufferType(StrEnum):
 
 
 class BufferStateError(RuntimeError):
-    """Misuse of a buffer: freed twice, not from this manager, of another type, or part of an autograd graph."""
+    """Misuse of a buffer: it was freed twice, is not from this manager, has another type, or is part of an autograd graph."""
 
 
 @dataclass(frozen=True, slots=True)
 class BufferConfig:
-    """How one type of buffer is used; `AttentionBufferManager` picks its strategy from this.
+    """How buffers of one type are used; `AttentionBufferManager` chooses its strategy by this.
 
-    typical_size_mb   in MiB; larger requests than twice this use the best-fit slab
-    reuse_frequency   high: 10 buffers cached per (type, device), and size classes below 1 MiB; medium, low: 5
-    lifetime          how long a buffer is in use; documentation only, has no effect
+    typical_size_mb   in MiB; requests for more than twice this size use the best-fit slab
+    reuse_frequency   high: 10 buffers cached per (type, device), and size classes below 1 MiB; medium, low: 5 buffers
+    lifetime          how long a buffer is in use; this is documentation only, and has no effect
     alignment         a power of two in bytes; None: the allocator's alignment (64 on CPU, 512 on CUDA)
     """
 

@@ -2,16 +2,16 @@
 
 Bytes:
 
-    reserved  =  in_use + cached + idle     real memory: rounding and slack included; idle: in a slab but in no buffer
-    live      =  in_use − slack             the bytes requested for the buffers in use
-    high_water  =  the largest value of live so far (at least 1 MiB), or what a learned pattern needs
+    reserved    =  in_use + cached + idle   real memory, with rounding and slack; idle bytes are in a slab but in no buffer
+    live        =  in_use − slack           the bytes requested for the buffers in use
+    high_water  =  the largest value of live so far (at least 1 MiB), or the bytes that a learned pattern needs
 
 A new buffer is made only after cached ones were dropped, least recently freed first, until reserved + new ≤ high_water.
 
-There is no lock and no running byte counter. A buffer is either in use (in `slots`; the caller owns its tensor) or
-cached (in `free` of its pool, together with its tensor). Each move between the two is one dict operation, which the
-interpreter does not interrupt. During a move the calling function has the only reference to the tensor. If that call is
-interrupted or its thread ends, the tensor and its bytes are freed. Byte counts are summed when they are requested.
+There is no lock, and no counter of bytes is kept up to date. A buffer is either in use (in `slots`; the caller owns its
+tensor) or cached (in `free` of its pool, together with its tensor). A buffer moves between the two by one dict operation, which
+the interpreter does not interrupt. During a move the calling function has the only reference to the tensor. If that call is
+interrupted or its thread ends, the tensor and its bytes are freed. Bytes are summed when a count is requested.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _NBYTES, _SLACK = attrgetter("nbytes"), attrgetter("slack")
 
 
 def one_device(device: torch.device | str) -> torch.device:
-    """Normalizes a device: "cuda" and torch.device("cuda") become cuda:<current>, "cpu:0" becomes cpu."""
+    """The normalized device: cuda:<current> for "cuda" and torch.device("cuda"), cpu for "cpu:0"."""
     given = torch.device(device)
     if given.type == "cpu":
         return _CPU
@@ -104,7 +104,7 @@ class BufferCache:
         self.strategies = strategies
         self.max_bytes = sys.maxsize if max_bytes is None else max_bytes
         self.bounded = max_bytes is not None
-        self.most_held = self.peak = self.clock = 0  # most_held: upper bound of in_use + cached
+        self.most_held = self.peak = self.clock = 0  # most_held: an upper bound of in_use + cached
         self.configs, self._reuse, self._pressure = configs, reuse, pressure
         self.preallocated = 0
         self._high_water, self._pattern_high_water = MIB, 0
@@ -114,7 +114,7 @@ class BufferCache:
     def free_list(
         self, type: BufferType | str, shape: Sequence[int] | int, dtype: torch.dtype, device: torch.device | str
     ) -> FreeList:
-        """The free list of a request. The arguments as the caller wrote them also become a key of it."""
+        """The free list of a request. The arguments in the caller's form also become a key of `free_lists`."""
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype: got {dtype!r}; accepted: a torch.dtype")
         key = Key(one_type(type), one_shape(shape), dtype, one_device(device))
@@ -128,7 +128,7 @@ class BufferCache:
         return free_list
 
     def find(self, free_list: FreeList) -> tuple[Slot, Tensor, bool]:
-        """A buffer for a free list without a cached buffer of its exact key, and whether it came from the cache."""
+        """(slot, tensor, whether they came from the cache): a buffer for a free list that has no buffer of its exact key."""
         pool = free_list.pool
         while (slot := self._best_fit(free_list)) is not None:
             tensor = self.claim(slot)
@@ -145,10 +145,10 @@ class BufferCache:
         return *self.make(free_list), False
 
     def claim(self, slot: Slot) -> Tensor | None:
-        """Takes a buffer out of the cache. None if another thread took it first."""
+        """Takes a buffer out of the cache. Returns None if another thread took it first."""
         tensor = slot.pool.free.pop(slot, None)
         if tensor is not None:
-            try:  # noqa: SIM105  `suppress` costs a microsecond
+            try:  # noqa: SIM105, because `suppress` takes a microsecond
                 slot.free_list.slots.remove(slot)
             except ValueError:  # a `deallocate` that was interrupted did not add it
                 pass
@@ -173,8 +173,9 @@ class BufferCache:
         return 10 if config.reuse_frequency == "high" else 5
 
     def _best_fit(self, free_list: FreeList) -> Slot | None:
-        """The smallest cached buffer with nbytes ≤ size ≤ 1.25 nbytes. If it would take the bytes in use past the high-water
-        mark, it is returned only if they pass it by at most 5 %, or if all slack in use is at most 5 % of the mark."""
+        """The smallest cached buffer with nbytes ≤ size ≤ 1.25 nbytes. If the bytes in use would then exceed the high-water
+        mark, the buffer is returned only if they exceed it by at most 5 %, or if all slack in use is at most 5 % of the
+        mark."""
         best, nbytes, least = None, free_list.nbytes, free_list.most
         for slot in list(free_list.pool.free):
             if nbytes <= slot.storage_bytes <= least:
@@ -204,7 +205,7 @@ class BufferCache:
         return in_use
 
     def make(self, free_list: FreeList, *, evict: bool = True) -> tuple[Slot, Tensor]:
-        """A buffer of new memory, neither in use nor cached. `evict`: first drop cached buffers to make room."""
+        """A buffer in new memory, neither in use nor cached. `evict`: first drop cached buffers to make room."""
         in_use = self.make_room(free_list.nbytes) if evict else self.in_use()
         pool = free_list.pool
         base, block = self.strategies.take(AllocationRequest(free_list.nbytes, pool.device, pool.config, pool.pinned))
@@ -284,7 +285,7 @@ class BufferCache:
         return min(first, key=lambda slot: slot.stamp, default=None)
 
     def _evict(self, slot: Slot | None) -> bool:
-        """Returns whether there was a buffer to evict."""
+        """Drops a buffer, and returns whether there was a buffer to drop."""
         if slot is None:
             return False
         if self._drop(slot):
@@ -300,7 +301,7 @@ class BufferCache:
         return True
 
     def quarantine(self, slot: Slot) -> None:
-        """The caller still references the bytes elsewhere: the cache forgets them and never hands them out again."""
+        """Forgets a buffer whose bytes the caller still references elsewhere. The cache never hands out these bytes again."""
         slot.pool.quarantined += 1
         self.slots.pop(slot.ident, None)
         slot.handle = None
@@ -312,7 +313,7 @@ class BufferCache:
             slot = handle.slot
             if slot.handle is handle:
                 with suppress(KeyError):
-                    if self.slots[slot.ident] is slot:  # no call, so no interrupt, before the next line
+                    if self.slots[slot.ident] is slot:  # there is no call, so no interrupt, before the next line
                         del self.slots[slot.ident]
                         gone.append(slot)
                 slot.handle = None
@@ -342,7 +343,8 @@ class BufferCache:
         self.trim()
 
     def follow(self, plan: Mapping[Key, int]) -> bool:
-        """Caches exactly a learned plan ({}: restores the normal limits). Returns False if the plan does not fit the limits."""
+        """Caches exactly the buffers of a learned plan; {} restores the normal limits. Returns False if the plan does not fit
+        the limits."""
         nbytes = sum(count * key.nbytes for key, count in plan.items())
         if nbytes > self.max_bytes or self.limits:
             plan = {}

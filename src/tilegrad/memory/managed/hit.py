@@ -1,7 +1,7 @@
-"""Fast path of the manager's cache hits in C++, if it was built. hit.cpp lists the calls that it handles. Without it
+"""The fast path of the manager's cache hits, in C++, if it was built. hit.cpp lists the calls that it handles. Without it
 the same calls run in manager.py with the same result and only take more host time.
 
-hit.cpp reads attributes at their offset in the object, so these classes have `__slots__`.
+hit.cpp reads attributes at their offset in the object, so the classes of the manager have `__slots__`.
 """
 
 from __future__ import annotations

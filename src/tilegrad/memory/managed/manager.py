@@ -1,11 +1,12 @@
 """`AttentionBufferManager`: allocates typed buffers and caches freed ones for reuse.
 
-    allocate    exact key cached → its tensor as it is;  another key of the size class → the same bytes, re-shaped;
-                else new memory from a strategy, after cached buffers were dropped to make room
-    deallocate  the caller is the only holder → cached;  otherwise → quarantined: forgotten, never handed out
+    allocate    a buffer of the same key is cached → its tensor, unchanged;
+                a buffer of another key has the right size → a tensor of the requested shape over the same bytes;
+                otherwise → new memory from a strategy, after cached buffers were dropped to make room
+    deallocate  only the caller references the buffer → cached;  otherwise → quarantined: forgotten, never handed out
 
 A cached buffer belongs to one (type, device). It serves every shape and dtype that needs between 1/1.25 of its size and
-all of it. Cached buffers are dropped, least recently freed first, before in use + cached passes the high-water mark,
+its whole size. Cached buffers are dropped, least recently freed first, before in use + cached exceeds the high-water mark,
 beyond `max_bytes`, beyond 10 (reuse high) or 5 buffers per (type, device), and under memory pressure.
 
 Threads share a manager without a lock, any call may be interrupted, and finalizers may free buffers: cache.py says how.
@@ -55,9 +56,9 @@ def default_device() -> torch.device:
 class AttentionBufferManager:
     """Allocates typed buffers and caches freed ones; the module docstring has the rules.
 
-    enable_preallocation   one buffer of each type's typical size is cached from the start
+    enable_preallocation   a buffer of the typical size of each type is cached from the start
     lightweight            no profiling, no stats per scope; using a freed tensor whose buffer was reused is not an error
-    debug                  freed buffers are filled with NaN or 0xCB, and `allocate` raises if one was written since
+    debug                  freed buffers are filled with NaN or 0xCB, and `allocate` raises if one was written afterwards
     pressure               device → the used share of its memory, in [0, 1]; see `tilegrad.memory.managed.pressure`
     """
 
@@ -128,7 +129,7 @@ class AttentionBufferManager:
 
     @classmethod
     def shared(cls, name: str) -> AttentionBufferManager:
-        """The process's tracked manager of that name, made on first use."""
+        """The tracked manager with this name, which the process shares. It is made on first use."""
         found = cls._shared.get(name)
         return cls._shared.setdefault(name, cls()) if found is None else found
 
@@ -153,7 +154,7 @@ class AttentionBufferManager:
         device: torch.device | str | None = None,
         zero_init: bool | None = None,
     ) -> Tensor:
-        """A contiguous buffer, uninitialised unless `zero_init`. zero_init=None uses the type's config."""
+        """A contiguous buffer, uninitialised unless `zero_init`. zero_init=None: as the config of the type says."""
         # Longer than 60 lines because a call of a helper function would take a tenth of the time of a hit.
         profile = self._profile
         began = 0 if profile is None else profile.now()
@@ -180,7 +181,7 @@ class AttentionBufferManager:
         else:  # no cached buffer of this key, or another thread took it first
             slot, tensor, hit = cache.find(free_list)
         tracked = self._tracked
-        own = slot.storage_object()  # keeps the storage at `cdata` alive
+        own = slot.storage_object()  # this reference keeps the storage at `cdata` alive
         if hit and (
             tensor.shape != free_list.shape
             or not tensor.is_contiguous()
@@ -255,7 +256,7 @@ class AttentionBufferManager:
         slot.stamp = cache.clock = clock = cache.clock + 1
         free = pool.free
         try:
-            del slots[ident]  # Python checks for interrupts only around calls: none comes before the next line
+            del slots[ident]  # Python checks for interrupts only around calls, so none comes before the next line
             free[slot] = tensor
         except KeyError:  # another thread freed it meanwhile
             raise self._not_in_use(tensor) from None
@@ -309,13 +310,14 @@ class AttentionBufferManager:
         self._cache.ready(wanted)
 
     def clear_cache(self, type: BufferType | None = None) -> None:
-        """Frees every cached buffer, or those of one type; buffers in use are untouched."""
+        """Frees every cached buffer, or every cached buffer of one type. Buffers in use stay unchanged."""
         only = None if type is None else one_type(type)
         self._reap()
         self._cache.clear(only)
 
     def end_iteration(self) -> None:
-        """Marks the end of an iteration. After three iterations alike, the buffers of the next one are cached in advance."""
+        """Marks the end of an iteration. After three iterations with the same allocations, the buffers for the next one are
+        cached in advance."""
         self._reap()
         events = self._events.copy()
         self._events.clear()
@@ -326,8 +328,8 @@ class AttentionBufferManager:
 
     @contextmanager
     def scope(self, module_name: str) -> Iterator[None]:
-        """Allocations inside the block are counted under this name, in the innermost scope only. The name "" means no
-        scope. A lightweight manager keeps no such counts."""
+        """In this context, allocations are counted under this name, in the innermost scope only. The name "" means no scope. A
+        lightweight manager keeps no counts per scope."""
         outer, here = self._open_scope(), Scope(module_name)
         try:
             self._scope.set((weakref.ref(here), outer) if here else None)
@@ -336,16 +338,16 @@ class AttentionBufferManager:
             self._scope.set(outer)
 
     def _open_scope(self) -> OpenScope | None:
-        """The innermost open scope. Skips scopes that an interrupt left open: their last reference is gone."""
+        """The innermost open scope. Skips scopes that an interrupt left open, which nothing references any more."""
         innermost = self._scope.get()
         while innermost is not None and innermost[0]() is None:
             innermost = innermost[1]
         return innermost
 
     def get_stats(self) -> dict[str, Any]:
-        """Counts and bytes. `bytes_reserved` = in use + cached + idle in slabs; `bytes_peak` is its maximum.
-        `bytes_live` is the requested bytes of the buffers in use; `preallocated_buffers` counts buffers made in
-        advance. `buffer_types` is an alias of `per_type`."""
+        """Counts and bytes. `bytes_reserved` = in use + cached + idle in slabs; `bytes_peak` is its maximum. `bytes_live` is
+        the sum of the requested bytes of the buffers in use; `preallocated_buffers` counts buffers made in advance.
+        `buffer_types` is an alias of `per_type`."""
         self._reap()
         scopes = {
             name: asdict(stats) | {"bytes_in_use": self._scope_bytes(name)}
@@ -362,12 +364,12 @@ class AttentionBufferManager:
         }
 
     def export_trace(self, path: str | Path) -> None:
-        """Writes every buffer's life as Chrome trace JSON (chrome://tracing, Perfetto)."""
+        """Writes the life of every buffer as Chrome trace JSON (chrome://tracing, Perfetto)."""
         trace = chrome_trace(self._profiled("export_trace"))
         Path(path).write_text(json.dumps(trace), encoding="utf-8")
 
     def export_html(self, path: str | Path) -> None:
-        """Writes every buffer's life as one self-contained HTML page."""
+        """Writes the life of every buffer as one self-contained HTML page."""
         page = lives_page(self._profiled("export_html"), self.get_stats())
         Path(path).write_text(page, encoding="utf-8")
 
@@ -383,11 +385,12 @@ class AttentionBufferManager:
                 self._profile.end(slot, began_ns=None)
 
     def _look_again(self, slot: Slot, tensor: Tensor, *, named: bool) -> tuple[Slot, Tensor, bool]:
-        """The buffer to hand out instead of a suspect cached one, and whether it is from the cache.
+        """(slot, tensor, whether they came from the cache): the buffer to hand out after a check of a suspect cached buffer.
 
-        If its bytes moved (a resize_ that grew), or something referenced them after it was freed, it is quarantined and
-        a new one is made. If a variable still refers to its tensor, a new tensor over the same bytes is returned, so
-        that a second free of the old tensor is an error. A changed shape or stride (resize_, t_) is undone."""
+        If the bytes of the cached buffer moved (a resize_ that grew), or something references them after the free, the buffer
+        is quarantined and a new one is made. `named`: a variable still refers to its tensor. Then a new tensor over the same
+        bytes is returned, so that a second free of the old tensor is an error. A changed shape or stride (resize_, t_) is
+        undone."""
         cache = self._cache
         if self._debug:
             cache.check_poison(slot, tensor)
@@ -449,7 +452,7 @@ def create_attention_buffer_manager(
 
 
 def use_fast_path() -> None:
-    """Installs the C++ fast path for cache hits, if it was built."""
+    """Installs the C++ fast path of cache hits, if it was built."""
     install_fast_path(AttentionBufferManager, BufferCache, FreeList, Pool, Slot, cpu=_CPU)
 
 

@@ -1,4 +1,4 @@
-"""The kernel's NUMA policy calls, without libnuma: bind a range of memory to a node, and query its node.
+"""System calls for NUMA policies, without libnuma: bind a range of memory to a node, and query the node of a range.
 
 mbind(addr, len, MPOL_BIND, {node})        pages of the range may only come from that node
 get_mempolicy(addr, MPOL_F_ADDR)           the policy of the range around addr, even before a page of it is touched
@@ -24,7 +24,7 @@ _SYSCALLS = {
 
 
 def nodes(sys_root: Path = Path("/sys")) -> list[int]:
-    """The nodes that have memory; [0] where the kernel does not say."""
+    """The nodes that have memory; [0] if the kernel does not list them."""
     for name in ("has_memory", "online"):
         file = sys_root / "devices/system/node" / name
         if file.is_file():
@@ -76,7 +76,7 @@ def bind(address: int, nbytes: int, node: int) -> None:
 
 
 def bound_nodes(address: int) -> list[int]:
-    """The nodes that the memory at `address` is bound to; [] if its policy is not MPOL_BIND."""
+    """The nodes to which the memory at `address` is bound; [] if its policy is not MPOL_BIND."""
     mode, mask = ctypes.c_int(), _NodeMask()
     _syscall(
         "get_mempolicy",

@@ -1,11 +1,11 @@
-"""Learning what one iteration allocates.
+"""The pattern of allocations in one iteration, learned from earlier iterations.
 
-An iteration is a sequence of events (key, +1) and (key, −1). For the next iteration two numbers per key matter: how
-many buffers were taken, and the most that were in use at once beyond those in use at the start:
+An iteration is a sequence of events (key, +1) and (key, −1). Two numbers per key matter for the next iteration: how many
+buffers were taken, and how many were in use at once at most, without those in use at the start:
 
     peak(key) = max over time of Σ ±1
 
-Iterations are alike when both numbers agree for every key. After `ALIKE` such iterations, peak(key) buffers are cached.
+Iterations are alike if both numbers agree for every key. After `ALIKE` such iterations, peak(key) buffers are cached.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ALIKE = 3
 
 
 def demand(events: Iterable[tuple[Key, int]]) -> dict[Key, tuple[int, int]]:
-    """Per key (taken, peak), for the keys taken at least once."""
+    """key → (taken, peak), for the keys that were taken at least once."""
     taken: dict[Key, int] = {}
     held: dict[Key, int] = {}
     peak: dict[Key, int] = {}
@@ -32,7 +32,8 @@ def demand(events: Iterable[tuple[Key, int]]) -> dict[Key, tuple[int, int]]:
 
 
 class PatternLearner(Generic[Key]):
-    """`plan` maps each key to the buffers to cache in advance; {} until enough iterations in a row were alike."""
+    """`plan` maps each key to the number of buffers to cache in advance. It is {} until enough iterations in a row were
+    alike."""
 
     def __init__(self) -> None:
         self.alike = 0
@@ -41,7 +42,7 @@ class PatternLearner(Generic[Key]):
         self._last: dict[Key, tuple[int, int]] = {}
 
     def observe(self, seen: dict[Key, tuple[int, int]]) -> None:
-        """Takes one iteration's demand; {} breaks any pattern."""
+        """Adds the `demand` of one iteration. {} breaks any pattern."""
         if seen and seen == self._last:
             self.alike += 1
         else:

@@ -1,8 +1,9 @@
-"""Memory pressure: how full a device is, and how much may be cached on it.
+"""Memory pressure: how full the memory of a device is, and how much may be cached on it.
 
-A pressure source maps a device to the used share of the memory it may use, in [0, 1]. On a CPU the default source takes the
-largest share among the machine (/proc/meminfo) and the control groups above this process (versions 1 and 2; reclaimable page
-cache counts as free). On CUDA it uses `mem_get_info`; memory that torch has reserved but does not use counts as free.
+A pressure source maps a device to the used share, in [0, 1], of the memory that this process may use there. On a CPU the
+default source returns the largest share among the machine (/proc/meminfo) and the control groups above this process (versions 1
+and 2; reclaimable page cache counts as free). On CUDA it uses `mem_get_info`; memory that torch has reserved but does not use
+counts as free.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def memory_pressure(device: torch.device, root: Path = Path("/")) -> float:
 
 
 def memory_limit(device: torch.device, root: Path = Path("/")) -> int | None:
-    """Total memory of a device for this process: the machine's, or the limit of the smallest control group. None if unknown."""
+    """Total memory of a device for this process: that of the machine, or the smallest limit of a control group. None if
+    unknown."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     if device.type != "cpu":
@@ -42,7 +44,7 @@ def memory_limit(device: torch.device, root: Path = Path("/")) -> int | None:
 
 
 def memory_available(device: torch.device, root: Path = Path("/")) -> int | None:
-    """Free memory of a device for this process now: of the machine, or of the fullest control group. None if unknown."""
+    """Free memory of a device for this process now: that of the machine, or of the fullest control group. None if unknown."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + unused
@@ -94,9 +96,10 @@ def _machine(root: Path) -> Iterator[tuple[int, int]]:
 
 
 class AdaptiveLimit:
-    """Limit of the cached bytes of a device: halves at pressure ≥ 0.85, 0 at ≥ 0.95, doubles again at ≤ 0.70.
+    """The limit of the cached bytes of a device. It halves at pressure ≥ 0.85, is 0 at ≥ 0.95, and doubles again at ≤ 0.70.
 
-    `max_bytes` is None while there is no pressure, and again once doubling reaches the bytes cached when it began.
+    `max_bytes` is None until there is pressure, and again once doubling reaches the bytes that were cached at the first
+    pressure.
     """
 
     def __init__(self) -> None:

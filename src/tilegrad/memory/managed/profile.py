@@ -1,7 +1,7 @@
-"""What a manager reports: counts and bytes of its cache. With profiling also totals per type and the life of each
-buffer, as a Chrome trace and as an HTML page.
+"""Reports of a manager: counts and bytes of its cache. With profiling also totals per type, and the life of each buffer as a
+Chrome trace and as an HTML page.
 
-Times are nanoseconds of `time.perf_counter_ns`, since the profile was created.
+Times are in nanoseconds since the profile was created, by `time.perf_counter_ns`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ScopeStats:
 
 @dataclass(slots=True)
 class TypeProfile:
-    """time_ns: spent inside allocate and deallocate; lifetime_ns: summed over the buffers that came back or died."""
+    """time_ns: time in allocate and deallocate; lifetime_ns: sum of the lifetimes of buffers that were freed or dropped."""
 
     count: int = 0
     bytes: int = 0
@@ -54,7 +54,7 @@ class TypeProfile:
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """One buffer from its allocation to its end; `last_ns` is None while it is in use."""
+    """The life of one buffer, from its allocation to its end; `last_ns` is None while the buffer is in use."""
 
     type: BufferType
     label: str
@@ -83,7 +83,8 @@ class Profile:
         row.time_ns += self.now() - began_ns
 
     def end(self, slot: object, *, began_ns: int | None) -> None:
-        """Ends the life of a buffer: deallocated (began_ns: when that call began) or dropped by its last holder (None)."""
+        """Ends the life of a buffer. began_ns: when the call of `deallocate` began; None: nothing referenced the buffer any
+        more."""
         life = self._open.pop(slot, None)
         if life is None:  # an interrupted call ended it already
             return
@@ -116,7 +117,8 @@ class Profile:
 
 
 def chrome_trace(profile: Profile) -> dict[str, object]:
-    """The trace event format: one row per type with each buffer's life, and the bytes in use per type as counters."""
+    """The profile in the trace event format: one row per type with the lives of its buffers, and the bytes in use per type as
+    counters."""
     now = profile.now()
     rows = {type: index for index, type in enumerate(BufferType, start=1)}
     events: list[dict[str, object]] = [
@@ -149,7 +151,7 @@ def chrome_trace(profile: Profile) -> dict[str, object]:
 
 
 def lives_page(profile: Profile, stats: Mapping[str, Any]) -> str:
-    """Every buffer's life as one self-contained HTML page."""
+    """The life of every buffer as one self-contained HTML page."""
     now, lives = profile.now(), profile.lives()
     spans = [
         Span(
@@ -178,7 +180,7 @@ def lives_page(profile: Profile, stats: Mapping[str, Any]) -> str:
 
 
 def cache_stats(cache: BufferCache, profile: Profile | None) -> dict[str, Any]:
-    """Counts and bytes, total and per type."""
+    """Counts and bytes, in total and per type."""
     pools = list(cache.pools.values())
     in_use = cache.in_use()
     per_type = {str(type): _type_stats(cache, type, profile) for type in BufferType}

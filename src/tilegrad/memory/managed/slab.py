@@ -1,11 +1,11 @@
-"""Slabs: one region of memory cut into blocks, each with a storage of its own.
+"""Slabs: regions of memory that are cut into blocks, each with a storage of its own.
 
-A block is a uint8 tensor over part of its region whose *storage* is only that part. So the storage's use count says who
-still references this block, not the slab. On CPU a region is reserved address space: a page takes memory once it is
-written, and a freed block returns its whole pages to the system (MADV_DONTNEED). Otherwise (CUDA, pinned) a region is
-one real allocation, kept until its last block is freed.
+A block is a uint8 tensor over a part of its region, and its *storage* has only this part. So the use count of the storage says
+whether something still references this block, not the slab. On a CPU a region is reserved address space: a page takes memory
+once it is written, and a freed block returns its whole pages to the system (MADV_DONTNEED). Otherwise (CUDA, pinned) a region
+is one real allocation, which is kept until its last block is freed.
 
-`idle_bytes` are bytes that a slab has from the system but that are in no block: the manager counts them as reserved.
+`idle_bytes` are bytes that a slab has from the system but that are in no block. The manager counts them as reserved.
 """
 
 from __future__ import annotations
@@ -46,12 +46,13 @@ def round_up(n: int, multiple: int) -> int:
 
 
 def own_storage(part: Tensor) -> Tensor:
-    """A tensor over the same memory as the uint8 view `part`, with a storage of exactly its bytes; keeps that memory alive."""
+    """A tensor over the same memory as the uint8 view `part`, with a storage of exactly these bytes. It keeps the memory
+    alive."""
     return from_dlpack(part)
 
 
 class Region:
-    """One range of memory: on-demand pages for plain CPU memory, else one allocation."""
+    """One range of memory: pages on demand for CPU memory that is not pinned, else one allocation."""
 
     def __init__(self, device: torch.device, nbytes: int, *, pinned: bool) -> None:
         self.nbytes = nbytes
@@ -70,7 +71,8 @@ class Region:
         return own_storage(self._bytes[offset : offset + nbytes])
 
     def kept(self, offset: int, nbytes: int) -> int:
-        """Bytes of [offset, offset + nbytes) that `release` cannot return: all, or the ends that share a page."""
+        """The number of bytes of [offset, offset + nbytes) that `release` cannot return: all of them, or the ends that share a
+        page with other blocks."""
         if not self.lazy:
             return nbytes
         first, last = round_up(offset, mmap.PAGESIZE), (offset + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -112,7 +114,8 @@ class Region:
         self.layout = (*blocks[:at], *blocks[at + 1 :]), around
 
     def idle_bytes(self) -> int:
-        """Bytes held from the system in no block. After the last block a lazy region has no written page."""
+        """Bytes that the region has from the system but that are in no block. A lazy region without blocks has no written
+        page."""
         if not self.lazy:
             return sum(last - first for first, last in self.gaps)
         return sum(self.kept(first, last - first) for first, last in self.gaps if last < self.nbytes)
@@ -123,8 +126,8 @@ class Region:
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """Bytes that a strategy gave to the manager; `nbytes` includes rounding. A block of a slab is taken while its
-    storage lives."""
+    """Bytes that a strategy gave to the manager; `nbytes` includes rounding. A block of a slab is in use as long as its storage
+    exists."""
 
     strategy: str
     nbytes: int
@@ -141,8 +144,8 @@ _WHOLE_PAGES_FROM = 1 << 16
 
 
 def size_class(nbytes: int) -> int:
-    """The smallest class ≥ nbytes, wasting under 1/16: multiples of 64 bytes up to 1 KiB, then 32 classes per doubling;
-    from 64 KiB on also whole pages, which a lazy region can return."""
+    """The smallest size class ≥ nbytes, which wastes under 1/16: multiples of 64 bytes up to 1 KiB, then 32 classes per
+    doubling. From 64 KiB on a class is also a multiple of a page, because a lazy region can return whole pages."""
     if nbytes <= 1024:
         return max(64, round_up(nbytes, 64))
     step = max(64, 1 << ((nbytes - 1).bit_length() - 6))
@@ -150,15 +153,17 @@ def size_class(nbytes: int) -> int:
 
 
 def _dead(blocks: tuple[Block, ...]) -> list[Block]:
-    """The blocks whose storage is dead. Evaluated in C alone, because another thread could see a reference held by Python."""
+    """The blocks whose storage is dead. Only C code runs here, because another thread could count a reference of Python
+    code."""
     return list(compress(blocks, map(_IS_NONE, map(call, map(_STORAGE, blocks)))))
 
 
 class Slab:
     """Blocks cut from the smallest gap that fits.
 
-    The only state is the layout of each region, replaced by one assignment, and a block ends with its storage. So nothing needs
-    to be undone after an interrupt: the next `sweep` finds the blocks without references. The caller runs one change at a time.
+    The only state is the layout of each region, which one assignment replaces, and a block ends with its storage. So nothing
+    needs to be undone after an interrupt: the next `sweep` finds the blocks without references. The caller runs one change at a
+    time.
     """
 
     strategy: ClassVar[str]
@@ -214,7 +219,7 @@ class Slab:
         return sum(region.idle_bytes() for region in list(self.regions))
 
     def fragmentation(self) -> tuple[int, int]:
-        """(bytes in holes below the highest block, bytes up to that block), over all regions."""
+        """(bytes in holes below the highest block, bytes up to the end of this block), summed over all regions."""
         taken = [region.blocks for region in list(self.regions)]
         extent = sum(blocks[-1].end for blocks in taken if blocks)
         return extent - sum(block.nbytes for blocks in taken for block in blocks), extent
@@ -243,8 +248,9 @@ class BestFitSlab(Slab):
 class Exclusive:
     """Runs one function at a time among all threads.
 
-    It uses no lock that an interrupt could leave locked: `Context.run` enters, calls and leaves in C, and refuses a context
-    that is already entered. A forked child uses new contexts, because the thread inside the old one may not exist there.
+    It uses no lock, which an interrupt could leave locked. Instead `Context.run` enters a context, calls the function and
+    leaves the context in C, and raises if the context is already entered. A forked child uses new contexts, because the thread
+    that entered the old one may not exist there.
     """
 
     def __init__(self) -> None:
@@ -259,7 +265,7 @@ class Exclusive:
                 return context.run(self._own, partial(act, *args))
             except RuntimeError as error:
                 if error.__traceback__ is None or error.__traceback__.tb_next is not None:
-                    raise  # raised by `act`: a refusal by the context has no frame below this one
+                    raise  # `act` raised it: an error of the context itself has no frame below this one
                 if self._owner == get_ident():
                     raise Nested from None
             time.sleep(_LOOK_AGAIN_S)

@@ -1,7 +1,7 @@
 """One buffer of the manager, in use or cached: its bytes, its tensor, and whether anything else references them.
 
-A slot has only a weak reference to its tensor. The caller owns the tensor while the buffer is in use, the pool while it
-is cached. Three counts say whether anything else references a buffer when it is freed:
+A slot has only a weak reference to its tensor. The caller owns the tensor while the buffer is in use, the pool owns it while
+the buffer is cached. Three counts say whether anything else references a buffer when it is freed:
 
     tensor._use_count()        graphs that saved it, DLPack exports, views (through `_base`)
     the storage's use count    aliases: views, detach(), numpy()
@@ -67,8 +67,8 @@ class Pool:
 
 
 class FreeList:
-    """The cached buffers of one exact key. This list is only a hint: a buffer is cached if the pool's `free` has it, and
-    `free` may have buffers that this list lacks. `took` and `gave` are the key's events for pattern learning."""
+    """The cached buffers of one exact key. This list is only a hint: a buffer is cached if it is in `free` of the pool, which
+    may have buffers that this list lacks. `took` and `gave` are the events of this key for pattern learning."""
 
     __slots__ = ("dtype", "gave", "key", "most", "nbytes", "pool", "shape", "slots", "took")
 
@@ -90,14 +90,15 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def shaped(storage: torch.UntypedStorage, key: Key) -> Tensor:
-    """A contiguous tensor from the storage's first byte on. It is not a view, and works in and out of inference mode."""
+    """A contiguous tensor from the first byte of the storage on. It is not a view, and works in and out of inference mode."""
     with torch.inference_mode(mode=False), torch.no_grad():
         tensor = torch.empty(0, dtype=key.dtype, device=key.device)
         return tensor.set_(storage, 0, key.shape, contiguous_strides(key.shape))
 
 
 def detach_storage(tensor: Tensor) -> None:
-    """Replaces a freed tensor's storage, so that a variable that still refers to the tensor keeps no bytes of the buffer."""
+    """Replaces the storage of a freed tensor, so that a variable that still refers to the tensor keeps no bytes of the
+    buffer."""
     tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
 
@@ -140,24 +141,24 @@ class Slot:
         self.handle: Handle | None = None
 
     def learn_alone(self) -> None:
-        """Records the counts that mean 'no other reference'; called once, while one tensor has the bytes."""
+        """Records the counts that mean "no other reference". Called once, while only one tensor has the bytes."""
         own = self.storage_object()
         self.storage_refs, self.alone = references(own), storage_use_count(self.cdata)
 
     def watch(self, tensor: Tensor, dropped: Callable[[Handle], object]) -> None:
-        """Makes this the slot's tensor. `dropped` is called with the handle when the tensor dies."""
+        """Makes `tensor` the tensor of this slot. `dropped` is called with its handle when the tensor dies."""
         handle = Handle(tensor, dropped)
         handle.slot = self
         self.ident, self.handle = id(tensor), handle
 
     def is_dying(self, tensor: Tensor) -> bool:
-        """Whether a finalizer frees this slot's tensor after the garbage collector cleared the slot's weak reference, as
-        it does before it calls the finalizers of a cycle. The buffer then counts as dropped."""
+        """Whether a finalizer frees the tensor of this slot after the garbage collector has cleared the weak reference to it.
+        The collector clears weak references before it calls the finalizers of a cycle. The buffer then counts as dropped."""
         return self.handle is not None and self.handle() is None and tensor.untyped_storage() is self.storage_object()
 
     def held_elsewhere(self, tensor: Tensor) -> bool:
-        """Whether anything but a variable references the bytes; `allocate` and `deallocate` inline this for speed."""
-        own = self.storage_object()  # keeps the storage at `cdata` alive
+        """Whether anything but a variable references the bytes. `allocate` and `deallocate` inline this function for speed."""
+        own = self.storage_object()  # this reference keeps the storage at `cdata` alive
         return (
             own is None
             or use_count(tensor) != 1
@@ -166,7 +167,7 @@ class Slot:
         )
 
     def moved(self, tensor: Tensor) -> bool:
-        """Whether the tensor no longer starts at the address it was given."""
+        """Whether the tensor no longer begins at the address of its buffer."""
         return tensor.data_ptr() != self.ptr
 
     def restore_layout(self, tensor: Tensor) -> None:
@@ -176,7 +177,7 @@ class Slot:
             tensor.set_(tensor.untyped_storage(), 0, shape, contiguous_strides(shape))
 
     def retarget(self, old: Tensor, free_list: FreeList) -> Tensor:
-        """The tensor with another shape or dtype over the same bytes: the same object, or a new one that must be watched."""
+        """A tensor of another shape or dtype over the same bytes: `old` itself, or a new object, which must be watched."""
         same_dtype = free_list.dtype is self.free_list.dtype
         self.free_list, self.slack = free_list, self.nbytes - free_list.nbytes
         if same_dtype and not old.requires_grad:
@@ -192,7 +193,7 @@ class Slot:
             tensor.fill_(float("nan"))
 
     def check_poison(self, tensor: Tensor) -> None:
-        """Raises if a byte changed since the buffer was freed."""
+        """Raises if a byte has changed since the buffer was freed."""
         if self.poison is None:
             return
         raw, dtype = self._raw(tensor), self.poison
@@ -217,14 +218,14 @@ class Slot:
         )
 
     def mark_freed(self) -> None:
-        """Records an event after this stream's work on the buffer."""
+        """Records an event after the work of the current stream on the buffer."""
         stream = torch.cuda.current_stream(self.pool.device)
         event = torch.cuda.Event()
         event.record(stream)
         self.freed = (stream, event)
 
     def await_freed(self, tensor: Tensor) -> None:
-        """Makes the current stream wait for the stream that freed the buffer, if it is another one."""
+        """Makes the current stream wait for the stream that freed the buffer, if it is another stream."""
         assert self.freed is not None
         stream, event = self.freed
         current = torch.cuda.current_stream(self.pool.device)

@@ -1,4 +1,4 @@
-"""The four ways to obtain a buffer's bytes; the first that applies is used.
+"""The four ways to obtain the bytes of a buffer; the first that applies is used.
 
 bucketed         < 1 MiB, reuse high           a size class of one slab
 numa_aware       > 16 MiB, CPU, > 1 node       pages bound to the calling thread's node, verified by get_mempolicy
@@ -38,7 +38,7 @@ class AllocationRequest:
 
     @property
     def sliceable(self) -> bool:
-        """Whether memory of this device can be cut into blocks with their own storages."""
+        """Whether memory of this device can be cut into blocks with storages of their own."""
         return self.device.type in ("cpu", "cuda")
 
 
@@ -83,7 +83,8 @@ class Bucketed(_Slabs):
 
 
 class NumaAware:
-    """One region per buffer, bound to the calling thread's node. If the kernel refuses, warns and is not used again."""
+    """One region per buffer, bound to the node of the calling thread. If the kernel refuses, this strategy warns and is not
+    used again."""
 
     def __init__(self, nodes: Callable[[], Sequence[int]] = numa.nodes, *, min_nodes: int = 2) -> None:
         self._usable = numa.supported() and len(nodes()) >= min_nodes
@@ -118,7 +119,7 @@ class FragmentAware(_Slabs):
         return request.nbytes > 2 * request.config.typical_size_mb * MIB and request.sliceable
 
     def fragmentation(self) -> float:
-        """Share of the slabs' extent that is holes between blocks, from 0 (none) to 1."""
+        """The share of holes between blocks in the slabs, from 0 (no holes) to 1."""
         parts = [slab.fragmentation() for slab in self._slabs.values()]
         extent = sum(extent for _, extent in parts)
         return sum(holes for holes, _ in parts) / extent if extent else 0.0

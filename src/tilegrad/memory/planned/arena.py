@@ -1,12 +1,12 @@
-"""A planned program's memory: one allocation per role, and every buffer a view of one.
+"""The memory of a planned program: one allocation (arena) per role. Every buffer is a view of an arena.
 
-`plan_memory` computes the arenas of a trace. Buffers of a persistent role follow each other in the order of
-declaration, so params, grads and each optimizer moment of one model have the same layout. `flat` is a handle over a
-range of such buffers, for example a bucket of gradients. Activations share addresses if their live ranges allow.
-`Arenas` then allocates exactly `peak_bytes`.
+`plan_memory` computes the arenas of a trace. Buffers of a persistent role follow each other in the order of declaration, so
+params, grads and each optimizer moment of one model have the same layout. `flat` is a handle over a range of such buffers, for
+example a bucket of gradients. Activations share addresses if their live ranges allow it. `Arenas` then allocates exactly
+`peak_bytes`.
 
-To check a plan, `Arenas.poison` before a step and `poison_dead` during it overwrite every byte without a live value. If
-that changes the result of the step, a live range in the plan is wrong.
+To check a plan, `Arenas.poison` before a step and `poison_dead` during the step overwrite every byte without a live value. If
+this changes the result of the step, a live range in the plan is wrong.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from .plan import Plan, Request, plan
 from .trace import Call, FlatHandle, Handle, Observe, Trace, handles, watch_streams
 
 _POISON_FLOAT = 0xFF  # all ones is a NaN in every IEEE-like format
-_POISON_INT = 0xCB  # out of range as an index, rare as a value
+_POISON_INT = 0xCB  # an integer of these bytes is out of range as an index, and rare as a value
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The size and layout of all arenas, before any is allocated."""
+    """The size and layout of all arenas. Nothing is allocated."""
 
     trace: Trace
     arenas: Mapping[Role, Plan]
@@ -36,18 +36,19 @@ class MemoryPlan:
 
     @property
     def peak_bytes(self) -> int:
-        """The sum of all arenas: the bytes allocated as long as they exist."""
+        """The sum of the sizes of all arenas, which `Arenas` allocates."""
         return sum(arena.arena_bytes for arena in self.arenas.values())
 
 
 def alignment(device: torch.device) -> int:
-    """Every offset in an arena on this device is a multiple of this many bytes."""
+    """The alignment of arenas on this device: every offset is a multiple of this many bytes."""
     return 256 if device.type == "cuda" else 64
 
 
 def _room(buffer: Handle) -> int:
-    """Bytes of a persistent buffer in its arena. On CUDA a multiple of 128 elements, so that float32 parameters and
-    their bfloat16 copies have the same layout in elements and one kernel writes both. On a CPU `multiple` does that."""
+    """Bytes of a persistent buffer in its arena. On CUDA this is a multiple of 128 elements, so that float32 parameters and
+    their bfloat16 copies have the same layout in elements and one kernel writes both. On a CPU, `multiple` gives them the same
+    layout."""
     step = (128 if buffer.device.type == "cuda" else buffer.multiple) * buffer.dtype.itemsize
     return -(-buffer.nbytes // step) * step
 
@@ -76,7 +77,7 @@ def flat(name: str, buffers: Sequence[Handle]) -> FlatHandle:
 
 
 def plan_memory(trace: Trace, *, align: int | None = None, share: bool = True) -> MemoryPlan:
-    """One plan for each role in the trace. `align` defaults to 64 bytes, on CUDA to 256."""
+    """The plan of an arena for each role in the trace. `align` defaults to 64 bytes, on CUDA to 256."""
     devices = {handle.device for handle in trace.handles.values()}
     if len(devices) > 1:
         raise ValueError(
@@ -124,7 +125,7 @@ class Arenas:
         return sum(allocation.untyped_storage().nbytes() for allocation in self.bytes.values())
 
     def view(self, handle: Handle) -> torch.Tensor | Handle:
-        """The tensor of a planned buffer. A handle that the program never used has no memory and is returned as it is."""
+        """The tensor of a planned buffer. A handle that the program never used has no memory and is returned unchanged."""
         arena = self.plan.arenas.get(handle.role)
         if arena is None or any(buffer.name not in arena.offsets for buffer in handles(handle)):
             return handle
@@ -168,8 +169,8 @@ class Arenas:
 
 @contextmanager
 def poison_dead(arenas: Arenas, observe: Observe) -> Iterator[None]:
-    """After each op inside the block, overwrites every value whose live range ends there. Run the whole traced program,
-    bound to `arenas`, inside. Raises if its ops differ from the trace."""
+    """In this context, after each op, every value whose live range ends at this op is overwritten. Run the whole traced
+    program, bound to `arenas`, in the context. Raises if the ops differ from the trace."""
     trace = arenas.plan.trace
     ending: dict[int, list[Handle]] = {}
     for handle in trace.handles.values():

@@ -2,15 +2,15 @@
 
 A request is a buffer of `nbytes` that is alive during `live`, inclusive ranges of op indices. It keeps one address for
 all of its ranges. With L = max over t of Σ nbytes alive at t (`lower_bound`), no arena is smaller than L. With several
-ranges even the optimum may be larger: a, b, c alive in pairs but never all three still need three addresses. The
-optimum is NP-hard to find, so `plan` packs greedily in several orders and keeps the best result:
+ranges even the optimum may be larger than L: if a, b and c are alive in pairs, but never all three at once, they still need
+three addresses. The optimum is NP-hard to find, so `plan` packs greedily in several orders and keeps the best result:
 
-    pack      in the given order, each request into the lowest (or the tightest) gap between the conflicting ones
-    orders    by area, size, duration, breadth and first use: different measures of what is hard to place
+    pack      place each request, in the given order, into the lowest (or the tightest) gap between conflicting requests
+    orders    sort by area, size, duration, breadth and first use: different measures of what is hard to place
     repair    move a request that ended on top, or a random one, earlier in the order; keep the result unless it is worse
 
-The search stops at the bound, or when its work (requests² per pass) is used up, never by the clock: the same requests
-give the same plan on every machine. Standard library only.
+The search stops at the bound, or when its work (requests² per pass) is used up, never after a time. So the same requests give
+the same plan on every machine. This module uses only the standard library.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from itertools import accumulate, chain, compress
 from operator import or_, xor
 from types import MappingProxyType
 
-_WORK = 20_000_000  # work limit of one plan, in requests² summed over passes: about a second
+_WORK = 20_000_000  # the most work of one plan, in requests² summed over passes: about a second
 _REPAIRS = 20  # passes of repair for each percent above the bound
-_STRIDE = 64  # moments per precomputed union of live items
+_STRIDE = 64  # moments for each precomputed union of live items
 _BOOLS = bytes.maketrans(b"01", b"\0\1")
 
 
@@ -50,8 +50,8 @@ class Plan:
 def plan(requests: Iterable[Request], *, align: int = 64, share: bool = True) -> Plan:
     """Offsets, multiples of `align`, such that requests alive at the same op never overlap.
 
-    `share=False` gives each request its own bytes, in the order given. This is the layout of buffers that live for the
-    whole program, and for activations the baseline without sharing.
+    `share=False` gives each request bytes of its own, in the given order. Buffers that live for the whole program have this
+    layout. For activations it is the baseline without sharing.
     """
     requests = tuple(requests)
     _check(requests, align)
@@ -117,14 +117,15 @@ def _check(requests: Sequence[Request], align: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """A request as the packer sees it: padded size, and as bits of an int the items that are ever alive with it."""
+    """A request in the form that `_pack` needs: its padded size, and the items that are ever alive with it, as bits of an
+    int."""
 
     index: int
     size: int
     conflicts: int
     first: int
     duration: int
-    breadth: int  # the most bytes of all items at any moment of its life
+    breadth: int  # the most bytes that all items have at one moment of its life
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +154,8 @@ def _search(requests: Sequence[Request], align: int) -> list[int]:
 
 
 def _items(requests: Sequence[Request], align: int) -> tuple[list[_Item], int]:
-    """The packer's items, and the most padded bytes alive at once. If two values are ever alive together, they are
-    at the moment when one of them begins, so only those moments are compared."""
+    """The items to pack, and the most padded bytes alive at once. If two values are ever alive together, they are alive
+    together when one of them begins, so only the moments at which a value begins are compared."""
     sizes = [_round_up(request.nbytes, align) for request in requests]
     begins = sorted({first for request in requests for first, _ in request.live})
     spans = [[(bisect_left(begins, first), bisect_right(begins, last)) for first, last in r.live] for r in requests]
@@ -182,7 +183,7 @@ def _items(requests: Sequence[Request], align: int) -> tuple[list[_Item], int]:
 
 
 def _orders(items: Sequence[_Item]) -> Iterator[tuple[list[_Item], bool]]:
-    """Orders to pack in, the most promising first, each with the lowest and with the tightest gap (True)."""
+    """(order, tightest) to pack with, the most promising first: each order with the lowest and with the tightest gap."""
     for order in (
         sorted(items, key=lambda i: (-i.size, -i.duration, i.index)),
         sorted(items, key=lambda i: (-i.size * i.duration, -i.size, i.index)),
@@ -228,7 +229,7 @@ def _pack(order: list[_Item], *, tightest: bool, below: int | None = None) -> _P
 
 
 def _repair(best: _Packing, bound: int, passes: int) -> _Packing:
-    """Seeded local search over orders. In even passes an item that ends at the top is placed earlier, in odd ones any."""
+    """Seeded local search over orders. Even passes place an item that ends at the top earlier, odd passes a random item."""
     chance = random.Random(0)
     for iteration in range(passes):
         if best.top == bound:

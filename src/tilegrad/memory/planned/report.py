@@ -1,7 +1,7 @@
-"""How much memory a planned program needs, and when: as text, as data, and as an HTML page.
+"""A report of how much memory a planned program needs at each moment: as text, as data, and as an HTML page.
 
-`peak_bytes` is the sum of all arenas, which is allocated. `max_live_bytes` is the most bytes with a live value at one
-op. The difference is alignment and packing loss.
+`peak_bytes` is the sum of all arenas, which is allocated. `max_live_bytes` is the largest number of bytes that have a live
+value at one op. The difference is alignment and packing loss.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ class MemoryReport:
     device: str
     peak_bytes: int
     max_live_bytes: int
-    unshared_bytes: int  # the allocation if no two buffers shared an address
+    unshared_bytes: int  # the bytes that would be allocated if no two buffers shared an address
     ops: int
     peak_op: int
     peak_op_name: str
-    roles: tuple[Row, ...]  # at_most_bytes is the size of the role's arena
-    types: tuple[Row, ...]  # activations only
+    roles: tuple[Row, ...]  # at_most_bytes is the size of the arena of the role
+    types: tuple[Row, ...]  # types of activations only
     layers: tuple[Row, ...]
-    alive: tuple[Span, ...]  # at the peak, the largest first
+    alive: tuple[Span, ...]  # the buffers alive at the peak, the largest first
     spans: tuple[Span, ...]
     beside: tuple[tuple[str, int], ...] = ()  # (library, bytes that it allocates outside the arenas)
 
@@ -35,7 +35,7 @@ class MemoryReport:
         return self.unshared_bytes - self.peak_bytes
 
     def table(self) -> str:
-        """Plain text, aligned, with sizes in human units and in bytes."""
+        """Plain text in aligned columns, with sizes in human units and in bytes."""
         share = self.saved_bytes / self.unshared_bytes if self.unshared_bytes else 0.0
         return "\n".join(
             (

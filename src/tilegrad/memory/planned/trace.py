@@ -1,7 +1,7 @@
-"""Runs a program on handles to find the live range of each buffer: when its value is still needed.
+"""Runs a program on handles to find the live ranges of each buffer: the ops between which its value is needed.
 
 The plan comes from a trace of the program, not from a second description of it. `trace` runs the functions that later
-train, with handles in place of tensors. The observe hook reports each op as a call with `name`, `reads`, `writes` and
+train, with handles instead of tensors. The observe hook reports each op as a call with `name`, `reads`, `writes` and
 `accumulates`. A live range [first, last] of op indices is the life of one value, by these rules:
 
     read          the value is needed until here; reading what was never written is an error
@@ -9,9 +9,9 @@ train, with handles in place of tensors. The observe hook reports each op as a c
     accumulate    a read and a write: the value continues, as with an op that works in place
     persistent    params, frozen, grads, optimizer, cache and inputs keep their value for the whole program
     flat handle   counts as every buffer that it spans
-    side stream   what an op on it reads or writes stays alive until the program waits for the stream
+    side stream   buffers that its ops read or write stay alive until the program waits for the stream
 
-An op overwrites the whole of an output. An op that writes only a part of it must declare it as accumulated.
+An op overwrites the whole of an output. An op that writes only a part of an output must declare it as accumulated.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Handle:
     layer: str = ""
     device: torch.device = _CPU
     pitch: int | None = None
-    multiple: int = 1  # in a persistent arena, room for a multiple of this many elements
+    multiple: int = 1  # a persistent arena has room for a multiple of this many elements
 
     def __post_init__(self) -> None:
         if self.pitch is not None and (len(self.shape) != 2 or self.pitch < self.shape[1]):
@@ -79,7 +79,8 @@ class Handle:
 @dataclass(frozen=True, slots=True)
 class FlatHandle(Handle):
     """One flat range over adjacent persistent buffers of one dtype, with alignment padding between them. `starts` are the
-    buffers' first elements. `arena.flat` makes one; `part` makes a slice that begins `skipped` elements into the range."""
+    positions of the first elements of the buffers. `arena.flat` makes a flat handle; `part` makes a slice of it, which begins
+    `skipped` elements into the range."""
 
     buffers: tuple[Handle, ...] = ()
     starts: tuple[int, ...] = ()
@@ -110,7 +111,8 @@ Observe = Callable[[Callable[[Any], None]], AbstractContextManager[None]]
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """`ops` in the order they ran, the buffers by name in order of first use, and the live ranges of each."""
+    """`ops` in the order in which they ran, the buffers by name in the order of their first use, and the live ranges of
+    each."""
 
     ops: tuple[str, ...]
     handles: Mapping[str, Handle]
@@ -121,8 +123,8 @@ class Trace:
 
 
 def trace(program: Callable[[], object], observe: Observe, tree: object = ()) -> Trace:
-    """Runs `program` on handles. Persistent handles in `tree` are included even if the program does not use them. They
-    come first, in their order in `tree`: the arenas then have parameters and gradients in the order of declaration."""
+    """Runs `program` on handles. Persistent handles in `tree` are included even if the program does not use them. They come
+    first, in the order of `tree`, so that the arenas have parameters and gradients in the order of declaration."""
     recorder = _Recorder()
     for handle in handles(tree):
         if handle.role != "activations":
@@ -144,7 +146,7 @@ def handles(tree: object) -> Iterator[Handle]:
 
 
 def bind(tree: T, view: Callable[[Handle], object]) -> T:
-    """The same tree with `view(handle)` in place of each handle. Subtrees without a handle are not copied."""
+    """The same tree with `view(handle)` instead of each handle. Subtrees without a handle are not copied."""
     if isinstance(tree, Handle):
         return view(tree)  # type: ignore[return-value]
     old = _children(tree)
@@ -176,7 +178,7 @@ _streams: ContextVar[Callable[[str, str], None] | None] = ContextVar("tilegrad_s
 
 @contextmanager
 def watch_streams(mark: Callable[[str, str], None]) -> Iterator[None]:
-    """Report "start", "issued" and "wait" with the name of the side stream to `mark`."""
+    """In this context, `mark` is called with "start", "issued" or "wait" and the name of the side stream."""
     token = _streams.set(mark)
     try:
         yield
@@ -186,8 +188,8 @@ def watch_streams(mark: Callable[[str, str], None]) -> Iterator[None]:
 
 @contextmanager
 def start(stream: str) -> Iterator[None]:
-    """Ops called inside run on a side stream, after everything called before. This only marks the trace. With real
-    tensors it does nothing: the op chooses its stream itself."""
+    """Ops in this context run on a side stream, after all ops called before. This only marks the trace. With real tensors it
+    does nothing, because the op chooses its stream itself."""
     mark = _streams.get()
     if mark:
         mark("start", stream)
@@ -197,7 +199,7 @@ def start(stream: str) -> Iterator[None]:
 
 
 def wait(stream: str) -> None:
-    """Later ops run after all ops started on the side stream. Like `start`, this only marks the trace."""
+    """Later ops run after all ops that were started on the side stream. Like `start`, this only marks the trace."""
     mark = _streams.get()
     if mark:
         mark("wait", stream)
@@ -213,7 +215,9 @@ class _Recorder:
         self.handles: dict[str, Handle] = {}
         self.live: dict[str, list[list[int]]] = {}
         self.stream: str | None = None
-        self.in_flight: dict[str, dict[str, bool]] = {}  # side stream → buffers it touches → whether it writes them
+        self.in_flight: dict[
+            str, dict[str, bool]
+        ] = {}  # side stream → buffer that it touches → whether it writes the buffer
 
     def declare(self, handle: Handle) -> None:
         known = self.handles.setdefault(handle.name, handle)
@@ -232,7 +236,7 @@ class _Recorder:
         written = {handle.name for handle in handles(call.writes)}
         self._check_streams(call.name, read, written)
         touched = self.in_flight[self.stream] if self.stream is not None else {}
-        extended = read | (written & touched.keys())  # what a side stream has touched is alive until the wait
+        extended = read | (written & touched.keys())  # buffers that a side stream has touched are alive until the wait
         for name in sorted(extended):
             self._extend(name, call.name)
         for name in sorted(written - extended):
