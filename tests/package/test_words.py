@@ -51,7 +51,13 @@ IN_PROSE = {  # what to say instead → the habit, in comments, strings and page
 HEADLESS = re.compile(r"\S.*  (?:#|//) of\b")  # a comment after code that begins with "of": of which noun?
 HEADED = (
     *("src/tilegrad/functional/", "src/tilegrad/kernels/", "src/tilegrad/masks.py"),
-    *("src/tilegrad/data/", "src/tilegrad/engine/", "src/tilegrad/training/"),
+    *(
+        "src/tilegrad/data/",
+        "src/tilegrad/engine/",
+        "src/tilegrad/memory/",
+        "src/tilegrad/pretrained/",
+        "src/tilegrad/training/",
+    ),
 )
 ACCEPTS_NOTHING = re.compile(r"accepted:\s*(?:[;)]|$)")
 IN_RESULTS = {

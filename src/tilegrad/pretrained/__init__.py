@@ -1,1 +1,1 @@
-"""Weights of Hugging Face folders and GGUF files, in and out."""
+"""Import and export of weights: Hugging Face folders and GGUF files."""

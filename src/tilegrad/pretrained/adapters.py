@@ -1,11 +1,12 @@
 """Low-rank adapters (model/lora.py) as PEFT saves them: adapter_model.safetensors and adapter_config.json. PEFT is not needed.
 
-    adapter = open_adapter(folder, source)      rank, alpha and layers; what the engine does not support is an error
-    adapter.load(params)                        every name, shape and dtype is checked before anything is written
-    write_adapter(folder, params, …)            a folder that PEFT loads, whole or not at all
+    adapter = open_adapter(folder, source)      reads rank, alpha and layers; raises if the engine does not support them
+    adapter.load(params)                        checks every name, shape and dtype before it writes a parameter
+    write_adapter(folder, params, …)            writes a folder that PEFT loads, whole or not at all
     merge(params, adapters, …)                  W += s B A, for a model without adapters
 
-PEFT has an A for each adapted layer; ours are stacked by input. Files are opened by the rules of untrusted.py.
+PEFT has an A for each adapted layer. In tilegrad the A of all layers with the same input are stacked in one tensor. Files are
+opened by the rules of text/untrusted.py.
 """
 
 from __future__ import annotations
@@ -31,25 +32,31 @@ from .weights import STORED_DTYPES, Weights, new_folder
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _KEY = re.compile(rf"{re.escape(_PREFIX)}(.+)\.lora_([AB])\.weight")
-_IGNORED = {  # options of PEFT that do not change what the tensors compute
+_IGNORED = {  # options of PEFT that do not change what the adapters compute
     *("auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "exclude_modules", "fan_in_fan_out"),
     *("inference_mode", "layers_pattern", "megatron_core", "peft_version", "qalora_group_size", "revision"),
     "target_modules",
 }
-_INITS = (True, False, "gaussian", "orthogonal", "eva")  # init_lora_weights that leave the base weights as they are
+_INITS = (
+    True,
+    False,
+    "gaussian",
+    "orthogonal",
+    "eva",
+)  # values of init_lora_weights that do not change the base weights
 _NEUTRAL: tuple[object, ...] = (None, False, {}, [])  # an option with this value is not used
 
 
 class Place(NamedTuple):
-    """One A or B in PEFT's file, and the rows of our tensor that it fills."""
+    """An A or B in PEFT's file, and the rows of the tensor in tilegrad that it fills. `theirs` and `ours` are the names."""
 
     theirs: str
     ours: str
-    rows: slice  # of our tensor
+    rows: slice  # rows of the tensor in tilegrad
 
 
 def places(kind: str, config: ModelConfig, lora: LoraConfig) -> Iterator[Place]:
-    """A and B of every adapted layer, in PEFT's names and in ours."""
+    """The A and B of every adapted layer, with their names in PEFT and in tilegrad."""
     for i in range(config.n_layer):
         for adapter in adapter_parts(config, lora):
             for n, part in enumerate(adapter.widths):
@@ -60,7 +67,7 @@ def places(kind: str, config: ModelConfig, lora: LoraConfig) -> Iterator[Place]:
 
 
 def adapter_shapes(config: ModelConfig, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
-    """The shape of every adapter, by our names."""
+    """The shape of every adapter, by its name in tilegrad."""
     found: dict[str, tuple[int, ...]] = {}
     for i in range(config.n_layer):
         for adapter in adapter_parts(config, lora):
@@ -82,7 +89,7 @@ def merge(params: Mapping[str, Tensor], adapters: Mapping[str, Tensor], config: 
 
 
 def _weight(params: Mapping[str, Tensor], config: ModelConfig, branch: str, part: str) -> Tensor:
-    """The weight (width, Cin) of a part: a parameter of its own, or rows of qkv or of up_gate."""
+    """The weight (width, Cin) of a part, which is a whole parameter, or rows of qkv or up_gate."""
     if f"{branch}.{part}.weight" in params:
         return params[f"{branch}.{part}.weight"]
     layer, parts = ("qkv", tuple("qkv")) if part in "qkv" else ("up_gate", ("up", "gate"))
@@ -93,7 +100,7 @@ def _weight(params: Mapping[str, Tensor], config: ModelConfig, branch: str, part
 
 
 def _module(kind: str, part: str, block: int) -> str:
-    """transformers' name of a linear layer: model.layers.0.self_attn.q_proj"""
+    """The name of a linear layer in transformers, such as model.layers.0.self_attn.q_proj."""
     branch = "attn" if part in GROUPS["attention"] else "ffn"
     (name,) = FAMILIES[kind][f"blocks.{{i}}.{branch}.{part}.{{p}}"]
     return name.format(i=block, p="weight").removesuffix(".weight")
@@ -101,15 +108,15 @@ def _module(kind: str, part: str, block: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AdapterFile:
-    """A folder of PEFT's adapters. Its configuration and its tensors' names have been read, its tensors have not."""
+    """A folder of PEFT's adapters. Its configuration and the names of its tensors have been read, its tensors have not."""
 
     file: Path
-    kind: str  # of the base weights
+    kind: str  # family of the base weights
     config: ModelConfig
     lora: LoraConfig
 
     def load(self, params: Mapping[str, Tensor]) -> None:
-        """Copy into the adapters among `params` (our names → tensors of any device and dtype)."""
+        """Copy the file into the adapters among `params` (names in tilegrad → tensors of any device and dtype)."""
         self.check(params)
         with open_tensors(self.file) as opened:
             for place in places(self.kind, self.config, self.lora):
@@ -132,7 +139,8 @@ class AdapterFile:
                     )
 
     def read(self) -> dict[str, Tensor]:
-        """All adapters by our names, in float32. Nothing is allocated before names, shapes and dtypes are checked."""
+        """All adapters by their names in tilegrad, in float32. Names, shapes and dtypes are checked before anything is
+        allocated."""
         shapes = adapter_shapes(self.config, self.lora)
         self.check({name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
         params = {name: torch.empty(shape) for name, shape in shapes.items()}
@@ -141,7 +149,7 @@ class AdapterFile:
 
 
 def open_adapter(folder: Path, base: Weights) -> AdapterFile:
-    """PEFT's adapters for these base weights. Options that change what is computed are refused by name."""
+    """PEFT's adapters for these base weights. Raises for options that change what the adapters compute, and names them."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such folder; accepted: a folder with {CONFIG} and {TENSORS}")
     path = file_in(folder, CONFIG)
@@ -169,7 +177,8 @@ def open_adapter(folder: Path, base: Weights) -> AdapterFile:
 
 
 def _settings(content: Mapping[str, object]) -> tuple[int, float, float]:
-    """(rank, alpha, dropout) of an adapter_config.json. With use_rslora PEFT's s is α / √r: then alpha here is α · √r."""
+    """(rank, alpha, dropout) of an adapter_config.json. With use_rslora, s is lora_alpha / √r in PEFT. Here s is always
+    alpha / r, so alpha is lora_alpha · √r."""
     unused = {"bias": ("none",), "task_type": (None, "CAUSAL_LM"), "init_lora_weights": _INITS, "peft_type": ("LORA",)}
     read = {"r", "lora_alpha", "lora_dropout", "use_rslora"}
     for name, value in content.items():
@@ -193,7 +202,7 @@ def _settings(content: Mapping[str, object]) -> tuple[int, float, float]:
 
 
 def _layers(file: Path, names: set[str], base: Weights) -> str | tuple[str, ...]:
-    """Which layers the tensors adapt. Every block must have the same ones."""
+    """The layers that the tensors adapt, which must be the same in every block."""
     parts = [part for adapter in adapter_parts(base.config, LoraConfig()) for part in adapter.widths]
     known = {_module(base.kind, part, i): part for i in range(base.config.n_layer) for part in parts}
     found: set[str] = set()
@@ -225,7 +234,7 @@ def adapter_json(kind: str, config: ModelConfig, lora: LoraConfig, base: str) ->
     return {
         "base_model_name_or_path": base,
         "bias": "none",
-        "fan_in_fan_out": kind == "gpt2",  # GPT-2's layers are Conv1D
+        "fan_in_fan_out": kind == "gpt2",  # because the linear layers of GPT-2 are Conv1D
         "inference_mode": True,
         "init_lora_weights": True,
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
@@ -241,8 +250,8 @@ def adapter_json(kind: str, config: ModelConfig, lora: LoraConfig, base: str) ->
 
 
 def _targets(kind: str, config: ModelConfig, lora: LoraConfig) -> list[str]:
-    """target_modules: the last part of each adapted module's name. GPT-2 has two modules c_proj; if only one is adapted, its
-    parent's name is included."""
+    """target_modules: the last part of the name of each adapted module. GPT-2 has two modules named c_proj in a block; if only
+    one of them is adapted, the name of its parent is included."""
     chosen = [part for adapter in adapter_parts(config, lora) for part in adapter.widths]
     every = [part for adapter in adapter_parts(config, LoraConfig()) for part in adapter.widths]
     ends = {part: _module(kind, part, 0).split(".")[-2:] for part in every}

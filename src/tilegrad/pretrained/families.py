@@ -1,7 +1,6 @@
-"""Families of Hugging Face models (GPT-2, Llama, Mistral, Qwen2, Qwen3): names of tensors and config.json, to and from a
-ModelConfig.
+"""Families of Hugging Face models (GPT-2, Llama, Mistral, Qwen2, Qwen3): names of tensors, and config.json ↔ ModelConfig.
 
-A table maps each of our tensors to the Hugging Face tensors that are stacked in it; GPT-2's matrices are transposed
+A table maps each tensor of tilegrad to the Hugging Face tensors that are stacked in it. The matrices of GPT-2 are transposed
 (Conv1D). The type of each value in a config.json is checked, and null counts as missing.
 """
 
@@ -18,7 +17,7 @@ from ..model.config import LIMITS, ModelConfig
 from ..text.untrusted import shown
 
 Config = Mapping[str, object]  # config.json, or a part of it
-Names = Mapping[str, tuple[str, ...]]  # our name → their names, stacked; {i} is a block, {p} is weight or bias
+Names = Mapping[str, tuple[str, ...]]  # tilegrad's name → Hugging Face names; {i} is a block, {p} is weight or bias
 T = TypeVar("T")
 
 _ATTENTION, _FFN = "model.layers.{i}.self_attn.", "model.layers.{i}.mlp."
@@ -52,7 +51,7 @@ _LLAMAS = ("Llama", "Mistral", "Qwen2", "Qwen3")
 _ROPE = {"factor": "factor", "original_max_position_embeddings": "original"}
 FAMILIES: Mapping[str, Names] = {"gpt2": GPT2, **{name.lower(): LLAMA for name in _LLAMAS}}
 CLASSES = {"gpt2": "GPT2LMHeadModel"} | {name.lower(): f"{name}ForCausalLM" for name in _LLAMAS}
-_ROPE_KEYS: dict[str, dict[str, str]] = {  # type → key of theirs → field of RopeScaling
+_ROPE_KEYS: dict[str, dict[str, str]] = {  # type → Hugging Face key → field of RopeScaling
     "default": {},
     "linear": {"factor": "factor"},
     "llama3": {**_ROPE, "low_freq_factor": "low", "high_freq_factor": "high"},
@@ -63,14 +62,14 @@ _TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 
 
 def heights(config: ModelConfig, layer: str) -> list[int]:
-    """The rows of each part of a layer that is several of theirs: qkv or up_gate."""
+    """The number of rows of each part of a layer that is several layers in Hugging Face: qkv or up_gate."""
     if layer == "up_gate":
         return [config.ffn] * 2
     return [heads * config.head_dim for heads in (config.n_head, config.kv_heads, config.kv_heads)]
 
 
 def theirs(kind: str, tensors: Mapping[str, Tensor], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """Our tensors or gradients under their Hugging Face names, as views."""
+    """The tensors or gradients of tilegrad under their Hugging Face names, as views."""
     for ours, x in tensors.items():
         parts = ours.split(".")
         i, p = parts[1] if parts[0] == "blocks" else "", parts[-1]
@@ -96,7 +95,7 @@ def _refuse(what: str, requirements: Mapping[str, Requirement]) -> None:
 
 
 def config_of(origin: Config) -> ModelConfig:
-    """The model that a config.json describes; what the engine does not support is an error."""
+    """The model that a config.json describes. Raises if the engine does not support it."""
     kind = origin.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ValueError(f"model_type: got {shown(kind)}; accepted: {', '.join(map(repr, FAMILIES))}")
@@ -104,7 +103,8 @@ def config_of(origin: Config) -> ModelConfig:
 
 
 def _value(c: Config, name: str, kind: type[T], accepted: str, default: T | None) -> T:
-    """A value of type `kind`. If it is null or missing it is `default`; default=None makes that an error."""
+    """The value of a key, of type `kind`. If it is null or missing, `default` is returned, or if that is None, ValueError is
+    raised."""
     value = c.get(name)
     if value is None and default is not None:
         return default
@@ -135,7 +135,7 @@ def _bool(c: Config, name: str, *, default: bool = False) -> bool:
 
 
 def _layers(c: Config, name: str) -> int:
-    """The number of layers, checked before anything is made for each of them."""
+    """The number of layers, checked before any object is made for each of them."""
     count = _int(c, name)
     if not 1 <= count <= LIMITS["n_layer"]:
         raise ValueError(f"{name}: got {shown(count)}; accepted: 1 … {LIMITS['n_layer']}")
@@ -218,12 +218,12 @@ def _llama(c: Config, kind: str) -> ModelConfig:
 
 
 def _rope(c: Config) -> Config:
-    """rope_parameters, or rope_scaling in older files."""
+    """The value of rope_parameters, or that of rope_scaling in older files."""
     return next(filter(None, (_value(c, n, dict, "an object", {}) for n in ("rope_parameters", "rope_scaling"))), {})
 
 
 def _scaling(rope: Config, block_size: int) -> tuple[RopeScaling | None, bool]:
-    """(scaling, whether the engine supports it)."""
+    """(scaling, whether the engine supports it)"""
     kind = rope.get("rope_type", rope.get("type", "default"))
     keys = {name for name, value in rope.items() if value is not None}
     keys -= {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
@@ -237,7 +237,7 @@ def _scaling(rope: Config, block_size: int) -> tuple[RopeScaling | None, bool]:
 
 
 def _windows(c: Config, kind: str, layers: int) -> tuple[int | None, list[str]]:
-    """(window, the type of attention of each layer)."""
+    """(window, type of attention of each layer)"""
     window = _maybe_int(c, "sliding_window")
     if kind == "llama" or kind.startswith("qwen") and not _bool(c, "use_sliding_window"):
         window = None
@@ -251,7 +251,7 @@ def _windows(c: Config, kind: str, layers: int) -> tuple[int | None, list[str]]:
 
 
 def config_json(c: ModelConfig, dtype: torch.dtype) -> dict[str, object]:
-    """The config.json of the family that this model belongs to; an error names what no family has."""
+    """The config.json of the family to which this model belongs. If no family has such a model, the error says why."""
     biases = [c.bias if own is None else own for own in (c.qkv_bias, c.proj_bias, c.ffn_bias)]
     is_gpt2 = (c.activation, c.norm, c.position) == ("gelu", "layernorm", "learned")
     kind, own = _gpt2_json(c, biases) if is_gpt2 else _llama_json(c, biases)
@@ -287,7 +287,7 @@ def _gpt2_json(c: ModelConfig, biases: list[bool]) -> tuple[str, dict[str, objec
 
 
 def _llama_json(c: ModelConfig, biases: list[bool]) -> tuple[str, dict[str, object]]:
-    """The kind is Llama, Mistral, Qwen2 or Qwen3."""
+    """(kind, config.json) of a model that is a Llama, Mistral, Qwen2 or Qwen3."""
     qkv, proj, ffn = biases
     kind = "qwen3" if c.qk_norm else "qwen2" if biases == [True, False, False] else "mistral" if c.window else "llama"
     has_biases = {"qwen3": qkv == proj and not ffn, "qwen2": True, "mistral": not any(biases), "llama": qkv == proj}

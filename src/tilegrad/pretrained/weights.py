@@ -1,11 +1,12 @@
-"""Read and write folders of Hugging Face weights: config.json, safetensors, tokenizer.json. transformers is not needed.
+"""Reads and writes folders of Hugging Face weights: config.json, safetensors, tokenizer.json. transformers is not needed.
 
-    source = open_weights(folder)              config.json as a ModelConfig; what the engine does not support is an error
-    source.load(engine.params)                 every name, shape and dtype is checked before anything is written
-    write_weights(folder, params, config)      a folder that transformers loads, whole or not at all
+    source = open_weights(folder)              reads config.json as a ModelConfig; raises if the engine does not support it
+    source.load(engine.params)                 checks every name, shape and dtype before it writes a parameter
+    write_weights(folder, params, config)      writes a folder that transformers loads, whole or not at all
 
-families.py has the names and config.json. All files, also those that an export copies, are opened by the rules of
-untrusted.py: names and links stay in the folder, except for links in Hugging Face's cache. A pickle (.bin, .pt) is never read.
+families.py has the names and config.json. All files, even those that an export copies, are opened by the rules of
+text/untrusted.py: names and links stay in the folder, except for links in the cache of Hugging Face. A pickle (.bin, .pt) is
+never read.
 """
 
 from __future__ import annotations
@@ -31,8 +32,12 @@ from ..text.untrusted import file_in, open_tensors, read_json, shown
 from .cache import cached_model, how_to_download
 from .families import FAMILIES, Config, config_json, config_of, theirs
 
-STORED_DTYPES = ("F64", "F32", "F16", "BF16")  # safetensors' names
-_BUFFERS = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")  # in old checkpoints
+STORED_DTYPES = ("F64", "F32", "F16", "BF16")  # names of dtypes in safetensors
+_BUFFERS = (
+    "rotary_emb.inv_freq",
+    "attn.bias",
+    "attn.masked_bias",
+)  # tensors of old checkpoints that are not parameters
 _TOKENIZER_FILES = ("tokenizer*", "vocab.json", "merges.txt", "special_tokens_map.json", "chat_template*")
 _COPIED = (*_TOKENIZER_FILES, "generation_config.json")
 
@@ -56,7 +61,8 @@ class Weights:
         return file_in(self.folder, name) if _is_there(self.folder / name) else None
 
     def load(self, params: Mapping[str, Tensor]) -> None:
-        """Copy into `params` (our names → tensors of any device and dtype), one at a time from mapped files."""
+        """Copy the weights into `params` (names in tilegrad → tensors of any device and dtype), one tensor at a time from
+        mapped files."""
         self.check(params)
         there = self._there(params)
         with ExitStack() as stack:
@@ -88,7 +94,7 @@ class Weights:
                     raise ValueError(f"{where}: {there[name]}: got dtype {dtype}; accepted: {', '.join(STORED_DTYPES)}")
 
     def _there(self, params: Mapping[str, Tensor]) -> dict[str, str]:
-        """Hugging Face name of each tensor → its name in the files; GPT-2's files may lack the prefix."""
+        """Hugging Face name of each tensor → its name in the files, which for GPT-2 may lack the prefix."""
         prefix = FAMILIES[self.kind]["wte.{p}"][0].split(".")[0] + "."
         names = [name for name, _ in theirs(self.kind, params, self.config)]
         return {name: name if name in self.files else name.removeprefix(prefix) for name in names}
@@ -98,12 +104,12 @@ class Weights:
         origin.mkdir(parents=True, exist_ok=True)
         (origin / "config.json").write_text(json.dumps(self.origin, indent=2) + "\n", encoding="utf-8")
         for path in {path for pattern in _COPIED for path in origin.glob(pattern)}:
-            path.unlink()  # of a run that died before its first checkpoint
+            path.unlink()  # a file of a run that died before its first checkpoint
         copy_files(self.folder, origin)
 
     def sha256(self) -> str:
-        """A digest of the tensors as the files have them: name, dtype, shape and bytes. The same weights in other shards
-        have the same digest."""
+        """The sha256 of the tensors in the files: names, dtypes, shapes and bytes. The same weights in other shards have the
+        same sha256."""
         forms = self.forms()
         self.check(forms)
         digest, there = hashlib.sha256(), self._there(forms)
@@ -116,12 +122,12 @@ class Weights:
         return digest.hexdigest()
 
     def forms(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-        """The model's parameters by our names, without memory."""
+        """The parameters of the model by their names in tilegrad, as tensors without memory."""
         shapes = {name: p.master.shape for name, p in declare(self.config, 1, 1, torch.float32, "cpu").params.items()}
         return {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
 
     def read(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-        """All weights by our names. Nothing is allocated before names, shapes and dtypes are checked."""
+        """All weights by their names in tilegrad. Names, shapes and dtypes are checked before anything is allocated."""
         forms = self.forms(dtype)
         self.check(forms)
         size, limit = sum(form.nbytes for form in forms.values()), memory_limit(torch.device("cpu"))
@@ -134,17 +140,17 @@ class Weights:
 
 
 def is_weights(source: Path) -> bool:
-    """Whether the path is a folder of Hugging Face weights or a file of weights, or ORG/NAME in Hugging Face's cache."""
+    """Whether the path is a folder of Hugging Face weights, a file of weights, or ORG/NAME in the cache of Hugging Face."""
     return source.is_file() or _is_there(source / "config.json") or not _is_there(source) and bool(cached_model(source))
 
 
 def _is_there(path: Path) -> bool:
-    """Whether anything has this name; if it is not a file, opening it is an error."""
+    """Whether anything has this name, even a broken link. If it is not a file, opening it raises."""
     return path.is_symlink() or path.exists()
 
 
 def imported(folder: Path) -> tuple[ModelConfig, dict[str, Tensor], Tokenizer, Path]:
-    """A model to generate with: config, weights, tokenizer, and the folder with the tokenizer's other files."""
+    """A model to generate with: config, weights, tokenizer, and the folder with the other files of the tokenizer."""
     source = open_weights(folder)
     if source.tokenizer is None:
         raise FileNotFoundError(
@@ -154,8 +160,8 @@ def imported(folder: Path) -> tuple[ModelConfig, dict[str, Tensor], Tokenizer, P
 
 
 def open_weights(source: Path) -> Weights:
-    """A folder with config.json and *.safetensors, one such file next to its config.json, or ORG/NAME in Hugging Face's
-    cache."""
+    """Open weights: a folder with config.json and *.safetensors, one .safetensors file next to its config.json, or ORG/NAME in
+    the cache of Hugging Face."""
     if not _is_there(source):
         source = cached_model(source) or source
     folder = source.parent if source.is_file() else source
@@ -195,7 +201,7 @@ def _read_config(folder: Path) -> tuple[Config, ModelConfig]:
 
 
 def _files(folder: Path, one: Path | None) -> dict[str, Path]:
-    """Each tensor's name → the file that holds it."""
+    """name of each tensor → its file"""
     index = folder / "model.safetensors.index.json"
     if one is None and _is_there(index):
         return _indexed(folder, file_in(folder, index.name))
@@ -210,7 +216,7 @@ def _files(folder: Path, one: Path | None) -> dict[str, Path]:
 
 
 def _indexed(folder: Path, index: Path) -> dict[str, Path]:
-    """Each tensor's name → its shard. Every shard must hold exactly the tensors that the index lists for it."""
+    """name of each tensor → its shard. Every shard must have exactly the tensors that the index lists for it."""
     content = read_json(index)
     names = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(names, dict):
@@ -249,8 +255,8 @@ def write_weights(
 ) -> None:
     """Write a new folder that transformers loads.
 
-    origin            the folder that the model was imported from: its tokenizer files are copied, and its config.json if it
-                      still describes this model
+    origin            the folder from which the model was imported: its tokenizer files are copied, and its config.json too if
+                      it still describes this model
     tokenizer         a tokenizer.json to copy if `origin` has none
     max_shard_bytes   the most bytes of a file, unless one tensor is larger; None: one file
     """
@@ -268,7 +274,7 @@ def write_weights(
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A hidden folder to write into, which is renamed to `folder` in the end; after an error it is deleted."""
+    """A hidden folder to write into. At the end of the context it is renamed to `folder`; after an error it is deleted."""
     check_new(folder)
     staged = folder.with_name(f".{folder.name}.partial")
     if staged.exists():
@@ -290,7 +296,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def _save(folder: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype, most: int | None) -> None:
-    """model.safetensors, or model-00001-of-0000n.safetensors … with an index, one shard in memory at a time."""
+    """Write model.safetensors, or model-00001-of-0000n.safetensors … with an index, with one shard in memory at a time."""
     shards: list[list[str]] = [[]]
     room = most
     for name, x in tensors.items():
@@ -313,7 +319,8 @@ def _save(folder: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype, most:
 
 
 def _same_config(origin: Path, config: ModelConfig, dtype: torch.dtype) -> dict[str, object]:
-    """The origin's config.json with this dtype, if only block_size and dropout differ from this model's; else `config_json`."""
+    """The config.json in `origin` with this dtype, if it describes this model except for block_size and dropout; else
+    `config_json`."""
     found, own = _read_config(origin)
     if replace(own, block_size=config.block_size, dropout=config.dropout) != config:
         return config_json(config, dtype)
@@ -322,6 +329,6 @@ def _same_config(origin: Path, config: ModelConfig, dtype: torch.dtype) -> dict[
 
 
 def copy_files(source: Path, target: Path) -> None:
-    """Copy tokenizer files, generation_config.json and chat templates; a link that leaves the folder is refused."""
+    """Copy tokenizer files, generation_config.json and chat templates. A link that leaves the folder is refused."""
     for path in sorted({path for pattern in _COPIED for path in source.glob(pattern) if not path.is_dir()}):
         shutil.copyfile(file_in(source, path.name), target / path.name)

@@ -1,8 +1,9 @@
 """GGUF's metadata ↔ config.json, and names and layouts of tensors, as llama.cpp's converter writes them.
 
 Architectures: llama (Llama and Mistral), qwen2, qwen3, gpt2. A table maps keys of config.json to keys of GGUF and back.
-For llama the rows of q and k are permuted inside each head: row 2i + j of GGUF is row i + j · D/2, because llama.cpp's
-rope rotates neighbours. GPT-2's Conv1D matrices are transposed back. The frequency factors of llama3's rope are a tensor:
+For llama the rows of q and k are permuted inside each head: row 2i + j of GGUF is row i + j · D/2, because the rope of
+llama.cpp rotates neighbours. The Conv1D matrices of GPT-2 are transposed back. The frequency factors of the llama3 rope are a
+tensor:
 
     rope_freqs[i] = theta^(−2i/D) / frequency[i]        i < D/2
 
@@ -27,7 +28,7 @@ from .container import Container, Scalar, Value, library
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gpt2")
 ROPE_TENSOR = "rope_freqs.weight"
-_TOLERANCE = 1e-5  # relative; rope_freqs are float32
+_TOLERANCE = 1e-5  # a relative tolerance, because rope_freqs are float32
 _LLAMA = {
     "max_position_embeddings": "context_length",
     "num_hidden_layers": "block_count",
@@ -144,7 +145,7 @@ def _check_keys(own: Mapping[str, Value], arch: str, used: set[str]) -> None:
 
 
 def _rope_from(container: Container, own: Mapping[str, Value]) -> dict[str, object]:
-    """The scaling of rope as config.json has it."""
+    """The scaling of rope in the form of config.json."""
     kind = own.get("rope.scaling.type", "linear" if _FACTOR in own else "none")
     if ROPE_TENSOR in container.tensors:
         return _llama3_from(container, own)
@@ -161,7 +162,8 @@ def _rope_from(container: Container, own: Mapping[str, Value]) -> dict[str, obje
 
 
 def _llama3_from(container: Container, own: Mapping[str, Value]) -> dict[str, object]:
-    """The scaling by the keys that our export writes, else Llama 3's own. ROPE_TENSOR must agree with it."""
+    """The scaling by the keys that an export of tilegrad writes; if they are missing, the scaling of Llama 3. ROPE_TENSOR must
+    agree with it."""
     size, theta = own.get("attention.key_length"), own.get("rope.freq_base", 10000.0)
     if size is None and type(width := own.get("embedding_length")) is int:
         heads = own.get("attention.head_count")
@@ -190,7 +192,7 @@ def rope_tensor(theta: float, size: int, scaling: RopeScaling) -> Tensor:
 
 
 def metadata_of(content: Config, config: ModelConfig) -> dict[str, Value]:
-    """GGUF's keys for a model with this config.json. What llama.cpp does not run is refused by name."""
+    """GGUF's keys for a model with this config.json. Raises if llama.cpp does not run the model."""
     arch = _architecture(str(content["model_type"]))
     keys = _GPT2 if arch == "gpt2" else _LLAMA
     out: dict[str, Value] = {"vocab_size": config.vocab_size}
@@ -216,7 +218,7 @@ def metadata_of(content: Config, config: ModelConfig) -> dict[str, Value]:
 
 
 def _check_runs(arch: str, c: ModelConfig) -> None:
-    """Refuse what llama.cpp's code for the architecture does not compute."""
+    """Refuse a model that llama.cpp's code for the architecture does not compute."""
     s = c.rope_scaling
     wanted = {
         "rope_scaling.kind": (s and s.kind, "linear or yarn", arch == "llama" or s is None or s.kind != "llama3"),
@@ -235,7 +237,7 @@ def _check_runs(arch: str, c: ModelConfig) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One of our tensors in GGUF's layout. `view` may have another shape, but the same numbers in the same order."""
+    """A tensor of tilegrad in GGUF's layout. `view` has the same numbers in the same order, but may have another shape."""
 
     name: str
     shape: tuple[int, ...]
@@ -243,7 +245,7 @@ class Place:
 
 
 def places(kind: str, params: Mapping[str, Tensor], config: ModelConfig) -> list[Place]:
-    """Our tensors by their GGUF names. Writing into the views changes `params`."""
+    """The tensors of tilegrad by their GGUF names. Writing into the views changes `params`."""
     gguf = library()
     table = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, _architecture(kind).upper()), config.n_layer)
     heads = {"q_proj": config.n_head, "k_proj": config.kv_heads} if _architecture(kind) == "llama" else {}
@@ -265,7 +267,7 @@ def _architecture(kind: str) -> str:
 
 
 def check_tensors(container: Container, wanted: list[Place]) -> None:
-    """Refuse a file with other names or shapes than these."""
+    """Refuse a file whose tensors have other names or shapes than `wanted`."""
     names, there = {place.name for place in wanted}, {*container.tensors} - {ROPE_TENSOR}
     missing, extra = sorted(names - there), sorted(there - names)
     if missing or extra:

@@ -1,4 +1,4 @@
-"""Read a GGUF file from an untrusted source.
+"""Reads a GGUF file from an untrusted source.
 
     "GGUF"  version u32  tensors u64  values u64
     values:   key, type u32, value      a string is its length u64 and UTF-8; an array is type u32, count u64, items
@@ -6,7 +6,7 @@
     data, from the next multiple of general.alignment
 
 Counts, lengths and offsets are compared with the size of the file before anything is allocated for them. Metadata and the
-table of tensors are at most MAX_HEADER_BYTES. Every error is a ValueError with the file's name.
+table of tensors have at most MAX_HEADER_BYTES. Every error is a ValueError with the name of the file.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def library() -> ModuleType:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor in the table: its shape as torch has it, its type by ggml's number, and where its bytes are."""
+    """A tensor in the table: its shape in torch's order, the number of its ggml type, and the place of its bytes."""
 
     shape: tuple[int, ...]
     kind: int
@@ -141,7 +141,7 @@ def open_container(path: Path) -> Container:
         raise header.refuse(got, " or ".join(map(str, _VERSIONS)))
     n_tensors, n_values = (header.count("Q", "the counts") for _ in range(2))
     values: dict[str, Value] = {}
-    for _ in range(n_values):  # each takes bytes, so too large a count raises at the end of the file
+    for _ in range(n_values):  # each value takes bytes, so too large a count raises at the end of the file
         key = header.string("the name of a value")
         if key in values:
             raise header.refuse(f"got {shown(key)} twice", "each value once")
@@ -163,7 +163,7 @@ def _alignment(header: _Header, values: Mapping[str, Value]) -> int:
 
 
 def _table(header: _Header, count: int) -> dict[str, tuple[tuple[int, ...], int, int]]:
-    """Name → (shape as torch has it, type, offset)."""
+    """name → (shape in torch's order, type, offset)"""
     table: dict[str, tuple[tuple[int, ...], int, int]] = {}
     for _ in range(count):
         name = header.string("the name of a tensor")
@@ -179,7 +179,7 @@ def _table(header: _Header, count: int) -> dict[str, tuple[tuple[int, ...], int,
 
 
 def _placed(header: _Header, table: Mapping[str, tuple[tuple[int, ...], int, int]], align: int) -> dict[str, Entry]:
-    """Where each tensor is. It must have whole blocks, be aligned and inside the file, and overlap no other."""
+    """The place of each tensor, which must have whole blocks, be aligned and inside the file, and overlap no other tensor."""
     gguf = library()
     start = -(-header.at // align) * align
     sizes: dict[int, tuple[int, int] | None] = {}

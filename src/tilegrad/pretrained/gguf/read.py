@@ -28,7 +28,7 @@ from .tokenizer import tokenizer_files
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Add the file's name to an error that lacks it."""
+    """Add the name of the file to an error that lacks it."""
     try:
         yield
     except ValueError as error:
@@ -39,7 +39,7 @@ def _named(path: Path) -> Iterator[None]:
 
 def import_gguf(path: Path, out: Path, *, tokenizer: Path | None = None) -> Outcome:
     """Write the model in a GGUF file as a new folder of weights in float32. `tokenizer` is a tokenizer.json to use instead of
-    the file's own."""
+    the tokenizer in the file."""
     check_new(out)
     container = open_container(path)
     with _named(path), tempfile.TemporaryDirectory() as folder:
@@ -74,7 +74,7 @@ def _check_tokenizer(path: Path, config: ModelConfig) -> None:
 
 
 def _read(container: Container, config: ModelConfig, kind: str) -> dict[str, Tensor]:
-    """All weights by our names, in float32. Nothing is allocated before names and shapes are checked."""
+    """All weights by their names in tilegrad, in float32. Names and shapes are checked before anything is allocated."""
     shapes = {name: p.master.shape for name, p in declare(config, 1, 1, torch.float32, "cpu").params.items()}
     forms = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     check_tensors(container, places(kind, forms, config))

@@ -1,7 +1,7 @@
 """SentencePiece's BPE, GGUF's tokenizer model "llama": scores of tokens ↔ merges of tokenizer.json.
 
-SentencePiece joins the two neighbours whose token has the best score. BPE joins those whose pair comes first in a list.
-Both are the same if the list has every split of every token, sorted by score:
+SentencePiece joins the two neighbours whose joined token has the best score. BPE joins the two neighbours whose pair comes
+first in a list. Both give the same tokens if the list has every split of every token, sorted by score:
 
     merges = [(left, right) for token by score, best first, for left + right = token]        score = −rank of the token
 """
@@ -16,14 +16,14 @@ from .container import Value
 
 Json = dict[str, object]
 NORMAL, UNKNOWN, BYTE = 1, 2, 6
-_MOST_CHARACTERS = 1000  # of a token whose splits are looked up
+_MOST_CHARACTERS = 1000  # the longest token whose splits are looked up
 _SPACE: Json = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
 _PREFIX: Json = {"type": "Prepend", "prepend": "▁"}
 _SPACES: Json = {"type": "Sequence", "normalizers": [_PREFIX, _SPACE]}
 
 
 def _splits(token: str, vocab: Mapping[str, int]) -> list[list[str]]:
-    """The pairs of tokens that make the token."""
+    """The pairs of tokens in `vocab` that joined are `token`."""
     if len(token) > _MOST_CHARACTERS:
         raise ValueError(f"got the token {shown(token)}; accepted: at most {_MOST_CHARACTERS} characters")
     pairs = [[token[:at], token[at:]] for at in range(1, len(token))]
@@ -70,7 +70,8 @@ def is_sentencepiece(content: Json) -> bool:
 
 
 def values_of(content: Json, tokens: list[str], types: list[int]) -> tuple[dict[str, Value], list[str]]:
-    """(scores and add_space_prefix, notes for the user). Writes the types of bytes and of the unknown token into `types`."""
+    """(scores and add_space_prefix, notes for the user). Also writes the types of byte tokens and of the unknown token into
+    `types`."""
     prefix, notes = _prefix(content)
     model = content["model"]
     assert isinstance(model, dict)
@@ -98,7 +99,7 @@ def values_of(content: Json, tokens: list[str], types: list[int]) -> tuple[dict[
 
 
 def _prefix(content: Json) -> tuple[bool, list[str]]:
-    """(whether a space is put before a text, notes for the user)."""
+    """(whether a space is put before a text, notes for the user)"""
     normalizer, pre = content.get("normalizer"), content.get("pre_tokenizer")
     if pre is None and normalizer in (_SPACES, _SPACE):
         return normalizer == _SPACES, []

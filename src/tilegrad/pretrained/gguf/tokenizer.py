@@ -1,8 +1,8 @@
 """Tokenizers: tokenizer.json and tokenizer_config.json ↔ GGUF's metadata.
 
-Byte-level BPE is GGUF's model "gpt2"; tokenizer.ggml.pre names a pre-tokenizer in llama.cpp's code.
-A table maps those names to the pre_tokenizer, normalizer and ignore_merges of tokenizer.json. SentencePiece's BPE is the model
-"llama" (sentencepiece.py).
+Byte-level BPE is the tokenizer model "gpt2" of GGUF; tokenizer.ggml.pre names a pre-tokenizer in the code of llama.cpp. A table
+maps these names to the pre_tokenizer, normalizer and ignore_merges of tokenizer.json. The BPE of SentencePiece is the tokenizer
+model "llama" (sentencepiece.py).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .sentencepiece import Json, is_sentencepiece, parts_of, values_of
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED = 1, 2, 3, 4, 5
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # tokenizer_config.json → GGUF
-_NO_EOS = "ÿ"  # EOS if there is none: byte 0xff, which UTF-8 never has; llama.cpp would take token 11
-_NO_MERGE = "␀ ␀"  # for a tokenizer without merges: llama.cpp needs one, and this one joins no bytes
+_NO_EOS = "ÿ"  # EOS of a tokenizer without EOS: byte 0xff, which UTF-8 never has; llama.cpp would take token 11
+_NO_MERGE = "␀ ␀"  # the merge of a tokenizer without merges: llama.cpp needs a merge, and this merge joins no bytes
 _LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -43,12 +43,12 @@ def _split(pattern: str) -> Json:
 
 @dataclass(frozen=True, slots=True)
 class Pre:
-    """A pre-tokenizer that llama.cpp has in its code."""
+    """A pre-tokenizer in the code of llama.cpp."""
 
     pre_tokenizer: Json
     normalizer: Json | None = None
     ignore_merges: bool = False
-    add_bos: bool = False  # the default if a file does not say
+    add_bos: bool = False  # the default for files without the key
     aliases: tuple[str, ...] = ()
 
 
@@ -72,7 +72,7 @@ PRE = {
 
 
 def _canonical(value: object) -> object:
-    """`value` without trim_offsets, which changes no token, and with a Sequence of one element as that element."""
+    """`value` without trim_offsets, which changes no token. A Sequence of one element is replaced by this element."""
     if isinstance(value, list):
         return [_canonical(one) for one in value]
     if not isinstance(value, dict):
@@ -84,7 +84,7 @@ def _canonical(value: object) -> object:
 
 
 def byte_characters() -> list[str]:
-    """The character of each byte in byte-level BPE: a printable byte maps to itself, the others to U+0100 and above."""
+    """The character of each byte in byte-level BPE: a printable byte maps to itself, other bytes to U+0100 and above."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = [byte for byte in range(256) if byte not in printable]
     return [chr(byte if byte in printable else 256 + others.index(byte)) for byte in range(256)]
@@ -96,7 +96,8 @@ def byte_characters() -> list[str]:
 def tokenizer_values(
     tokenizer: Path | None, origin: Path | None, vocab_size: int
 ) -> tuple[dict[str, Value], list[str]]:
-    """(the keys tokenizer.*, notes for the user). Without a tokenizer llama.cpp can load the file, but not read text."""
+    """(keys tokenizer.*, notes for the user). llama.cpp can load a file without a tokenizer, but can't turn text into
+    tokens."""
     if tokenizer is None:
         said = "there is no tokenizer.json: llama.cpp loads the model, but can't turn text into tokens"
         return {"tokenizer.ggml.model": "none"}, [said]
@@ -165,7 +166,7 @@ def _around(tokenizer: BpeTokenizer, path: Path) -> tuple[list[int], list[int]]:
 
 
 def _tokens(content: Json, vocab_size: int, path: Path) -> tuple[list[str], list[int]]:
-    """(tokens, types) by id, up to the model's vocabulary."""
+    """(tokens, types) by id, as many as the vocabulary of the model has."""
     model, added = content["model"], content["added_tokens"]
     assert isinstance(model, dict) and isinstance(added, list)
     text = {i: token for token, i in model["vocab"].items()}
@@ -185,12 +186,13 @@ def _tokens(content: Json, vocab_size: int, path: Path) -> tuple[list[str], list
 
 
 def _looks_special(token: str) -> bool:
-    """As in llama.cpp's converter: <|…|> is a control token, whatever tokenizer.json says."""
+    """Whether the token looks like <|…|>. As in llama.cpp's converter, it is then a control token, whatever tokenizer.json
+    says."""
     return token.startswith("<|") and token.endswith("|>") or token in ("<pad>", "<mask>")
 
 
 def _settings(folder: Path) -> Json:
-    """The keys of tokenizer_config.json, then of generation_config.json, then of config.json."""
+    """The keys of tokenizer_config.json, generation_config.json and config.json. If several have a key, the first counts."""
     out: Json = {}
     for name in ("tokenizer_config.json", "generation_config.json", "config.json"):
         if (folder / name).exists() and isinstance(content := read_json(file_in(folder, name)), dict):
@@ -199,7 +201,7 @@ def _settings(folder: Path) -> Json:
 
 
 def _named_ids(settings: Json, tokens: list[str]) -> dict[str, int]:
-    """Role → id, by a name in `settings`, else by an id. EOS is left to `find_eos`."""
+    """role → id of its token, by a name in `settings`, else by an id. `find_eos` finds EOS, which is left out here."""
     out: dict[str, int] = {}
     for role in ("bos", "unk", "pad"):
         named, i = token_text(settings, f"{role}_token"), settings.get(f"{role}_token_id")
@@ -216,7 +218,7 @@ def _named_ids(settings: Json, tokens: list[str]) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """File name → content, and notes for the user."""
+    """`files` maps the name of each file to its content; `notes` are for the user."""
 
     files: Mapping[str, Json] = field(default_factory=dict)
     ids: Mapping[str, int] = field(default_factory=dict)  # bos_token_id … of config.json
@@ -224,7 +226,8 @@ class TokenizerFiles:
 
 
 def tokenizer_files(values: Mapping[str, Value]) -> TokenizerFiles:
-    """tokenizer.json and tokenizer_config.json from the metadata. An unsupported kind gets a note and no tokenizer.json."""
+    """tokenizer.json and tokenizer_config.json from the metadata. For an unsupported kind of tokenizer there is a note and no
+    tokenizer.json."""
     tokens, types = values.get("tokenizer.ggml.tokens"), values.get("tokenizer.ggml.token_type")
     if not isinstance(tokens, list):
         return TokenizerFiles(notes=("it has no tokenizer: give one by --tokenizer tokenizer.json",))
@@ -301,7 +304,7 @@ def _template(around: Mapping[str, str], roles: Mapping[str, int]) -> Json:
 
 
 def _document(model: object) -> Json:
-    """A tokenizer.json with a BPE model and no other part."""
+    """A tokenizer.json with a BPE model and without other parts."""
     assert isinstance(model, dict)
     parts = ("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder")
     more = {"added_tokens": list[Json](), "model": {"type": "BPE", "dropout": None, **model}}

@@ -19,9 +19,9 @@ from .architecture import ROPE_TENSOR, metadata_of, places, rope_tensor
 from .container import Value, library
 from .tokenizer import tokenizer_values
 
-GGML_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}  # ours → ggml's
+GGML_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}  # dtype → ggml type
 _FILE_TYPES = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16", "Q8_0": "MOSTLY_Q8_0"}
-_KEPT = ("position_embd.weight", ROPE_TENSOR)  # float32 in every file, like vectors
+_KEPT = ("position_embd.weight", ROPE_TENSOR)  # tensors that are float32 in every file, as vectors are
 
 
 def write_gguf(
@@ -36,9 +36,9 @@ def write_gguf(
     """Write a new GGUF file, whole or not at all.
 
     origin      the folder that the model was imported from
-    tokenizer   a tokenizer.json, if `origin` has none; special tokens and the chat template come from `origin`, else from its
-                folder
-    dtype       of matrices: float32, float16, bfloat16 or q8_0; None: that of `params`. Vectors are float32
+    tokenizer   a tokenizer.json, if `origin` has none; special tokens and the chat template come from `origin`, or without
+                `origin` from the folder of this file
+    dtype       the dtype of matrices: float32, float16, bfloat16 or q8_0; None: the dtype of `params`. Vectors are float32
     """
     check_new(path)
     first = next(iter(params.values())).dtype
@@ -66,7 +66,7 @@ def write_gguf(
 def _write(
     path: Path, values: Mapping[str, Value], tensors: list[tuple[str, tuple[int, ...], Tensor]], dtype: str
 ) -> list[str]:
-    """Write with one converted tensor in memory at a time. Returns notes for the user."""
+    """Write the file with one converted tensor in memory at a time. Returns notes for the user."""
     gguf = library()
     arch = next(iter(values)).split(".")[0]
     kinds = {name: _kind(name, shape, dtype) for name, shape, _ in tensors}
@@ -90,13 +90,13 @@ def _write(
                 writer.write_tensor_data(_numbers(gguf, name, shape, view, kinds[name]))
         finally:
             writer.close()
-        check_new(path)  # again: writing may take minutes
+        check_new(path)  # check again, because writing may have taken minutes
     short = sum(kind == "F16" for kind in kinds.values()) if dtype == "Q8_0" else 0
     return [f"{short} matrices are float16, because q8_0 needs rows of a multiple of 32"] if short else []
 
 
 def _kind(name: str, shape: tuple[int, ...], dtype: str) -> str:
-    """ggml's type for a tensor, as llama.cpp's converter chooses it."""
+    """The ggml type of a tensor, as llama.cpp's converter chooses it."""
     if len(shape) < 2 or name in _KEPT:
         return "F32"
     return "F16" if dtype == "Q8_0" and shape[-1] % 32 else dtype
