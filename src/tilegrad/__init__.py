@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .native import openmp as openmp  # before torch: sets a variable that the OpenMP runtime reads when loaded
+from .native import openmp as openmp  # before torch is imported, because this sets a variable for the OpenMP runtime
 
 if TYPE_CHECKING:
     from . import flash as flash

@@ -1,15 +1,16 @@
-"""Attention against its peers: forward and backward, interleaved in one process, on any device.
+"""The time of attention, compared with other libraries (peers): forward and backward, interleaved in one process, on any
+device.
 
-Like for like: every contender runs through its public function and autograd, on tensors in (B, T, H, D) memory, as a model's
-projections write them. A kernel of ours also runs apart, on prepared buffers, as in an engine ("‹kernel› on buffers"); these
-times are in no ratio. On CUDA the L2 cache is cold and the host is hidden (timing.py).
+All contenders are called in the same way: through their public function and autograd, on tensors in (B, T, H, D) memory, as the
+projections of a model write them. A kernel of tilegrad also runs on prepared buffers, as in an engine ("‹kernel› on buffers");
+these times are in no ratio. On CUDA the L2 cache is cold and the host is hidden (timing.py).
 
-Every kernel, ours and the peers', is checked under the closeness rule at the shape that is timed; a kernel that fails gets no
+Every kernel, of tilegrad or of a peer, is checked by the closeness rule at the shape that is timed; a kernel that fails gets no
 time and no speed-up. Times are medians of `repeats` rounds, with the 20th and 80th percentile. In a round each kernel runs
-once, in an order that changes from round to round, so that a change of the machine's speed affects all of them. A speed-up is
-the median of the rounds' ratios, with quartiles. On a CPU the process keeps freed memory, so that no call pays for new pages.
-TFLOP/s use the FLOPs of cost.py, without recomputation. A kernel that refuses a shape is left out, with its reason. Packed
-sequences are compared with a dense shape of as many tokens and as much work.
+once, in an order that changes from round to round, so that a change in the speed of the machine affects all of them. A speed-up
+is the median of the ratios of the rounds, with quartiles. On a CPU the process keeps freed memory, so that no call needs new
+pages. TFLOP/s use the FLOPs of cost.py, without recomputation. A kernel that refuses a shape is left out, with its reason.
+Packed sequences are compared with a dense shape of as many tokens and as much work.
 """
 
 from __future__ import annotations
@@ -92,8 +93,8 @@ def bench_attention(
     deterministic: bool = False,
     shapes: Sequence[str] | None = None,
 ) -> int:
-    """Prints times and ratios (or JSON lines); `out` appends the JSON lines to a file. `peers`: None = all that are
-    installed; `shapes`, in the format of Shape.parse, replace the preset. Exit code 1 if a kernel is wrong."""
+    """Prints times and ratios (or JSON lines), and appends the JSON lines to the file `out`. peers=None: all peers that are
+    installed. `shapes`, in the format of Shape.parse, replace the preset. Returns the exit code, 1 if a kernel is wrong."""
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     kind = getattr(torch, dtype, None)
     if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
@@ -140,7 +141,7 @@ def bench_attention(
 
 
 def _calls_on(device: torch.device) -> str:
-    """How contenders are called and timed, for the output."""
+    """A description of how contenders are called and timed, for the output."""
     timed = "device time with the host hidden and the L2 cold" if device.type == "cuda" else "wall time"
     return f"public functions through autograd on (B T H D) memory: {timed}"
 

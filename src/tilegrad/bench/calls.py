@@ -1,4 +1,4 @@
-"""Calls of attention by our kernels and by the peers, and the check that precedes their timing."""
+"""Calls of attention by tilegrad's kernels and by the peers, and the check that precedes their timing."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 FLEX_LENGTHS = (4096, 16384, 65536)  # compiling FlexAttention takes longer than timing it
 CHECKED_SCORES = {"cpu": 1 << 22, "cuda": 1 << 26}  # elements of each float64 matrix in a check
 ERRORS_OF_A_PEER = (RuntimeError, NotImplementedError, ValueError)
-Contender = Literal["public", "buffers", "peer"]  # a kernel by our public call; the same on prepared buffers; a peer
+Contender = Literal["public", "buffers", "peer"]  # tilegrad's public function; its kernel on prepared buffers; a peer
 
 
 def thunk(prepare: Callable[..., Callable[..., None]], call: Forward | Backward, scratch: Scratch) -> Thunk:
-    """A call of a kernel, which is prepared at the first run."""
+    """A function without arguments that calls a kernel. The call is prepared at the first run."""
 
     @functools.cache
     def run() -> Callable[..., None]:
@@ -43,8 +43,8 @@ def thunk(prepare: Callable[..., Callable[..., None]], call: Forward | Backward,
 
 
 class Inputs:
-    """q, k, v and do of a shape in the memory that a model's projections write, (B, T, H, D), and calls of attention on
-    them."""
+    """q, k, v and do of a shape in (B, T, H, D) memory, as the projections of a model write them, and calls of attention on
+    these tensors."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
         g = torch.Generator(device).manual_seed(0)
@@ -61,7 +61,7 @@ class Inputs:
         )
 
     def ours(self, kernel: str, *, deterministic: bool = False) -> tuple[Thunk, Thunk, dict[str, Tensor]]:
-        """Forward and backward of a kernel of the table, which allocate nothing, and the tensors they write."""
+        """(forward, backward, tensors that they write) of a kernel of the table. The two functions allocate nothing."""
         q, k, v, mask = self.q, self.k, self.v, self.mask
         module = ATTENTION.select(Problem(q, k, v, mask), kernel).load()
         _, lse_shape = output_shapes(q, v, mask)
@@ -79,7 +79,7 @@ class Inputs:
         return thunk(module.prepare_fwd, fwd, scratch[0]), thunk(module.prepare_bwd, bwd, scratch[1]), out
 
     def public(self, kernel: str, *, deterministic: bool = False) -> tuple[Thunk, Thunk, dict[str, Tensor]]:
-        """The same by `attention` or `attention_varlen`, through autograd."""
+        """(forward, backward, results) by `attention` or `attention_varlen`, through autograd."""
         mask = self.mask
         options: dict[str, Any] = {"causal": mask.causal, "window": mask.window, "deterministic": deterministic}
         options["kernel"] = kernel
@@ -95,7 +95,7 @@ class Inputs:
         return self._through_autograd(attend)
 
     def peer(self, name: str, *, deterministic: bool = False) -> tuple[Thunk, Thunk, dict[str, Tensor]]:
-        """The same for SDPA's backends, FlexAttention and FlashAttention-4."""
+        """(forward, backward, results) by a backend of SDPA, FlexAttention or FlashAttention-4."""
         return self._through_autograd(_peer_function(name, self.shape, self.q.device, deterministic=deterministic))
 
     def _through_autograd(self, attend: Callable[..., Tensor]) -> tuple[Thunk, Thunk, dict[str, Tensor]]:
@@ -120,7 +120,8 @@ class Inputs:
 
 
 def _peer_function(name: str, shape: Shape, device: torch.device, *, deterministic: bool) -> Callable[..., Tensor]:
-    """Raises one of ERRORS_OF_A_PEER if the peer cannot run the shape. Only FlashAttention-4 has `deterministic`."""
+    """The function of a peer. Raises one of ERRORS_OF_A_PEER if the peer cannot run the shape. Only FlashAttention-4 has
+    `deterministic`."""
     gqa = bool(shape.hkv)
     if name == "fa4":
         return _flash_attention_4(shape, device, deterministic=deterministic)
@@ -155,15 +156,16 @@ def _peer_function(name: str, shape: Shape, device: torch.device, *, determinist
 def _flex(shape: Shape, device: torch.device) -> Callable[..., Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    torch._dynamo.reset()  # torch limits recompilations, and each shape needs one
-    torch._functorch.config.donated_buffer = False  # the backward runs more than once
+    torch._dynamo.reset()  # because torch limits the number of recompilations, and each shape needs one
+    torch._functorch.config.donated_buffer = False  # because the backward runs more than once
     block_mask = None if shape.band == (None, None) else block_mask_of(shape, device)
     compiled = torch.compile(flex_attention, dynamic=False, mode="max-autotune-no-cudagraphs")
     return lambda q, k, v: compiled(q, k, v, block_mask=block_mask, enable_gqa=bool(shape.hkv))
 
 
 def _flash_attention_4(shape: Shape, device: torch.device, *, deterministic: bool) -> Callable[..., Tensor]:
-    """FlashAttention-4 (package flash-attn-4), which takes (B, T, H, D) and aligns causal at the bottom right, as we do."""
+    """FlashAttention-4 (package flash-attn-4). It takes (B, T, H, D), and aligns causal at the bottom right, as tilegrad
+    does."""
     cute = importlib.import_module("flash_attn.cute")
     band = {"causal": shape.causal, "window_size": (None, None) if shape.window is None else shape.band}
     options = band | {"deterministic": deterministic}
@@ -182,8 +184,8 @@ def _flash_attention_4(shape: Shape, device: torch.device, *, deterministic: boo
 
 
 def block_mask_of(shape: Shape, device: torch.device) -> BlockMask:
-    """FlexAttention's mask of a band, computed from the band's edges in blocks of 128 × 128. Its own create_block_mask
-    evaluates T × T pairs, and takes longer to compile than the kernel."""
+    """The mask of a band for FlexAttention, computed from the edges of the band in blocks of 128 × 128. FlexAttention's
+    create_block_mask evaluates T × T pairs, and takes longer to compile than the kernel."""
     from torch.nn.attention.flex_attention import BlockMask
 
     size, shift = 128, shape.t - shape.rows
@@ -221,13 +223,14 @@ def _has_flash_attention_4() -> bool:
         return False
     try:
         importlib.import_module("flash_attn.cute")
-    except ImportError:  # FlashAttention-2, or its compiler is missing
+    except ImportError:  # the package is FlashAttention-2, or the compiler of FlashAttention-4 is missing
         return False
     return True
 
 
 def kernels_on(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
-    """Kernels of the table that accept a plain call on this device without being named."""
+    """The kernels of the table that accept a call without options on this device, without those that run only by name. On CUDA
+    also without "tiled", if another kernel accepts the call."""
     q = torch.empty(1, 1, 1024, 64, device=device, dtype=dtype)
     problem = Problem(q, q, q, Mask())
     names = tuple(row.name for row in ATTENTION.rows if row.by_name_only is None and row.refuses(problem) is None)
@@ -249,10 +252,11 @@ def check(
     *,
     deterministic: bool = False,
 ) -> str:
-    """'' if the closeness rule holds at this shape for a kernel of ours or a peer, else its complaints.
+    """The complaints of the closeness rule about a kernel of tilegrad or a peer at this shape; "" if the rule holds.
 
-    One kv head of the last sequence (or of the longest packed one) is checked, with the query heads that share it. If their
-    float64 matrices would be large, only the last rows are checked: do is 0 elsewhere, so dk and dv sum over these rows.
+    One kv head of the last sequence (or of the longest packed sequence) is checked, with the query heads that share it. If
+    their float64 matrices would be large, only the last rows are checked: do is 0 in all other rows, so dk and dv sum over
+    these rows.
     """
     inputs = Inputs(shape, dtype, device)
     group = shape.h // (shape.hkv or shape.h)

@@ -1,4 +1,4 @@
-"""The results of `bench attention`: the table, the ratios, the bars."""
+"""The results of `bench attention`: a table, ratios, and a plot."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from .shapes import Shape
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the result."""
+    """One row of the result."""
 
     shape: Shape
     direction: str
     kernel: str
-    ms: float | None  # median; None if it did not run, and `note` says why
+    ms: float | None  # the median; None if the contender did not run, and `note` says why
     p20_ms: float | None = None
     p80_ms: float | None = None
     note: str = ""
-    rounds_ms: tuple[float, ...] = ()  # ms of each round
+    rounds_ms: tuple[float, ...] = ()  # the time of each round
 
     @property
     def tflops(self) -> float | None:
@@ -33,7 +33,7 @@ class Row:
 
 
 class Ratio(NamedTuple):
-    """Quartiles of the ratio of two kernels' times in the same rounds."""
+    """Quartiles of the ratio of the times of two kernels in the same rounds."""
 
     median: float
     q1: float
@@ -44,7 +44,7 @@ class Ratio(NamedTuple):
 
 
 def speedups(rows: Sequence[Row], kernel: str, peer: str, direction: str) -> dict[Shape, Ratio]:
-    """How many times faster `kernel` is than `peer`, on each shape that has both: quartiles over the rounds."""
+    """shape → (time of `peer`) / (time of `kernel`), as quartiles over the rounds, for the shapes that have both."""
     times = {(row.shape, row.kernel): row.rounds_ms for row in rows if row.direction == direction and row.rounds_ms}
     found = {}
     for (shape, name), ours in times.items():
@@ -57,7 +57,7 @@ def speedups(rows: Sequence[Row], kernel: str, peer: str, direction: str) -> dic
 
 
 def packed_rates(rows: Sequence[Row], kernel: str, direction: str) -> list[float]:
-    """TFLOP/s of packed sequences over TFLOP/s of the dense shape after them; shapes.py makes these pairs."""
+    """TFLOP/s of packed sequences divided by TFLOP/s of the dense shape that follows them. shapes.py makes these pairs."""
     rates = {row.shape: row.tflops for row in rows if (row.kernel, row.direction) == (kernel, direction) and row.tflops}
     pairs = itertools.pairwise(rates)
     return [rates[a] / rates[b] for a, b in pairs if a.lengths and not b.lengths]
@@ -123,7 +123,7 @@ def report(rows: Sequence[Row], kernels: Sequence[str], peers: Sequence[str]) ->
 
 
 def plot_bars(rows: Sequence[Row], about: dict[str, object], path: str) -> None:
-    """Bars of TFLOP/s, one group for each shape, forward above backward."""
+    """Draw bars of TFLOP/s, one group for each shape, forward above backward."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,21 +1,22 @@
 """The FLOPs and bytes that attention needs.
 
-A GEMM of (M, K) and (K, N) is 2·M·N·K FLOPs. Only pairs (i, j) that attend are counted, so a causal call has half the FLOPs
-of a full one. The backward counts its five GEMMs (s, dp, dv, dq, dk) once each, even if a kernel recomputes some. Bytes
-count each input read once and each output written once.
+A GEMM of (M, K) and (K, N) has 2·M·N·K FLOPs. Only pairs (i, j) that attend are counted, so a causal call has half the FLOPs of
+a call without a mask. The five GEMMs of the backward (s, dp, dv, dq, dk) are counted once each, even if a kernel recomputes
+some of them. For bytes, each input is read once and each output is written once.
 """
 
 from __future__ import annotations
 
 
 def visible_pairs(tq: int, tk: int, left: int | None = None, right: int | None = None) -> int:
-    """Pairs with −right ≤ i + Tk − Tq − j ≤ left: those up to the right edge, minus those before the left edge."""
+    """The number of pairs with −right ≤ i + Tk − Tq − j ≤ left: pairs up to the right edge minus pairs before the left edge."""
     seen = tq * tk if right is None else _pairs_up_to(tq, tk, right)
     return seen if left is None else max(0, seen - _pairs_up_to(tq, tk, -left - 1))
 
 
 def _pairs_up_to(tq: int, tk: int, edge: int) -> int:
-    """Pairs with j ≤ i + Tk − Tq + edge. Row i has clamp(first + i, 0, Tk) of them: none, then a ramp, then all."""
+    """The number of pairs with j ≤ i + Tk − Tq + edge. Row i has clamp(first + i, 0, Tk) of them: first none, then one more in
+    each row, then Tk."""
     first = tk - tq + edge + 1
     low = min(max(0, -first), tq)
     high = min(max(low, tk - first), tq)
@@ -34,7 +35,7 @@ def attention_flops(
     right: int | None = None,
     backward: bool = False,
 ) -> int:
-    """Forward: q kᵀ and p v. Backward: q kᵀ, do vᵀ, pᵀ do, ds k, dsᵀ q."""
+    """FLOPs of the GEMMs. Forward: q kᵀ and p v. Backward: q kᵀ, do vᵀ, pᵀ do, ds k, dsᵀ q."""
     widths = 3 * d + 2 * dv if backward else d + dv
     return 2 * batch * heads * visible_pairs(tq, tk, left, right) * widths
 
@@ -42,7 +43,7 @@ def attention_flops(
 def attention_bytes(
     batch: int, heads: int, kv_heads: int, tq: int, tk: int, d: int, dv: int, element_bytes: int, *, backward: bool = False
 ) -> int:  # fmt: skip
-    """Forward: q, k, v → o, lse. Backward: q, k, v, o, do, lse → dq, dk, dv."""
+    """Bytes of the inputs and outputs. Forward: q, k, v → o, lse. Backward: q, k, v, o, do, lse → dq, dk, dv."""
     q, o = batch * heads * tq * d, batch * heads * tq * dv
     kv = batch * kv_heads * tk * (d + dv)
     lse_bytes = 4 * batch * heads * tq

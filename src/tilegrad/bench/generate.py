@@ -1,10 +1,12 @@
-"""Tokens per second of generation by tilegrad and by transformers' `generate` with a static cache, interleaved in one process.
+"""Tokens per second of generation by tilegrad and by `generate` of transformers with a static cache, interleaved in one
+process.
 
-In a round each contender writes `max_tokens` tokens after each of `batch_size` prompts of PROMPT tokens, in an order that
-changes. The time includes reading the prompts. Weights are random, no token ends a sequence, and both sample by top-k 50. For a
-batch of one the bound is the time to read the weights once for each token, at the bandwidth of a large read in the same run.
+In a round each contender generates `max_tokens` tokens after each of `batch_size` prompts of PROMPT tokens. The order of the
+contenders changes from round to round. The time includes reading the prompts. Weights are random, no token ends a sequence, and
+both sample by top-k 50. For a batch of one sequence the bound is the time to read the weights once for each token, at the
+bandwidth of a large read in the same run.
 
-A second table, by `prefill`, compares reading 8 long prompts with the forward of training on as many tokens.
+With `prefill`, a second table compares reading 8 long prompts with the forward of training on as many tokens.
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ def random_params(config: ModelConfig, device: torch.device, dtype: torch.dtype)
 
 
 def ours(decoder: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int) -> int:
-    """Returns the number of tokens drawn."""
+    """Generate tokens with a decoder, and return how many."""
     sampling, drawn = Sampling(top_k=50), 0
     decoder.prefill({i: Prompt(prompt, sequence=i, sampling=sampling) for i, prompt in enumerate(prompts)})
     for _ in range(max_tokens - 1):
@@ -104,7 +106,7 @@ def transformers_contender(
 
 
 def bandwidth(device: torch.device, repeats: int) -> float:
-    """Bytes per second of a large read."""
+    """The bytes per second of a large read."""
     x = torch.ones(READ_BYTES[device.type] // 4, dtype=torch.float32, device=device)
     out = torch.zeros((), device=device)
     ms = interleaved({"read": partial(torch.sum, x, 0, out=out)}, repeats, device)["read"]
@@ -122,7 +124,7 @@ def measure(
     dtype: torch.dtype,
     peers: bool,
 ) -> dict[str, list[float]]:
-    """Milliseconds of each contender in each round."""
+    """contender → milliseconds in each round"""
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(0, config.vocab_size, (batch_size, PROMPT), generator=generator)
     decoder = Decoder(config, params, batch_size, PROMPT + max_tokens, device=device, dtype=dtype)
@@ -142,7 +144,7 @@ def measure_prefill(
     device: torch.device,
     dtype: torch.dtype,
 ) -> dict[str, list[float]]:
-    """Milliseconds of a prefill and of training's forward, whose loss is over every token, in each round."""
+    """Milliseconds in each round of a prefill, and of the forward of training, whose loss is over every token."""
     prompts, length = shape
     tokens = torch.randint(0, config.vocab_size, shape, generator=torch.Generator().manual_seed(1))
     texts, total = tokens.tolist(), prompts * length
@@ -162,7 +164,7 @@ def measure_prefill(
 def result(
     name: str, times: Mapping[str, Sequence[float]], tokens: int, bound: float | None
 ) -> dict[str, str | float | None]:
-    """Tokens per second of one contender, and how many times as fast ours is: medians over the rounds."""
+    """Tokens per second of one contender, and how many times as fast tilegrad is, as medians over the rounds."""
     rates = quantiles([1e3 * tokens / t for t in times[name]], n=10, method="inclusive")
     ratio = median([theirs / ours for ours, theirs in zip(times["tilegrad"], times[name], strict=True)])
     found: dict[str, str | float | None] = {"contender": name, "tokens_per_second": round(rates[4], 1)}

@@ -1,12 +1,12 @@
-"""Host time of attention: microseconds of a tiny call through autograd, ours and SDPA's, interleaved.
+"""The host time of attention: microseconds of a tiny call through autograd, of tilegrad and of SDPA, interleaved.
 
-    forward    attend(q, k, v), with autograd                     no_grad    the same without autograd
-    backward   torch.autograd.grad of a forward's output
+    forward    attend(q, k, v), with autograd                     no_grad    attend(q, k, v), without autograd
+    backward   torch.autograd.grad of the output of a forward
 
 Each time is the mean of CALLS consecutive calls. On CUDA the device is synchronized before and after the timed section, never
 inside it. In a round every contender runs once, in an order that changes. `empty` is an autograd.Function in Python that
-computes nothing: the least that such a Function costs. An SDPA backend is chosen before the timer starts. torch has one
-thread, so that no time is spent waiting for others.
+computes nothing: its time is the least time of such a Function. An SDPA backend is chosen before the timer starts. torch has
+one thread, so that no time is spent waiting for other threads.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Empty(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: BackwardCFunction, do: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.saved_tensors  # noqa: B018  # unpacks them
+        ctx.saved_tensors  # noqa: B018  # this unpacks the saved tensors
         return do, do, do
 
 
@@ -52,7 +52,7 @@ Context = Callable[[], AbstractContextManager[object]]
 
 
 def contenders(device: torch.device) -> dict[str, tuple[Attend, Context]]:
-    """Calls of attention, each with the context that it runs in."""
+    """name → (call of attention, context in which it runs)"""
     peers: dict[str, Context] = {
         name: partial(sdpa_kernel, backend) for name, backend in BACKENDS[device.type].items()
     } or {"sdpa": nullcontext}
@@ -96,7 +96,7 @@ def _microseconds(run: Thunk, device: torch.device) -> float:
 def measure(
     device: torch.device, dtype: torch.dtype, repeats: int
 ) -> tuple[dict[str, dict[str, list[float]]], dict[str, str]]:
-    """Contender → direction → µs of each round; and why a peer is left out."""
+    """(contender → direction → µs of each round, peer that was left out → the reason)"""
     b, h, t, d = TINY[device.type]
     leaves = [torch.randn(b, h, t, d, device=device, dtype=dtype).requires_grad_() for _ in range(3)]
     do = torch.randn_like(leaves[0])
@@ -107,7 +107,7 @@ def measure(
         try:
             with context():
                 runs[name] = _thunks(attend, leaves, do)
-        except RuntimeError as error:  # this device or build does not have the backend
+        except RuntimeError as error:  # the device or the build of torch does not have this backend
             if name == "tilegrad":
                 raise
             left_out[name] = str(error).splitlines()[0]
@@ -132,7 +132,8 @@ def bench_host(
     json: bool = False,
     out: str | None = None,
 ) -> int:
-    """Prints µs with the 20th and 80th percentile, and the ratio of our time to each peer's: the median over rounds."""
+    """Prints µs with the 20th and 80th percentile, and the ratio of tilegrad's time to that of each peer, as the median over
+    the rounds."""
     where, kind = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")), getattr(torch, dtype, None)
     if where.type not in TINY:
         raise ValueError(f"device: got {device!r}; accepted: 'cpu' or 'cuda'")

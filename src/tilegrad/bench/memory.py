@@ -1,7 +1,7 @@
 """The cost of managed buffers, as two ratios.
 
 time    one allocate + deallocate pair ÷ one `x = torch.empty(shape); del x`, in CPU time of the thread. Batches of both
-        alternate, so a change of the machine's speed affects both.
+        alternate, so a change in the speed of the machine affects both.
 bytes   the peak of reserved bytes (in use + cached + idle in slabs) ÷ the peak of requested live bytes, over a trace of
         sequences of varying length
 """
@@ -109,7 +109,8 @@ def _pairs(manager: AttentionBufferManager, *shapes: tuple[int, ...]) -> Callabl
 
 
 def pair_ratios(repeats: int) -> dict[str, list[float]]:
-    """Case → for each round, the time of a batch of pairs ÷ the mean time of the torch.empty batches before and after it."""
+    """case → ratio of each round: the time of a batch of pairs ÷ the mean time of the torch.empty batches before and after
+    it."""
     cases: dict[str, Callable[[], None]] = {}
     for name, lightweight in (("lightweight", True), ("tracked", False)):
         cases[f"{name}, same shape"] = _pairs(AttentionBufferManager(lightweight=lightweight), SHAPE)

@@ -1,9 +1,9 @@
-"""`tilegrad bench attention --profile`: how close each kernel comes to the device's limits.
+"""`tilegrad bench attention --profile`: how close each kernel comes to the limits of the device.
 
-The limits are measured: FLOP/s of a GEMM of two large matrices in the benchmark's dtype, and bytes/s of a large copy. A
-kernel's least time is the larger of FLOPs over FLOP/s and bytes over bytes/s; its share is that over the measured time.
-FLOPs and bytes are those of the kernel itself: the dk, dv kernel has four GEMMs (five if dk and dv are separate passes),
-the dq kernel three.
+The limits are measured: FLOP/s of a GEMM of two large matrices in the dtype of the benchmark, and bytes/s of a large copy. The
+least time of a kernel is the larger of (its FLOPs) / (FLOP/s) and (its bytes) / (bytes/s); its share is the least time divided
+by the measured time. FLOPs and bytes are those of the kernel itself: the dk, dv kernel has four GEMMs (five if dk and dv are
+separate passes), the dq kernel three.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .timing import interleaved
 
 COUNTERS = (
     "sm__throughput.avg.pct_of_peak_sustained_elapsed",
-    "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_active",  # one instruction is many cycles
+    "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_active",  # cycles, because an instruction takes many
     "dram__throughput.avg.pct_of_peak_sustained_elapsed",
     "sm__warps_active.avg.pct_of_peak_sustained_active",
     "launch__registers_per_thread",
@@ -33,7 +33,7 @@ KERNELS = {"_attention_fwd_kernel": "fwd", "_dkdv_kernel": "dkdv", "_dq_kernel":
 
 
 def limits(dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
-    """(FLOP/s of a GEMM, bytes/s of a copy, read plus written) of this device."""
+    """(FLOP/s of a GEMM, bytes/s of a copy) of this device. Bytes read and bytes written both count."""
     n, size = (8192, 1 << 30) if device.type == "cuda" else (512, 1 << 25)
     a, b, product = (torch.randn(n, n, device=device).to(dtype) for _ in range(3))
     source, target = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
@@ -42,7 +42,7 @@ def limits(dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
 
 
 def demand(kernel: str, shape: Shape, element_bytes: int) -> tuple[float, float]:
-    """(FLOPs, bytes) of a kernel, or of a whole forward or backward."""
+    """(FLOPs, bytes) of a kernel, or of the whole forward or backward."""
     product = shape.flops(backward=False) / 2
     forward, backward = (shape.bytes(element_bytes, backward=x) for x in (False, True))
     q_bytes = shape.b * shape.h * shape.rows * shape.d * element_bytes
@@ -59,8 +59,8 @@ def demand(kernel: str, shape: Shape, element_bytes: int) -> tuple[float, float]
 
 
 def kernel_times(inputs: Inputs, kernel: str) -> dict[str, float]:
-    """Milliseconds of the device kernels of a forward and a backward, by torch's profiler. If dk and dv are separate passes,
-    their two launches of one kernel are added as 'dk, dv'."""
+    """name → milliseconds of each device kernel in a forward and a backward, by torch's profiler. If dk and dv are separate
+    passes, their two launches of one kernel are added up as "dk, dv"."""
     from torch.profiler import ProfilerActivity, profile
 
     forward, backward, _ = inputs.ours(kernel)
@@ -76,7 +76,7 @@ def kernel_times(inputs: Inputs, kernel: str) -> dict[str, float]:
 
 
 def _by_part(launches: Sequence[tuple[str, float]]) -> dict[str, float]:
-    """Part → mean ms, from the launches (kernel, ms) of PROFILED forwards and backwards."""
+    """part → mean ms, from the launches (kernel, ms) of PROFILED forwards and backwards."""
     times = dict.fromkeys(KERNELS.values(), 0.0)
     for name, ms in launches:
         if name in KERNELS:
@@ -112,13 +112,14 @@ def print_roofline(shapes: Sequence[Shape], dtype: torch.dtype, device: torch.de
 
 
 def counters(shape: Shape, dtype: torch.dtype, kernel: str) -> str:
-    """ncu's counters for one forward and backward, in a process of its own."""
+    """The counters of ncu for one forward and backward, which run in a process of their own."""
     code = (
         "import torch; from tilegrad.bench.attention import Inputs\nfrom tilegrad.bench.shapes import Shape\n"
         f"forward, backward, _ = Inputs({shape!r}, {dtype}, torch.device('cuda')).ours({kernel!r})\n"
         "forward(); backward(); torch.cuda.synchronize()"
     )
-    command = ["ncu", "--clock-control", "none", "--metrics", ",".join(COUNTERS), "-k", "regex:^_"]  # our kernels
+    # The names of tilegrad's kernels begin with an underscore.
+    command = ["ncu", "--clock-control", "none", "--metrics", ",".join(COUNTERS), "-k", "regex:^_"]
     done = subprocess.run([*command, sys.executable, "-c", code], capture_output=True, text=True, check=False)
     if done.returncode:
         return f"ncu gave no counters: {(done.stderr or done.stdout).strip().splitlines()[-1:]}"
@@ -126,6 +127,6 @@ def counters(shape: Shape, dtype: torch.dtype, kernel: str) -> str:
 
 
 def _counted(report: str) -> str:
-    """ncu's kernels and their counters, without the rest."""
+    """The lines of ncu's report with kernels and their counters."""
     lines = (line.rstrip() for line in report.splitlines())
     return "\n".join(line for line in lines if line.lstrip().startswith(("_", *COUNTERS)))

@@ -1,4 +1,4 @@
-"""The shapes that attention is measured on, by preset."""
+"""The shapes on which attention is measured, by preset."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from . import cost
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """B sequences of T tokens, or packed ones of `lengths`. window: causal, and a row attends to at most this many keys."""
+    """B sequences of T tokens, or packed sequences of `lengths`. window: causal, and a row attends to at most this many
+    keys."""
 
     b: int
     h: int
@@ -25,8 +26,8 @@ class Shape:
     d: int
     causal: bool = False
     window: int | None = None
-    hkv: int = 0  # 0: as many as h
-    tq: int = 0  # 0: t
+    hkv: int = 0  # 0: equal to h
+    tq: int = 0  # 0: equal to t
     lengths: tuple[int, ...] = ()
 
     @classmethod
@@ -102,7 +103,8 @@ def _tokens(lengths: Sequence[int], tokens: int, hidden: int, dims: Sequence[int
 
 
 def _packed(tokens: int, hidden: int, dims: Sequence[int] = (64, 128)) -> tuple[Shape, ...]:
-    """Packed shapes with log-normal lengths (median 1024, σ = 0.8) of sum `tokens`, each before a dense one of equal work."""
+    """Packed shapes whose lengths are log-normal (median 1024, σ = 0.8) and add up to `tokens`, each followed by a dense shape
+    with as much work."""
     g = torch.Generator().manual_seed(0)
     lengths: list[int] = []
     while sum(lengths) < tokens:

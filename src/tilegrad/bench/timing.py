@@ -1,5 +1,5 @@
-"""Interleaved times of calls: in a round each call runs once, so that a change of the machine's speed affects all, and the
-order rotates from round to round. Also the sustained time of steps back to back."""
+"""Interleaved times of calls: in a round each call runs once, so that a change in the speed of the machine affects all calls,
+and the order rotates from round to round. Also the sustained time of steps back to back."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ AHEAD_STEPS = 2
 
 
 class DeviceTime:
-    """Device time of calls on CUDA with a cold L2 cache and a hidden host: before a call the device writes FLUSH_BYTES and
-    sleeps, for at least twice as long as the host takes to enqueue the call. All its launches then wait in the stream when the
-    first one starts, and neither Python nor a launcher is in the time."""
+    """The device time of calls on CUDA with a cold L2 cache and a hidden host. Before a call the device writes FLUSH_BYTES and
+    sleeps, for at least twice as long as the host takes to enqueue the call. So all launches of the call are already in the
+    stream when the first of them starts, and the time contains neither Python nor a launcher."""
 
     def __init__(self, device: torch.device) -> None:
         self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
         self._cycles_per_ms = 1.0
-        for _round in range(2):  # the first one raises the clock
+        for _round in range(2):  # the first round raises the clock
             start, end = self._events()
             start.record()
             torch.cuda._sleep(CALIBRATION_CYCLES)
@@ -36,7 +36,8 @@ class DeviceTime:
         self._cycles_per_ms = CALIBRATION_CYCLES / start.elapsed_time(end)
 
     def ms(self, run: Thunk, host_ms: float) -> tuple[float, float]:
-        """(milliseconds of the device, of the host) of a call; `host_ms` is what the host took the last time."""
+        """(milliseconds of the device, milliseconds of the host) of a call. `host_ms` is the time of the host in the last
+        round."""
         start, end = self._events()
         self._flush.zero_()
         torch.cuda._sleep(int(self._cycles_per_ms * min(max(SLEEP_MS, 2 * host_ms), LONGEST_SLEEP_MS)))
@@ -54,8 +55,7 @@ class DeviceTime:
 
 
 def interleaved(thunks: dict[str, Thunk], repeats: int, device: torch.device) -> dict[str, list[float]]:
-    """Milliseconds of each thunk in each round, after two rounds to warm up: of the device on CUDA (DeviceTime), else of the
-    clock on the wall."""
+    """thunk → milliseconds in each round, after two rounds to warm up: device time on CUDA (DeviceTime), else wall time."""
     on_device = DeviceTime(device) if device.type == "cuda" else None
     ms: dict[str, list[float]] = {name: [] for name in thunks}
     host_ms = dict.fromkeys(thunks, 0.0)
@@ -77,7 +77,8 @@ def interleaved(thunks: dict[str, Thunk], repeats: int, device: torch.device) ->
 
 @contextmanager
 def freed_memory_kept() -> Iterator[None]:
-    """Inside, glibc keeps freed memory: peers, which allocate in each call, then reuse mapped pages, as our calls do."""
+    """In this context, glibc keeps freed memory. Peers, which allocate in each call, then reuse mapped pages, as the calls of
+    tilegrad do."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         yield
@@ -93,7 +94,7 @@ def freed_memory_kept() -> Iterator[None]:
 
 
 class Sustained(NamedTuple):
-    """Back-to-back steps: how many, and the seconds from the first one's start to the last one's end."""
+    """Steps back to back: their number, and the seconds from the start of the first to the end of the last."""
 
     steps: int
     seconds: float

@@ -1,4 +1,4 @@
-"""The command line: a command parses its arguments and calls one package. torch is imported when a command runs."""
+"""The command line. Each command parses its arguments and calls one package. torch is imported when a command runs."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 Command = Callable[[argparse.Namespace], int]
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
-PRESETS = ("tiny", "gpt2", "gpt2-medium", "gpt2-xl", "llama-135m")  # as in model/config.py, which imports torch
-DTYPES = ("float32", "float64", "bfloat16")  # torch's names, everywhere
+PRESETS = ("tiny", "gpt2", "gpt2-medium", "gpt2-xl", "llama-135m")  # those of model/config.py, which imports torch
+DTYPES = ("float32", "float64", "bfloat16")  # torch's names of the dtypes of a model
 _SHORT = ("steps", "batch_size", "seq_len", "learning_rate", "device", "dtype", "seed", "memory_budget", "init", "log")
 SHORT = {"model.preset": "--preset", "data.files": "--data"}  # short flags of keys that are often set
 SHORT |= {f"train.{name}": f"--{name.replace('_', '-')}" for name in _SHORT}
@@ -37,14 +37,14 @@ class Parser(argparse.ArgumentParser):
             raise
 
     def error(self, message: str) -> NoReturn:
-        """Exit as argparse does; with several ranks only the first prints the message."""
+        """Exit as argparse does. With several ranks, only the first rank that fails prints the message."""
         if not said_already(f"{self.prog}: {message}"):
             super().error(message)
         self.exit(2)
 
     def take_words(self, args: argparse.Namespace, unknown: Sequence[str]) -> list[str]:
-        """Give words after a flag to the argument that takes any number of them, and return the rest. argparse gives it only
-        those before the first flag."""
+        """Give words after a flag to the argument that takes any number of words, and return all other words. argparse gives
+        this argument only words before the first flag."""
         several = [action.dest for action in self._actions if action.nargs == "*" and not action.option_strings]
         if not several:
             return [*unknown]
@@ -55,7 +55,7 @@ class Parser(argparse.ArgumentParser):
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
         """Exit with a sentence about arguments that this command does not have."""
         flags = {name: name for action in self._actions for name in action.option_strings}
-        short = {name.rpartition(".")[2]: name for name in flags}  # n_layer of --model.n_layer
+        short = {name.rpartition(".")[2]: name for name in flags}  # n_layer → --model.n_layer
         words = [f"{word}{did_you_mean(word.partition('=')[0], short | flags)}" for word in unknown]
         self.error(f"unrecognized arguments: {' '.join(words)}")
 
@@ -86,7 +86,7 @@ def add_model(command: argparse.ArgumentParser) -> None:
 
 
 def add_averages(command: argparse.ArgumentParser) -> None:
-    """Add --no-averaged and --average to a command that reads a run's weights."""
+    """Add --no-averaged and --average to a command that reads the weights of a run."""
     text = "the weights themselves, not their average (optimizer.ema)"
     command.add_argument("--no-averaged", dest="averaged", action="store_false", help=text)
     text = "the mean of the weights of the run's newest N checkpoints"
@@ -94,7 +94,7 @@ def add_averages(command: argparse.ArgumentParser) -> None:
 
 
 def add_init(command: argparse.ArgumentParser) -> None:
-    """Add --init to a command that reads a run's weights."""
+    """Add --init to a command that reads the weights of a run."""
     text = "the weights that the run's adapters were trained on, if that folder has moved"
     command.add_argument("--init", metavar="DIR", help=text)
 

@@ -1,4 +1,4 @@
-"""`tilegrad bench …`."""
+"""`tilegrad bench`: the benchmarks of the package."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .arguments import DTYPES, Commands, Parser, add_command, add_dtype
 
-PLOTS = (".png", ".svg", ".pdf", ".jpg", ".webp")  # matplotlib writes these
+PLOTS = (".png", ".svg", ".pdf", ".jpg", ".webp")  # formats that matplotlib writes
 
 
 def _bench_memory(args: argparse.Namespace) -> int:
@@ -128,7 +128,7 @@ def _add_generate(bench: Commands) -> None:
 
 
 def _add_rounds(command: Parser, repeats: int) -> None:
-    """Add what every bench of interleaved rounds takes."""
+    """Add the flags of every benchmark with interleaved rounds."""
     command.add_argument("--device", help="default: cuda where there is one, else cpu")
     text = "interleaved rounds (default: %(default)s)"
     command.add_argument("--repeats", type=int, default=repeats, metavar="N", help=text)

@@ -1,4 +1,4 @@
-"""The commands `tilegrad check` and `gradcheck`, which compare results, and `doctor`, which reports what can run here."""
+"""`tilegrad check` and `gradcheck`, which compare results, and `doctor`, which reports what this installation can run."""
 
 from __future__ import annotations
 

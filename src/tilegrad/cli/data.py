@@ -1,4 +1,4 @@
-"""`tilegrad data`: what a run would learn from, before it is trained."""
+"""`tilegrad data`: a preview of the data that a run would train on."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .arguments import Commands, add_command, add_key_flags, given_keys
 if TYPE_CHECKING:
     from ..training.preview import Preview
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a terminal would act on these
-_BAR = 40  # characters of the longest bar of the histogram
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # characters that control a terminal
+_BAR = 40  # number of characters of the longest bar of the histogram
 
 
 def _data(args: argparse.Namespace) -> int:

@@ -1,7 +1,8 @@
-"""What this installation can run, and what to install where it can't: one line per part.
+"""A report of what this installation can run, and of what to install for the rest: one line per part.
 
-`--kernels` adds the table of kernels of every op: which runs a plain call, and why the others don't. `--build` compiles
-three parts in C++ from the package's sources: the native CPU kernel, eager calls, and the memory manager's cache hits.
+`--kernels` adds the table of kernels of every op: which kernel runs a call without options, and why the others do not.
+`--build` compiles three parts in C++ from the sources of the package: the native CPU kernel, eager calls, and the cache hits of
+the memory manager.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from ..memory.managed import hit
 from ..native import build as native_build
 from ..native import openmp
 
-EXTRAS = {  # extra → packages, what they are for
+EXTRAS = {  # extra → (packages, their purpose)
     "rich": (("rich",), "a live progress bar while a run trains"),
     "plot": (("matplotlib",), "tilegrad bench attention --plot"),
     "bpe": (("tokenizers",), "BPE tokenizers, and Hugging Face weights with their tokenizers"),
@@ -57,7 +58,8 @@ EXTRAS = {  # extra → packages, what they are for
 
 
 def doctor(*, build: bool = False, kernels: bool = False) -> int:
-    """Print the report. If the native kernel can't be built, print the error instead and return 1."""
+    """Print the report and return the exit code 0. If the native kernel can't be built, print the error instead and return
+    1."""
     if build:
         try:
             print(f"built {native_build.build()}")
@@ -102,7 +104,7 @@ def report() -> Iterator[tuple[str, str]]:
 
 
 def plain_calls(device: str, dtype: torch.dtype) -> tuple[tuple[Table, object], ...]:
-    """Each table of kernels, with a call of its op without options."""
+    """(table of kernels, a call of its op without options) for each op."""
     q = torch.empty(1, 1, 64, 64, device=device, dtype=dtype)
     x = q[0, 0]
     return (
@@ -179,6 +181,6 @@ def _cuda() -> str:
 
 
 def _order(table: Table, call: object) -> str:
-    """The kernels that accept a call, in the table's order: the first one runs."""
+    """The kernels that accept a call, in the order of the table: the first of them runs."""
     names = [row.name for row in table.rows if not row.by_name_only and row.refuses(call) is None]
     return f"{table.op}: {', then '.join(names) or 'none'}"

@@ -1,5 +1,5 @@
-"""A command reports an error as one sentence on stderr. Ranks with the same error print it once. Reporting does not fail if
-the terminal's encoding lacks a character, or if nobody reads stdout or stderr any more."""
+"""Reports of errors: a command prints one sentence on stderr. If several ranks have the same error, one of them prints it.
+Reporting does not fail if the encoding of the terminal lacks a character, or if nobody reads stdout or stderr any more."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TextIO
 
 
 def escape_what_cannot_be_shown() -> None:
-    """Print a character that the terminal's encoding lacks as an escape, such as \\u2026, instead of raising."""
+    """Print a character that the encoding of the terminal lacks as an escape, such as \\u2026, instead of raising."""
     for stream in (sys.stdout, sys.stderr):
         # surrogateescape is the default in locale C
         if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
@@ -18,7 +18,7 @@ def escape_what_cannot_be_shown() -> None:
 
 
 def complain(sentence: object) -> None:
-    """Print a sentence on stderr. If several ranks have the same sentence, only the first of them prints it."""
+    """Print a sentence on stderr. If several ranks have the same sentence, only the first rank that calls this prints it."""
     try:
         if not said_already(str(sentence)):
             print(f"tilegrad: {sentence}", file=sys.stderr, flush=True)

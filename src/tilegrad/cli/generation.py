@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..training.generation import Generation, SamplingSettings
 
 _COMMAND = re.compile("/[a-z]+")
-PROMPT = "Call me "  # the default of generate
+PROMPT = "Call me "  # the default prompt of `tilegrad generate`
 _SHOWN_S = 5.0  # seconds between two lines of progress
 
 
@@ -58,7 +58,7 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:
-    """The prompts of the command line, of a file or of stdin."""
+    """The prompts from the command line, from a file or from stdin."""
     ways = {"PROMPT": args.text or None, "--prompt": args.prompt, "--prompt-file": args.prompt_file}
     given = {name: value for name, value in ways.items() if value is not None}
     if len(given) > 1:
@@ -78,7 +78,7 @@ def _shown(name: str, value: str | list[str]) -> str:
 
 
 def _lines(name: str) -> list[str]:
-    """A prompt for each line of a file; - is stdin."""
+    """The lines of a file, each a prompt; - is stdin."""
     from ..text.untrusted import decoded
 
     text = _read_stdin() if name == "-" else decoded(Path(name))
@@ -97,7 +97,7 @@ def _read_stdin() -> str:
 
 
 def _stream(generation: Generation) -> int:
-    """Print the prompt, and its continuation as it is drawn. Returns the number of tokens."""
+    """Print the prompt, and its continuation as tokens are drawn. Returns the number of tokens."""
     print(generation.prompts[0], end="", flush=True)
     tokens = 0
     try:
@@ -109,8 +109,8 @@ def _stream(generation: Generation) -> int:
 
 
 def _print_all(generation: Generation, args: argparse.Namespace) -> int:
-    """Print sequences in the order of the prompts, each when it and those before it are complete. Returns the number of
-    tokens."""
+    """Print sequences in the order of the prompts, each when it and all sequences before it are complete. Returns the
+    number of tokens."""
     from .progress import watch
 
     out = None if sys.stdout.isatty() else sys.stdout  # None: the sys.stdout of the bar, which prints above it
@@ -135,7 +135,7 @@ def _as_json(found: Generated) -> str:
     content = asdict(found)
     if found.logprobs is None:
         del content["logprobs"]
-    return json.dumps(content)  # ASCII, which every encoding of stdout has
+    return json.dumps(content)  # this is ASCII, which every encoding of stdout has
 
 
 def _as_text(found: Generated, number: int, generation: Generation) -> str:
@@ -194,7 +194,7 @@ def _answer(chat: Chat, text: str) -> None:
 
 
 def _read_line(prompt: str) -> str | None:
-    """A line without spaces around it; None at the end of the input."""
+    """A line of input without spaces around it; None at the end of the input."""
     with suppress(ImportError):
         import readline  # noqa: F401, input() then has arrow keys and a history
     try:

@@ -1,4 +1,4 @@
-"""`tilegrad plan`: every byte of a training step, or of a decoder, before the first is allocated."""
+"""`tilegrad plan`: every byte of a training step, or of a decoder, before any is allocated."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _print(
 
 
 def _plan_decoder(args: argparse.Namespace, run: RunConfig, name: str, page: Path | None) -> int:
-    """Every byte of the decoder that `generate` would use."""
+    """Print every byte of the decoder that `generate` would use."""
     import torch
 
     from ..engine.decoder import decoder_spec, largest_batch, plan_decoder

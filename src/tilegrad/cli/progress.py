@@ -1,4 +1,4 @@
-"""The progress of a run: a live bar in a terminal where rich is installed, else plain lines."""
+"""The progress of a run: a live bar in a terminal if rich is installed, else lines of text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _UNITS = ((10**9, "B"), (10**6, "M"), (10**3, "k"), (1, ""))
 
 
 def _time(seconds: float) -> str:
-    """1:02:03 is hours, minutes and seconds; below an hour 2:03."""
+    """Hours, minutes and seconds, such as 1:02:03; below an hour minutes and seconds, such as 2:03."""
     minutes, s = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{s:02}" if minutes >= 60 else f"{minutes}:{s:02}"
 
@@ -34,7 +34,7 @@ def _line(n: Numbers, elapsed: float, left: float) -> str:
 
 
 def _short(n: Numbers) -> str:
-    """`_line` shortened for a bar of 80 columns; the planned bytes were shown at the start."""
+    """`_line` in short form, for a bar of 80 columns, without the planned bytes, which were shown at the start."""
     seen, unit = next((n["tokens_seen"] / size, unit) for size, unit in _UNITS if n["tokens_seen"] >= size)
     mib = n["measured_bytes"] / 2**20
     memory = f"{mib:.0f} MiB" if mib < 1000 else f"{mib / 1024:.1f} GiB"
@@ -86,7 +86,7 @@ def _message(event: str, n: Numbers) -> str | None:
 
 
 def described(n: Numbers) -> str:
-    """The data of a run: what was read, how documents end, and how they fill rows."""
+    """A description of the data of a run: what was read, how documents end, and how they fill rows."""
     left_out = f"; {n['left_out']:,} files of other kinds are left out" if n["left_out"] else ""
     kind = f"conversation{'s' * (n['documents'] != 1)} ({n['format']})" if n.get("format") else None
     kind = kind or f"document{'s' * (n['documents'] != 1)}"
@@ -96,7 +96,7 @@ def described(n: Numbers) -> str:
 
 
 def _ends(n: Numbers) -> Iterator[str]:
-    """The chat template, and what ends a document."""
+    """The chat template, and the end of a document."""
     if n.get("format"):
         yield f"Chat template: {n['template'] or 'none; the completion follows the prompt'}"
     if n.get("eos") and n.get("template"):
@@ -125,7 +125,7 @@ def _rows(n: Numbers) -> Iterator[str]:
 
 @contextmanager
 def watch(stream: TextIO | None = None) -> Iterator[Show]:
-    """Yields the callback that shows a run's events on `stream`."""
+    """Yields the callback that shows the events of a run on `stream`."""
     out = stream or sys.stdout
     if out.isatty() and find_spec("rich") is not None:
         with _rich(out) as bar:
@@ -176,7 +176,7 @@ def _rich(out: TextIO) -> Iterator[Show]:
                 bar.update(task, total=numbers["batches"], completed=numbers["batch"], description=message)
             elif event == "generate":
                 bar.update(task, total=numbers["sequences"], completed=numbers["sequence"], description=message)
-                bar.advance(task, 0)  # the first event, of no sequence, begins the mean
+                bar.advance(task, 0)  # the mean speed begins with the first event, at which no sequence is complete
             elif message:
                 bar.console.print(message)
             if event == "start":

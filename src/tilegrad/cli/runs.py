@@ -57,7 +57,7 @@ def _init(args: argparse.Namespace) -> int:
 
 
 def _conclude(result: RunResult) -> int:
-    """Print the result. The exit code is 0 if the run is done. It is also 0 if several ranks were stopped, because
+    """Print the result, and return the exit code. It is 0 if the run is done, and also if several ranks were stopped, because
     torchrun would restart them otherwise."""
     from ..training.folder import resume_command
 

@@ -1,4 +1,4 @@
-"""`tilegrad import` and `export`: Hugging Face folders and GGUF files, in and out."""
+"""`tilegrad import` and `export`, for Hugging Face folders and GGUF files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Choice(TypedDict):
-    """Which weights of a run are exported."""
+    """The weights of a run that are exported."""
 
     best: bool
     averaged: bool
@@ -48,7 +48,9 @@ def _import(args: argparse.Namespace) -> int:
     params = source.read()
     if adapter is not None:
         merge(params, adapter.read(), source.config, adapter.lora)
-    name = source.folder.resolve().name if given.exists() else given.name  # not the revision of a cached ORG/NAME
+    name = (
+        source.folder.resolve().name if given.exists() else given.name
+    )  # the folder of a cached ORG/NAME is its revision
     out = Path(args.out or f"models/{name}")
     write_weights(out, params, source.config, origin=source.folder)
     _say_imported(out, source.kind, sum(p.numel() for p in params.values()))

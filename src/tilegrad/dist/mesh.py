@@ -1,13 +1,14 @@
-"""The ranks of a run: torch.distributed's process group, the collectives of a step, and which rank is missing in a hang.
+"""The ranks of a run: the process group of torch.distributed, the collectives of a step, and the search for a missing rank when
+a run hangs.
 
-torchrun sets rank and world size in the environment. CPU tensors use gloo, GPU tensors NCCL. Without torchrun, or with one
-rank, there is no process group, and every collective is a no-op.
+torchrun sets rank and world size in the environment. Collectives on CPU tensors use gloo, those on GPU tensors NCCL. Without
+torchrun, or with one rank, there is no process group, and every collective is a no-op.
 
 A collective that waits for a lost rank fails with an error that names no rank, and on a GPU it may never fail. So a heartbeat
-thread on each rank publishes (beat, collectives entered, place) in the store every second; on failure two snapshots are
-compared. A rank whose beat has not changed is dead or stopped. Among the live ranks, those with the lowest count are behind,
-and the others wait for them. A rank that gives up because of another one publishes this before it ends, so that it does not
-count as dead. No clocks are compared.
+thread on each rank publishes a `Note` (beat, number of collectives entered, place) in the store every second. After a failure
+two snapshots of the notes are compared. A rank whose beat has not changed is dead or stopped. Among the live ranks, those with
+the lowest number of collectives are behind, and the others wait for them. If a rank gives up because of another rank, it
+publishes this before it ends, so that it does not count as dead. No clocks are compared.
 """
 
 from __future__ import annotations
@@ -36,18 +37,18 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _stores: Any = dist  # torch's type stubs lack PrefixStore and TCPStore
 BEAT_S = 1.0
 HUNG = 13  # exit code of a process that the heartbeat thread ended
-_NAMED = 8  # most ranks named in a message
+_NAMED = 8  # the most ranks that a message names
 T = TypeVar("T")
 Pending = dist.Work | None  # a started collective; None with one rank
 
 
 class RankLost(RuntimeError):
-    """A collective did not complete. The message names the ranks that it waits for, and their places."""
+    """A collective did not complete. The message names the ranks for which it waits, and their places."""
 
 
 class Note(NamedTuple):
-    """What a rank publishes: a beat that increases while its process lives, the number of collectives it entered, its place
-    in the program, and whether it gave up because of another rank."""
+    """A note that a rank publishes: a beat that increases while its process lives, the number of collectives that it has
+    entered, its place in the program, and whether it gave up because of another rank."""
 
     beat: int
     entered: int
@@ -56,7 +57,7 @@ class Note(NamedTuple):
 
 
 def missing(before: dict[int, Note], after: dict[int, Note]) -> str:
-    """Which ranks the others wait for, from two snapshots of the notes taken more than one beat apart."""
+    """A message that names the ranks for which the others wait, from two snapshots of the notes more than one beat apart."""
     still = [rank for rank in after if before[rank].beat == after[rank].beat]
     silent = [rank for rank in still if not after[rank].gave_up]
     alive = [rank for rank in after if rank not in silent and not after[rank].gave_up]
@@ -73,9 +74,9 @@ def missing(before: dict[int, Note], after: dict[int, Note]) -> str:
 class Mesh:
     """The ranks that torchrun launched or, with `alone`, only this process. A collective waits up to `timeout_s` for a rank.
 
-    rank, world               this process, and the number of processes
-    local_rank, local_world   the same on this node
-    device                    of this rank: cpu, or the GPU of its local rank
+    rank, world               the number of this process, and how many processes there are
+    local_rank, local_world   the same among the processes on this node
+    device                    the device of this rank: cpu, or the GPU with the number of its local rank
     """
 
     def __init__(self, device: torch.device | str = "cpu", timeout_s: float = 600.0, *, alone: bool = False) -> None:
@@ -116,20 +117,21 @@ class Mesh:
         return self.run(lambda: dist.all_reduce(x, group=self.group, async_op=not wait), "all_reduce")
 
     def reduce_scatter(self, x: Tensor, *, out: Tensor, wait: bool = True) -> Pending:
-        """out = Σ over ranks of this rank's slice of x (one of `world` equal slices). `out` may be that slice of x."""
+        """out = the slice of this rank of Σ over ranks of x. x has `world` equal slices, and `out` may be this slice of x."""
         return self.run(lambda: _reduce_scatter(out, x, group=self.group, async_op=not wait), "reduce_scatter")
 
     def all_gather(self, part: Tensor, *, out: Tensor, wait: bool = True) -> Pending:
-        """out = every rank's part, in the order of ranks. `part` may be this rank's slice of `out`."""
+        """out = the parts of all ranks, in the order of ranks. `part` may be the slice of this rank in `out`."""
         return self.run(lambda: _all_gather(out, part, group=self.group, async_op=not wait), "all_gather")
 
     def wait(self, work: Pending) -> None:
-        """Waits for a collective started with wait=False. Not counted as entered, because a rank may have none to wait for."""
+        """Waits for a collective that was started with wait=False. This does not count as a collective entered, because another
+        rank may have nothing to wait for."""
         if work is not None:
             self._guarded(work.wait, "wait")
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, sent as JSON."""
+        """The values of all ranks, in the order of ranks. They are sent as JSON."""
         if self.world == 1:
             return [value]
         text = json.dumps(value, allow_nan=False).encode("utf-8")
@@ -150,8 +152,8 @@ class Mesh:
         self.run(lambda: dist.barrier(group=self.host_group), "barrier")
 
     def first(self, work: Callable[[], T]) -> T:
-        """Runs `work` on rank 0, then on the first rank of each other node, then on the rest. Waiting ranks poll the store,
-        without a timeout, instead of waiting in a collective. If `work` fails, all ranks that wait for it fail."""
+        """Runs `work` on rank 0, then on the first rank of each other node, then on all other ranks. Waiting ranks poll the
+        store, without a timeout, instead of waiting in a collective. If `work` fails, all ranks that wait for it fail."""
         self._firsts += 1
         node = self.rank - self.local_rank  # the first rank of this node
         awaited = None if self.rank == 0 else 0 if self.rank == node else node
@@ -180,15 +182,15 @@ class Mesh:
             self._give_up()
             raise RankLost(f"rank {self.rank} at {self.place!r}: rank {key.rsplit('/', 1)[1]} failed there")
 
-    # ── who is missing ──
+    # ── missing ranks ──
 
     def at(self, place: str, *, alone: bool = False) -> None:
-        """Sets this rank's place in the program. `alone`: no collective waits for it, so it may take any time."""
+        """Sets the place of this rank in the program. `alone`: no collective waits for this rank, so it may take any time."""
         self.place, self._since = place, math.inf if alone else time.monotonic()
 
     def run(self, collective: Callable[[], T], name: str) -> T | None:
-        """Runs a collective, which all ranks must enter in the same order. Raises `RankLost` with the lost rank. No-op with one
-        rank."""
+        """Runs a collective, which all ranks must enter in the same order. Raises `RankLost`, which names the lost rank. With one
+        rank this is a no-op."""
         if self.world == 1:
             return None
         self.entered += 1
@@ -206,12 +208,12 @@ class Mesh:
             ) from error
 
     def _give_up(self) -> None:
-        """Publishes that this rank is about to end because another one is lost."""
+        """Publishes that this rank is about to end because another rank is lost."""
         self._gave_up = True
         self._write()
 
     def _write(self) -> bool:
-        """Publishes this rank's note. False if the store is gone; torchrun then ends this process."""
+        """Publishes the note of this rank. Returns False if the store is gone; torchrun then ends this process."""
         self._beat += 1
         try:
             write_note(self._store, self.rank, Note(self._beat, self.entered, self.place, self._gave_up))
@@ -220,7 +222,7 @@ class Mesh:
         return True
 
     def missing(self) -> str:
-        """Which ranks this one waits for. Takes 2.5 beats."""
+        """A message that names the ranks for which this rank waits. The call takes 2.5 beats."""
         try:
             before = read_notes(self._store, self.world)
             time.sleep(2.5 * BEAT_S)
@@ -230,8 +232,9 @@ class Mesh:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Inside, the heartbeat thread publishes this rank's notes. If this rank stays at one place longer than a collective
-        may wait, and no error was raised, the thread prints which ranks are missing and ends the process with exit code 13."""
+        """In this context, the heartbeat thread publishes the notes of this rank. If this rank stays at one place longer than a
+        collective may wait, and no error was raised, the thread prints which ranks are missing and ends the process with exit
+        code 13."""
         if self.world == 1:
             yield
             return
@@ -270,7 +273,7 @@ class Mesh:
 
 
 class Neighbours:
-    """n adjacent ranks of a mesh. Their collectives count as the mesh's, so all groups must enter the same number."""
+    """n adjacent ranks of a mesh. Their collectives count as collectives of the mesh, so all groups must enter equally many."""
 
     def __init__(self, mesh: Mesh, n: int) -> None:
         self.rank, self.world, self._mesh = mesh.rank % n, n, mesh
@@ -304,22 +307,22 @@ def read_notes(store: Store, world: int) -> dict[int, Note]:
 
 
 def said_already(sentence: str) -> bool:
-    """Whether another rank has printed this, so that an error of all ranks is printed once; ranks that ended before the group
-    was made count too. False if torchrun keeps no store for its ranks."""
+    """Whether another rank has printed this sentence, so that an error of all ranks is printed once. Ranks that ended before the
+    process group was made count too. False if torchrun keeps no store for its ranks."""
     env = os.environ
     if int(env.get("WORLD_SIZE", "1")) == 1 or env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return False
     try:
         store = _store(int(env["RANK"]), int(env["WORLD_SIZE"]), timedelta(seconds=10))
         return int(store.add(f"said/{hashlib.sha256(sentence.encode()).hexdigest()}", 1)) > 1
-    except RuntimeError:  # the store is gone, and so are the ranks that might have printed it
+    except RuntimeError:  # the store is gone, and so are the ranks that might have printed the sentence
         return False
 
 
 def _store(rank: int, world: int, limit: timedelta) -> Store:
-    """The store at MASTER_ADDR. torchrun keeps one store over restarts, so a restarted rank may read the address of a dead one
-    (pytorch#135712): on one node each attempt has its own key prefix. On several nodes the attempt count may differ between
-    nodes, and torchrun needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 instead."""
+    """The store at MASTER_ADDR. torchrun keeps one store over restarts, so a restarted rank could read the address of a dead
+    rank (pytorch#135712). So on one node the keys of each attempt have a prefix of their own. On several nodes the number of
+    attempts may differ between nodes, and torchrun needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 instead."""
     env = os.environ
     shared = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = _stores.TCPStore(

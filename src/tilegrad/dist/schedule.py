@@ -1,21 +1,21 @@
-"""The schedule of a program: which op reads which parameters, and which op completes which gradients. It is found by a run of the
-program on handles, and says when collectives may start.
+"""The schedule of a program: which op reads which parameters, and which op completes which gradients. A run of the program on
+handles finds it. It says when collectives may start.
 
     touches    the schedule: for each op, the parameters that it reads and those whose gradients it writes
     cut        splits the arena into buckets: adjacent parameters that one collective sums or gathers
-    needed     the first op that reads a bucket's parameters, which must be gathered before it
-    final      the last op that writes a bucket's gradients, which may be summed after it
+    needed     the first op that reads parameters of a bucket; they must be gathered before it
+    final      the last op that writes gradients of a bucket; they may be summed after it
     follow     runs the program on tensors, with collectives before and after its ops
 
-An arena has parameters of two or more dimensions before vectors, each in the order of declaration. With Muon, the matrices of
-the blocks come before both. The backward completes gradients from the end to the front, so buckets are cut from the end. Each
-rank owns one of `world` equal slices of a bucket.
+An arena has parameters of two or more dimensions before vectors, both in the order of declaration. With Muon, the matrices of
+the blocks come first. The backward completes gradients from the end of the arena to its beginning, so buckets are cut from the
+end. Each rank owns one of `world` equal slices of a bucket.
 
     params    │ wte ░░░ │ blocks 0, 1 ░░ │ blocks 2, 3 ░░ │ biases, norms ░ │     ░: padding to world · align elements
     grads       the same layout                                                 each padding is a COMM handle, always zero
 
 Muon updates whole matrices, so a slice must not cut a matrix. A bucket that Muon updates has the matrices of rank 0, then those
-of rank 1, and so on. Each slice is padded to the length of the longest:
+of rank 1, and so on. Each slice is padded to the length of the longest slice:
 
     params    │ up ░░ │ down ░ │ qkv, proj │     one bucket, with slices of three ranks
 """
@@ -43,12 +43,12 @@ class Touch(NamedTuple):
 
 class Bucket(NamedTuple):
     """Elements [start, stop) of the flat params and grads. A member is the name of a parameter, or the number of elements of a
-    padding. In a `whole` bucket, no parameter crosses from one rank's slice to another's."""
+    padding. In a `whole` bucket, every parameter is in the slice of one rank."""
 
     members: tuple[str | int, ...]
     start: int
     stop: int
-    decayed: int  # leading elements with weight decay
+    decayed: int  # number of elements with weight decay, which come first
     whole: bool = False
 
     @property
@@ -64,8 +64,8 @@ class Bucket(NamedTuple):
 def touches(
     program: Callable[[], object], observe: Observe, values: Mapping[str, str], grads: Mapping[str, str]
 ) -> tuple[Touch, ...]:
-    """The schedule of a program, which runs on handles and computes nothing. `values` and `grads` map names of handles to
-    parameters."""
+    """The schedule of a program, which runs on handles and computes nothing. `values` and `grads` map the names of handles to
+    the names of parameters."""
     seen: list[Touch] = []
 
     def see(call: Call) -> None:
@@ -79,7 +79,7 @@ def touches(
 
 
 def needed(bucket: Bucket, schedule: Sequence[Touch]) -> int:
-    """The index of the first op that reads one of the bucket's parameters."""
+    """The index of the first op that reads a parameter of the bucket."""
     return next(i for i, touch in enumerate(schedule) if touch.reads & set(bucket.names))
 
 
@@ -89,7 +89,8 @@ def final(bucket: Bucket, schedule: Sequence[Touch]) -> int:
 
 
 def order(buckets: Sequence[Bucket], schedule: Sequence[Touch]) -> tuple[int, ...]:
-    """Indices of buckets in the order in which every rank must sum them. If two ranks had different orders, both would hang."""
+    """Indices of buckets in the order in which every rank must sum them. Two ranks with different orders would wait for each
+    other forever."""
     return tuple(sorted(range(len(buckets)), key=lambda i: (final(buckets[i], schedule), -i)))
 
 
@@ -100,13 +101,13 @@ def cut(
     bucket_bytes: int,
     whole: Container[str] = (),
 ) -> tuple[Bucket, ...]:
-    """Buckets of about `bucket_bytes`, front to back, with sizes divisible by `world`. `params` are handles in the order of the
-    arena. Three kinds of parameters have buckets of their own:
+    """Buckets of about `bucket_bytes`, in the order of the arena, with sizes divisible by `world`. `params` are handles in the
+    order of the arena. Three kinds of parameters have buckets of their own:
 
-    vectors       they have no weight decay
-    embeddings    the last ops of the backward complete their gradients, and no other gradient should wait for them
-    `whole`       one rank owns each of these parameters. Such a bucket grows until at most an eighth of it is padding. It has
-                  more padding only if no such parameters are left
+    vectors       because they have no weight decay
+    embeddings    because the last ops of the backward complete their gradients, and no other gradient should wait for them
+    `whole`       because each of these parameters belongs to one rank. Such a bucket grows until at most an eighth of it is
+                  padding. It has more padding only if no such parameters are left
     """
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes: got {bucket_bytes}; accepted: at least 1")
@@ -157,10 +158,10 @@ def _elements(p: Handle) -> int:
 
 
 def _assign(params: Sequence[Handle], world: int, loads: list[int]) -> tuple[list[list[Handle]], int]:
-    """Each rank's parameters, and the length of every slice of the bucket. The largest parameter is assigned first, and each
-    parameter is added to the slice with the fewest elements. The fullest slice goes to the rank that owns the fewest elements of
-    earlier buckets (`loads`, updated in place). If a parameter needs an alignment gap, every slice ends with padding, because an
-    arena ends where its last buffer ends."""
+    """(parameters of each rank, length of a slice of the bucket). Parameters are assigned from the largest to the smallest, each
+    to the slice with the fewest elements. The fullest slice goes to the rank that owns the fewest elements of earlier buckets
+    (`loads`, updated in place). If a parameter needs an alignment gap, every slice ends with padding, because an arena ends
+    where its last buffer ends."""
     slices: list[list[Handle]] = [[] for _ in range(world)]
     used = [0] * world
     for p in sorted(params, key=_elements, reverse=True):
@@ -182,7 +183,7 @@ def _uneven(params: Sequence[Handle], world: int) -> bool:
 
 
 def align_of(p: Handle) -> int:
-    """The alignment of offsets in elements. On CUDA it is the same for a parameter and its bfloat16 copy."""
+    """The alignment of offsets, in elements. On CUDA it is the same for a parameter and its bfloat16 copy."""
     return 128 if p.device.type == "cuda" else max(alignment(p.device) // p.dtype.itemsize, p.multiple)
 
 
@@ -193,7 +194,7 @@ def follow(
     after: Mapping[int, Sequence[Work]],
     observe_names: ObserveNames,
 ) -> Iterator[None]:
-    """Run the program of `schedule` inside this context. `before[i]` and `after[i]` run before and after op number i."""
+    """Run the program of `schedule` in this context. `before[i]` and `after[i]` run before and after op number i."""
     i, nothing = 0, ()
 
     def run(name: str, op: Work) -> None:

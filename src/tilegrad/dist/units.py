@@ -1,17 +1,17 @@
 """Fully sharded: whole parameters and gradients exist only around the ops that need them.
 
-Each block is a unit, and everything outside of the blocks is one more. A rank keeps 1/world of each unit: its part. A unit's
-values from all ranks are one flat COMM buffer, and its gradients are another. Both have live ranges like activations, so units
-share addresses in the plan, and poison exposes a unit that is read after its live range.
+Each block is a unit, and everything outside of the blocks is another. A rank keeps 1/world of each unit, its part. The values of
+a whole unit are one flat COMM buffer, and its gradients are another. Both have live ranges like activations, so units share
+addresses in the plan, and poison exposes a unit that is read after its live range.
 
     before the previous unit is used   start the gather (prefetch by one unit)
     before an op reads the unit        wait for the gather
-    before an op writes its grads      zero them
-    after the last such op             wait for the previous unit's sum (a reduce-scatter) and add this rank's slice of it to that
-                                       unit's part; start this unit's sum
+    before an op writes its grads      zero the gradients of the unit
+    after the last such op             wait for the sum (a reduce-scatter) of the previous unit, and add this rank's slice of the
+                                       sum to the part of that unit; then start the sum of this unit
 
-The schedule comes from a run of the program on handles (`schedule.touches`). Collectives are traced like the model's ops, so
-the plan includes them. Every micro-batch gathers and sums.
+The schedule comes from a run of the program on handles (`schedule.touches`). Collectives are traced like the ops of the model,
+so the plan includes them. Every micro-batch gathers and sums.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .schedule import Bucket, ObserveNames, Touch, Work, align_of, follow
 
 ROOT = "root"  # the unit of everything outside of the blocks
 Actions = dict[int, list[tuple[str, str]]]  # index of an op → (action, unit)
-Buffers = dict[str, Tensor]  # by unit; handles instead of tensors while a program is traced
+Buffers = dict[str, Tensor]  # unit → buffer; a handle instead of a tensor while a program is traced
 Emit = Callable[[Any], None]  # takes a Call of kernels/op.py or an Emitted
 
 
@@ -58,20 +58,20 @@ class UnitParam(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """The units of a model over `world` ranks. Buffers are handles or tensors, by unit."""
+    """The units of a model over `world` ranks. Buffers are handles or tensors."""
 
     world: int
     buckets: dict[str, Bucket]
     starts: dict[str, int]  # parameter → its first element in the flat range of all units
-    owner: dict[str, tuple[str, str]]  # handle name of a parameter's value or gradient → (unit, parameter)
-    values: Buffers  # whole units, only while a program needs them
+    owner: dict[str, tuple[str, str]]  # name of the handle of a value or a gradient → (unit, parameter)
+    values: Buffers  # whole units, which exist only while a program needs them
     grads: Buffers
-    value_parts: Buffers  # this rank's parts, always present
+    value_parts: Buffers  # the parts of this rank, which always exist
     grad_parts: Buffers
 
     @classmethod
     def declare(cls, params: Sequence[UnitParam], world: int, kept: torch.dtype | None = None) -> Units:
-        """kept: the dtype of this rank's parts of the gradients; None: the dtype of the gradients."""
+        """Units on handles. kept: the dtype of this rank's parts of the gradients; None: the dtype of the gradients."""
         by_unit: dict[str, list[UnitParam]] = {}
         for p in params:
             by_unit.setdefault(p.master.layer if p.master.layer.startswith("blocks.") else ROOT, []).append(p)
@@ -114,14 +114,14 @@ class Units:
         )
 
     def view(self, handle: Handle) -> Tensor:
-        """The tensor of a parameter's value or gradient: a view of its unit's buffer."""
+        """The tensor of the value or the gradient of a parameter: a view of the buffer of its unit."""
         unit, name = self.owner[handle.name]
         whole = (self.grads if handle.role == "grads" else self.values)[unit]
         at, n = self.starts[name] - self.buckets[unit].start, handle.nbytes // handle.dtype.itemsize
         return whole[at : at + n].view(handle.shape)
 
     def schedule(self, steps: Sequence[Touch]) -> tuple[Actions, Actions]:
-        """Actions before and after each op."""
+        """(actions before each op, actions after each op)"""
         unit_of = {name: unit for unit, bucket in self.buckets.items() for name in bucket.names}
         before: Actions = {}
         after: Actions = {}
@@ -154,9 +154,9 @@ class Units:
         self, steps: Sequence[Touch], mesh: Mesh, *, first: bool, emit: Emit | None, observe: Observe,
         observe_names: ObserveNames,
     ) -> Iterator[None]:
-        """Run the program of `steps` inside this context. first=True: sums overwrite the parts; False: they are added. `emit` is
-        the outer observer (a trace or the poison check), which gets each call; None: there is none. While a program is traced,
-        no collective runs."""
+        """Run the program of `steps` in this context. first=True: sums overwrite the parts; False: sums are added to them.
+        `emit` is the outer observer (a trace or the poison check), which gets each call; None: there is no observer. While a
+        program is traced, no collective runs."""
         works: dict[str, Pending] = {}
         before, after = self.schedule(steps)
         act = partial(self._act, mesh, works, first=first, emit=emit or _run)
@@ -211,7 +211,8 @@ class Units:
                     emit(Emitted("reduce_scatter", (grads,), (grads,), (grads,), reduce))
 
     def _by_unit(self, call: Call) -> Call:
-        """On handles: the call with unit buffers in place of parameters and gradients. It writes only a part of each buffer."""
+        """A call on handles with the buffers of units instead of parameters and gradients. It writes only a part of each
+        buffer."""
         if not any(isinstance(h, Handle) for h in (*call.reads, *call.writes)):
             return call
 
@@ -235,8 +236,8 @@ def _bound(actions: Mapping[int, Sequence[tuple[str, str]]], act: Callable[[str,
 
 
 def gathered(units: Units, mesh: Mesh) -> dict[str, Tensor]:
-    """For each parameter a flat view of its gathered unit, in new memory, from the parameter's start to the unit's end. A
-    collective: all ranks must call it."""
+    """parameter → a flat view of its gathered unit, in new memory, from the start of the parameter to the end of the unit. All
+    ranks must call this, because it is a collective."""
     found: dict[str, Tensor] = {}
     for unit, bucket in units.buckets.items():
         part = units.value_parts[unit]

@@ -1,4 +1,4 @@
-"""Models of other libraries with tilegrad's kernels: one module per library, loaded on first use."""
+"""tilegrad's kernels in models of other libraries: one module per library, which is loaded on first use."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""flash-attn's functions with tilegrad's kernels, with the same argument names and layouts.
+"""The functions of flash-attn with tilegrad's kernels, and with the same argument names and layouts.
 
-Arguments are as in flash-attn 2. Tensors are (B, T, H, D), packed ones (total, H, D); Hq is a multiple of Hkv. −1 in
+Arguments are as in flash-attn 2. Tensors are (B, T, H, D), packed tensors (total, H, D); Hq is a multiple of Hkv. −1 in
 window_size means no limit on that side, and causal is aligned at the bottom right. Devices and dtypes are as in
-`tilegrad.attention`. window_size and max_seqlen may be anything that Python accepts as an index, such as NumPy or torch ints.
-Paged caches, and rotary embeddings inside decoding, raise. return_attn_probs gives (o, lse, None) because probabilities are
+`tilegrad.attention`. window_size and max_seqlen may be any values that Python accepts as an index, such as NumPy or torch ints.
+Paged caches, and rotary embeddings inside decoding, raise. return_attn_probs returns (o, lse, None) because probabilities are
 never stored.
 """
 
@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 from ..functional import attention, attention_varlen
 from ..kernels.attention.checks import TENSOR, require
 
-Sides = Iterable[SupportsIndex]  # left and right
+Sides = Iterable[SupportsIndex]  # (left, right)
 
 __all__ = [
     "flash_attn_func",
@@ -57,7 +57,7 @@ def flash_attn_qkvpacked_func(
     window_size: Sides = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
     deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
-    """`flash_attn_func` of qkv (B, T, 3, H, D)."""
+    """`flash_attn_func` with q, k and v in one tensor, qkv (B, T, 3, H, D)."""
     q, k, v = _parts("qkv", qkv, "(B, T, 3, H, D)")
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
     return flash_attn_func(q, k, v, *options, return_attn_probs)
@@ -68,7 +68,7 @@ def flash_attn_kvpacked_func(
     window_size: Sides = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
     deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
-    """`flash_attn_func` of q (B, Tq, Hq, D) and kv (B, Tk, 2, Hkv, D)."""
+    """`flash_attn_func` with k and v in one tensor: q (B, Tq, Hq, D), kv (B, Tk, 2, Hkv, D)."""
     k, v = _parts("kv", kv, "(B, Tk, 2, Hkv, D)")
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
     return flash_attn_func(q, k, v, *options, return_attn_probs)
@@ -95,7 +95,7 @@ def flash_attn_varlen_qkvpacked_func(
     softmax_scale: float | None = None, causal: bool = False, window_size: Sides = (-1, -1), softcap: float = 0.0,
     alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
-    """`flash_attn_varlen_func` of qkv (total, 3, H, D)."""
+    """`flash_attn_varlen_func` with q, k and v in one tensor, qkv (total, 3, H, D)."""
     q, k, v = _parts("qkv", qkv, "(total, 3, H, D)")
     longest = _int("max_seqlen", max_seqlen)
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
@@ -108,7 +108,7 @@ def flash_attn_varlen_kvpacked_func(
     window_size: Sides = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
     deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
-    """`flash_attn_varlen_func` of q (total_q, Hq, D) and kv (total_k, 2, Hkv, D)."""
+    """`flash_attn_varlen_func` with k and v in one tensor: q (total_q, Hq, D), kv (total_k, 2, Hkv, D)."""
     k, v = _parts("kv", kv, "(total_k, 2, Hkv, D)")
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
     return flash_attn_varlen_func(
@@ -127,8 +127,9 @@ def flash_attn_with_kvcache(
 ) -> Any:  # fmt: skip
     """Decoding: q (B, Tq, Hq, D) over caches (B, Tmax, Hkv, D); sequence b has cache_seqlens[b] columns. No gradient.
 
-    k and v (B, Tnew, Hkv, D) are first written into the caches after those columns, in place; the caller updates cache_seqlens.
-    cache_seqlens=None means a full cache or, with k, an empty one. num_splits and rotary_interleaved have no effect.
+    k and v (B, Tnew, Hkv, D) are first written into the caches, in place, after these columns; the caller updates
+    cache_seqlens. cache_seqlens=None means a full cache or, with k, an empty cache. num_splits and rotary_interleaved have no
+    effect.
     """
     del rotary_interleaved, num_splits
     _absent(
@@ -193,7 +194,7 @@ def _int(name: str, x: SupportsIndex) -> int:
 
 
 def _parts(name: str, packed: Tensor, form: str) -> tuple[Tensor, ...]:
-    """q, k and v, or k and v, as views of a tensor of this form."""
+    """Views of q, k and v, or of k and v, in a tensor of this form."""
     _tensors(**{name: packed})
     sizes = form.strip("()").split(", ")
     count = sizes[-3]

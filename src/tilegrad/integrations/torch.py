@@ -2,11 +2,11 @@
 
     import torch, tilegrad.integrations.torch
     tilegrad.integrations.torch.register()
-    torch.nn.attention.activate_flash_attention_impl("tilegrad")      # SDPA's flash backend is tilegrad
-    torch.nn.attention.restore_flash_attention_impl()                 # SDPA's flash backend is torch's again
+    torch.nn.attention.activate_flash_attention_impl("tilegrad")      # the flash backend of SDPA is tilegrad
+    torch.nn.attention.restore_flash_attention_impl()                 # the flash backend of SDPA is torch's again
 
-torch first selects SDPA's backend by its own rules: calls that it gives to its math backend (a bool mask with a gradient,
-dropout on a CPU) or to cuDNN never get here. is_causal is aligned at the top left, as in SDPA.
+torch first selects the backend of SDPA by its own rules: calls that it gives to the math backend (a bool mask with a gradient,
+dropout on a CPU) or to cuDNN never reach tilegrad. is_causal is aligned at the top left, as in SDPA.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from torch import Tensor
 from torch.library import Library
 from torch.nn.functional import pad
 
-from ..functional.library import numbers_of, tensors_of  # defines the ops
+from ..functional.library import numbers_of, tensors_of  # this import defines the ops
 from ..kernels.attention.mask import Mask
 
 
 def register() -> None:
-    """Registers "tilegrad" with torch.nn.attention. Nothing changes until it is activated."""
+    """Registers "tilegrad" with torch.nn.attention. Nothing changes until "tilegrad" is activated."""
     torch.nn.attention.register_flash_attention_impl("tilegrad", register_fn=_Installed)
 
 
 class _Installed:
-    """Our ops in the dispatcher instead of torch's, until `remove`."""
+    """tilegrad's ops in the dispatcher instead of torch's, until `remove`."""
 
     def __init__(self) -> None:
         self.library: Library | None = Library("aten", "IMPL")
@@ -48,7 +48,8 @@ class _Installed:
 def _fields(
     q: Tensor, k: Tensor, bias: Tensor | None, scale: float | None, *, causal: bool
 ) -> tuple[int, tuple[Any, ...]]:
-    """The number of keys that any row attends to, and the op's mask and options: row i attends to columns j ≤ i if causal."""
+    """(number of keys to which at least one row attends, mask and options of the op). If causal, row i attends to columns
+    j ≤ i."""
     rows, columns = q.shape[2], k.shape[2]
     keys = min(rows, columns) if causal else columns
     right, cut = rows - keys if causal else None, None if bias is None else bias[..., :keys]
@@ -89,7 +90,7 @@ def _cpu_forward(
     attn_mask: Tensor | None = None, scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     o, lse = _forward(query, key, value, attn_mask, scale, dropout_p, causal=is_causal)
-    like = torch.empty_like(query)  # has the strides of torch's meta kernels, which a compiler relies on
+    like = torch.empty_like(query)  # with the strides of torch's meta kernels, on which a compiler relies
     return (o if o.stride() == like.stride() else like.copy_(o)), _by_row(lse)
 
 

@@ -1,20 +1,20 @@
 """Attention of Hugging Face transformers: `register()`, then `attn_implementation="tilegrad"`.
 
-transformers needs two functions under one name. The mask function is called once per forward with closures that say which rows
-attend to which columns (causal, window, packed, padding). The attention function is called by each layer with the result of
-the mask function. Ours is an `Attends`, which has no T×T matrix:
+transformers needs two functions under one name. It calls the mask function once per forward, with closures that say which rows
+attend to which columns (causal, window, packed, padding). Each layer calls the attention function with the result of the mask
+function. In tilegrad this result is an `Attends`, which has no T×T matrix:
 
-    band   (left, right), the largest distance attended to on either side
+    band   (left, right), the largest distance to a column on either side to which a row attends
     runs   padding and packing as cumulative lengths over the B·T rows, for `attention_varlen`, without copies. Padding is
            rows without columns and columns without rows, so it has no effect
-    bias   for the rest: (B, 1, 1, Tk) for padding if queries and keys differ, (B, 1, Tq, Tk) for an unknown closure
+    bias   for all other masks: (B, 1, 1, Tk) for padding if queries and keys differ, (B, 1, Tq, Tk) for an unknown closure
 
-A bool bias (B, 1, Tq, Tk), also one from the caller, becomes intervals in the first layer that reads it, if it has at most two
-in each column (functional/masks.py): all layers then skip what it masks out, and none reads T² elements.
+The first layer that reads a bool bias (B, 1, Tq, Tk), even one from the caller, converts it to intervals, if each column has at
+most two (functional/masks.py). All layers then skip the pairs that are masked out, and no layer reads T² elements.
 
 An `Attends` is not a tensor and never None, so a model that computes attention itself raises instead of ignoring the mask.
-It is a pytree, so `torch.export` takes it as an input: its tensors are inputs, its numbers constants. Where only the device
-knows how long a static cache is, the mask is a bool tensor (B, 1, Tq, Tk), as for sdpa.
+It is a pytree, so `torch.export` takes it as an input: its tensors are inputs, its numbers constants. If only the device knows
+the length of a static cache, the mask is a bool tensor (B, 1, Tq, Tk), as for sdpa.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ..kernels.attention.mask import Window
 from ..kernels.attention.problem import FEW_ROWS
 from .transformers_loss import use_linear_cross_entropy
 
-# cumulative lengths of rows and of columns, then the longest of each; None: the number of the layer's queries, or keys
+# (cumulative lengths of rows, of columns, longest run of rows, of columns); None: as long as the queries, or keys, of the layer
 Runs = tuple[Tensor, Tensor, int | None, int | None]
 _OUTSIDE = (
     "attn_implementation: got 'tilegrad' for a model that computes attention itself, without transformers' "
@@ -49,8 +49,8 @@ def register(name: str = "tilegrad", *, kernel: str | None = None, linear_cross_
     """Registers `attn_implementation=name` with transformers; `kernel` selects a kernel of `tilegrad.attention` by name.
 
     linear_cross_entropy=True: causal language models train without logits, by `tilegrad.linear_cross_entropy`. This applies to
-    all models of the process, whatever their attention, until `register` is called with False. A model in training mode that
-    gets labels then has a loss, but no logits.
+    all models of the process, whatever their attention, until `register` is called with linear_cross_entropy=False. A model in
+    training mode that gets labels then returns a loss, but no logits.
 
     >>> import tilegrad.integrations.transformers as integration
     >>> integration.register()  # doctest: +SKIP
@@ -68,14 +68,14 @@ def register(name: str = "tilegrad", *, kernel: str | None = None, linear_cross_
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Attends:
-    """Which columns the rows of a layer attend to."""
+    """The columns to which the rows of a layer attend."""
 
     band: Window = (None, None)
     runs: Runs | None = None
     bias: Tensor | None = None
-    before: int | None = None  # columns before the rows' own, if a static cache has unused columns after them
-    columns: int | None = None  # keys of the layer, including unused ones of a static cache
-    shape = (1, 1, 1, 1)  # tells transformers that the mask is made already
+    before: int | None = None  # number of columns before the first row's own, if a static cache has unused columns
+    columns: int | None = None  # number of keys of the layer, including unused keys of a static cache
+    shape = (1, 1, 1, 1)  # with four dimensions, so that transformers knows that the mask is complete
     ndim = 4
 
     def contiguous(self) -> Attends:
@@ -117,13 +117,13 @@ register_pytree_node(
 
 
 def _columns(attention_mask: Tensor, offset: int, length: int, used: int) -> Tensor:
-    """The columns in use of a mask of padding, which may be shorter than the cache."""
+    """The columns in use of a padding mask, which may be shorter than the cache."""
     missing = max(0, length + offset - attention_mask.shape[1])
     return pad(attention_mask, (0, missing))[:, offset : offset + used].bool()
 
 
 def _split(padding: Tensor, *, tracing: bool) -> bool:
-    """Whether some row has padding between its tokens; when tracing, the compiled code raises instead."""
+    """Whether a sequence has padding between its tokens. When tracing, the compiled code raises instead."""
     split = ((padding[:, 1:] & ~padding[:, :-1]).sum(1) + padding[:, 0] > 1).any()
     if not tracing:
         return bool(split)
@@ -146,10 +146,10 @@ def mask(
     device: Any = "cpu",
     **kwargs: Any,
 ) -> Attends | Tensor:
-    """transformers' mask function."""
+    """The mask function for transformers."""
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-    if isinstance(attention_mask, Attends):  # made by `generate` before the model runs
+    if isinstance(attention_mask, Attends):  # `generate` has called this function before the model runs
         return attention_mask
     function = mask_function or causal_mask_function
 
@@ -197,7 +197,7 @@ def mask(
 
 
 def _warn_of_probabilities() -> None:
-    """Once, and the layer returns None for them, as sdpa does."""
+    """Warn once that the layer returns None for attention probabilities, as sdpa does."""
     from transformers.utils import logging
 
     logging.get_logger(__name__).warning_once(
@@ -234,7 +234,7 @@ def attention_forward(
     kernel: str | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: q (B, Hq, Tq, D), k and v (B, Hkv, Tk, D) → o (B, Tq, Hq, Dv), None."""
+    """The attention function for transformers: q (B, Hq, Tq, D), k and v (B, Hkv, Tk, D) → o (B, Tq, Hq, Dv), None."""
     # Longer than 60 lines because transformers passes 20 options.
     if output_attentions:
         _warn_of_probabilities()
@@ -257,7 +257,7 @@ def attention_forward(
         s_aux = s_aux.float()
     options: dict[str, Any] = {"window": attends.band, "scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
     options |= {"dropout_p": dropout, "kernel": kernel}
-    if runs is not None and position_bias is None:  # B·T rows; a view if a projection wrote (B, T, H, D)
+    if runs is not None and position_bias is None:  # B·T rows, as views if a projection wrote (B, T, H, D)
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
         ends_q, ends_k = (ends.to(query.device) for ends in runs[:2])
         longest_q = query.shape[2] if runs[2] is None else runs[2]
@@ -287,13 +287,13 @@ def _attends(module: Any, given: Any, is_causal: bool | None, sliding_window: in
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         side = None if sliding_window is None else sliding_window - 1
         return Attends((side, 0 if causal else side))
-    if isinstance(given, Tensor) and given.ndim == 4:  # a mask from the caller is complete
+    if isinstance(given, Tensor) and given.ndim == 4:  # a mask from the caller, which is complete
         return Attends(bias=given)
     raise ValueError(f"attention_mask: got {type(given).__name__}; accepted: None, or a tensor (B, H, Tq, Tk)")
 
 
 def _read(function: Callable[..., Any]) -> tuple[Window, Tensor | None] | None:
-    """(band, each token's sequence number or None) from transformers' closures; None if a closure is unknown."""
+    """(band, number of the sequence of each token or None) from closures of transformers; None if a closure is unknown."""
     name = getattr(function, "__qualname__", "").removesuffix(".<locals>.inner_mask")
     if getattr(function, "__module__", "") != "transformers.masking_utils":
         return None
@@ -324,7 +324,7 @@ def _traced(
     allow_is_causal_skip: bool = False,
     **_: Any,
 ) -> tuple[Window, None] | None:
-    """`_read` for torch.compile, which can't look into a closure: by the function's identity and its other arguments."""
+    """`_read` for torch.compile, which can't look into a closure. Uses the identity of the function and other arguments."""
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
     if function is causal_mask_function or function is bidirectional_mask_function:
@@ -334,12 +334,12 @@ def _traced(
 
 
 def _ends(*lengths: Tensor) -> Tensor:
-    """Cumulative lengths of B groups of runs; each of `lengths` (B,) has one run of every group."""
+    """Cumulative lengths of B groups of runs. Each of `lengths` (B,) has the length of one run in every group."""
     return pad(torch.stack(lengths, 1).flatten().cumsum(0), (1, 0)).int()
 
 
 def _packed(ids: Tensor) -> Runs:
-    """Runs of equal numbers are sequences. ids (B, T)."""
+    """The runs of packed sequences: a run of equal numbers in `ids` (B, T) is a sequence."""
     edge = torch.ones_like(ids, dtype=torch.bool)
     edge[:, 1:] = ids[:, 1:] != ids[:, :-1]
     ends = pad(edge.flatten().nonzero().flatten(), (0, 1), value=ids.numel()).int()
@@ -348,7 +348,7 @@ def _packed(ids: Tensor) -> Runs:
 
 
 def _padded(padding: Tensor, rows: int | None) -> Runs:
-    """Runs of tokens between padding. padding (B, Tk), True for tokens.
+    """The runs of tokens between padding.       padding (B, Tk), True for tokens
 
     `rows`: number of rows, all of which attend to the tokens (an encoder, or cross attention). None: rows and
     columns are the same tokens, and padding rows attend to nothing.
@@ -366,11 +366,12 @@ _read_bias: tuple[Callable[[], Tensor | None], int, IntervalMask | None] = (lamb
 
 
 def _intervals(bias: Tensor, q: Tensor, k: Tensor) -> IntervalMask | None:
-    """The intervals of a bool bias (B, 1 or H, Tq, Tk), which is then not read again; None if a column has more than two.
+    """The intervals of a bool bias (B, 1 or H, Tq, Tk), which replace the bias; None if a column has more than two intervals.
 
-    Found once per forward, because all layers get the same tensor. Also None if a change of the tensor would go unnoticed
-    (inference tensors have no version), if values can't be read (compilation, tracing, fake tensors) or only by
-    waiting for a GPU, for heads that share k and not their bias, and for few rows, which need no intervals.
+    They are computed once per forward, because all layers get the same tensor. The result is also None if a change of the
+    tensor would go unnoticed (inference tensors have no version), if its values can't be read (compilation, tracing, fake
+    tensors) or can be read only by waiting for a GPU, for heads that share k but not the bias, and for few rows, which need no
+    intervals.
     """
     global _read_bias
     form = (bias.dtype, bias.shape[2:]) == (torch.bool, (q.shape[2], k.shape[2])) and bias.ndim == 4
@@ -380,7 +381,7 @@ def _intervals(bias: Tensor, q: Tensor, k: Tensor) -> IntervalMask | None:
         return None
     if bias.device.type != "cpu":
         return None
-    read, version, found = _read_bias  # at once: another thread may replace it
+    read, version, found = _read_bias  # one read, because another thread may replace the tuple
     if read() is not bias or version != bias._version:
         new = intervals_of_bool(bias)
         found = None if isinstance(new, str) else new
@@ -392,15 +393,16 @@ _last: tuple[Callable[[], Tensor | None], int, Runs | None] = (lambda: None, -1,
 
 
 def _restarts(positions: Tensor | None, q: Tensor) -> Runs | None:
-    """Packed sequences from positions that restart, for models that do not pass them to their mask (GPT-OSS, OPT and more).
+    """The runs of packed sequences from positions that restart, for models that do not pass positions to the mask function
+    (GPT-OSS, OPT and more).
 
-    Computed once per forward, because all layers get the same tensor.
+    They are computed once per forward, because all layers get the same tensor.
     """
     global _last
     if torch.compiler.is_compiling() or positions is None or positions.ndim != 2 or positions.shape[1] != q.shape[2]:
         return None
     version = -1 if positions.is_inference() else positions._version
-    read, read_version, runs = _last  # at once: another thread may replace it
+    read, read_version, runs = _last  # one read, because another thread may replace the tuple
     if read() is not positions or read_version != version or version < 0:
         new = positions.diff(dim=1) != 1
         ids = pad(new.cumsum(1), (1, 0)).expand(q.shape[0], -1)

@@ -1,11 +1,11 @@
-"""The loss of transformers' causal language models without their logits, by `register(linear_cross_entropy=True)`.
+"""The loss of causal language models of transformers without logits, by `register(linear_cross_entropy=True)`.
 
 While a model is in training mode and gets labels, its lm_head returns a `Logits`: the hidden states and the weights, not yet
-multiplied. A model may scale or cap logits and select rows of them; a `Logits` records that. torch's `cross_entropy` of a
-`Logits` is `tilegrad.linear_cross_entropy`. So transformers' own loss function runs unchanged: it shifts labels, ignores −100
-and divides by num_items_in_batch. Without labels, or in evaluation mode, logits are formed as usual.
+multiplied. A model may scale or cap logits and select rows of them; a `Logits` records these operations. torch's
+`cross_entropy` of a `Logits` is `tilegrad.linear_cross_entropy`. So the loss function of transformers runs unchanged: it shifts
+labels, ignores −100 and divides by num_items_in_batch. Without labels, or in evaluation mode, logits are computed as usual.
 
-The forward of every class named …ForCausalLM or …LMHeadModel is wrapped for this, also of classes that are defined later.
+For this, the forward of every class named …ForCausalLM or …LMHeadModel is wrapped, even of classes that are defined later.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Logits:
             ignore_index=ignore_index,
         )
 
-    float = contiguous  # the loss is float32 anyway
+    float = contiguous  # a no-op, because the loss is float32 anyway
 
     def _of(self, x: Tensor) -> Logits:
         return Logits(x, self.w, self.bias, self.inner, self.outer)
@@ -153,7 +153,7 @@ def _refuse(got: str) -> NoReturn:
 
 
 def use_linear_cross_entropy(*, enabled: bool) -> None:
-    """Whether causal language models of transformers train without logits."""
+    """Set whether causal language models of transformers train without logits."""
     global _enabled, _watching
     _enabled = enabled
     if _watching or not enabled:
@@ -176,7 +176,7 @@ def use_linear_cross_entropy(*, enabled: bool) -> None:
 
 
 def _wrap(cls: type[nn.Module]) -> None:
-    """Replaces the forward that the class itself defines."""
+    """Wraps the forward that the class itself defines."""
     forward: Any = vars(cls).get("forward")
     if forward is None or not any(name in cls.__name__ for name in NAMES):
         return
@@ -205,7 +205,8 @@ def _wrap(cls: type[nn.Module]) -> None:
 
 
 class _Deferred:
-    """The forward of an lm_head; while active it returns `Logits`. It is never removed, because torch.compile can't do that."""
+    """The forward of an lm_head, which returns `Logits` while it is active. It is never removed, because torch.compile can't
+    do that."""
 
     def __init__(self, head: nn.Linear) -> None:
         self.head, self.active = head, False

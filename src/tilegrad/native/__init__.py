@@ -1,1 +1,1 @@
-"""Building and loading C++. The lowest layer: it imports no other module of the package."""
+"""The build and the loading of C++ code. This is the lowest layer, which imports no other module of the package."""

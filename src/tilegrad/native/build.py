@@ -1,9 +1,10 @@
 """The build of the native library: sources, compiler flags for each instruction set, path, digest.
 
-The library is one shared object in kernels/cpu. Building it needs only a C++ compiler, at install (hatch_build.py) or by
-`tilegrad doctor --build`. The kernels are compiled once per instruction set of the processor family, each in its own
-namespace. The library contains a digest of its sources and flags; library.py rejects a library with another digest. This
-file imports only the standard library, because hatch_build.py runs it before the package is installed.
+The library is one shared object in kernels/cpu. Its build needs only a C++ compiler, and runs when the package is installed
+(hatch_build.py) or by `tilegrad doctor --build`. The kernels are compiled once for each instruction set of the processor
+family, each time in a namespace of their own. The library contains a digest of its sources and flags; library.py rejects a
+library with another digest. This file imports only the standard library, because hatch_build.py runs it before the package is
+installed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ TARGETS: dict[str, dict[str, Sequence[str]]] = {  # instruction set → compiler
         "avx512": AVX512,
         "amx": (*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
     },
-    # GCC's scheduling before register allocation spills accumulators, which makes products a fifth slower.
+    # If GCC schedules instructions before register allocation, it spills accumulators, and products take a fifth longer.
     "aarch64": {"portable": ("-fno-schedule-insns",)},
 }
 PORTABLE: dict[str, Sequence[str]] = {"portable": ()}
@@ -58,7 +59,7 @@ CPU_FEATURES = {  # instruction set → features that native.cpp checks with __b
 
 
 def targets(cxx: str) -> dict[str, Sequence[str]]:
-    """The instruction sets that this compiler can target: an old compiler builds a library without the newest ones."""
+    """The instruction sets that this compiler can target. With an old compiler, the newest instruction sets are left out."""
     return {isa: flags for isa, flags in TARGETS.get(MACHINE, PORTABLE).items() if _can_target(cxx, isa, flags)}
 
 
@@ -78,7 +79,7 @@ def compiler() -> str | None:
 
 @functools.cache
 def digest() -> str:
-    """Hash of all sources and flags."""
+    """The hash of all sources and flags."""
     parts = [repr((FLAGS, TARGETS, OWN_FLAGS)).encode()]
     parts += [path.read_bytes() for path in sorted(SOURCES.rglob("*")) if path.suffix in (".h", ".cpp")]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
@@ -93,7 +94,7 @@ def _commands(cxx: str, flags: Sequence[str], folder: Path) -> Iterator[list[str
         yield [cxx, *flags, f"-I{SOURCES}", *defines, f'-DDIGEST="{digest()}"', "-c", source, "-o", target]
     for isa, own in isas.items():
         double = ["-DWITH_DOUBLE"] if isa == "portable" else []
-        names = ["attention/kernels"]  # AMX: products of tiles only
+        names = ["attention/kernels"]  # only attention uses AMX, for products of tiles
         names += [] if isa == "amx" else ["rows/norm_gelu", "rows/sampling", "rows/adamw", "gemm/fixed_order"]
         for name in names:
             source, target = str(SOURCES / f"{name}.cpp"), str(folder / f"{Path(name).name}_{isa}.o")
@@ -102,7 +103,7 @@ def _commands(cxx: str, flags: Sequence[str], folder: Path) -> Iterator[list[str
 
 
 def objects(cxx: str, folder: Path, flags: Sequence[str] = FLAGS) -> list[str]:
-    """Compiles the object files into `folder`; raises RuntimeError with the compiler's message."""
+    """Compiles the object files into `folder`. Raises RuntimeError with the message of the compiler."""
     commands = list(_commands(cxx, flags, folder))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(run, commands))
@@ -110,14 +111,14 @@ def objects(cxx: str, folder: Path, flags: Sequence[str] = FLAGS) -> list[str]:
 
 
 def run(command: Sequence[str]) -> None:
-    """Runs a compiler; raises RuntimeError with its message."""
+    """Runs a compiler. Raises RuntimeError with its message."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr.strip()[-4000:]}")
 
 
 def build(to: Path = LIBRARY) -> Path:
-    """Compiles and links the library. It replaces the file by a rename: a process that has loaded the old file keeps it."""
+    """Compiles and links the library, and replaces the file by a rename. A process that has loaded the old file keeps it."""
     cxx = compiler()
     if cxx is None:
         given = os.environ.get("CXX")

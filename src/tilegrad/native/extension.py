@@ -1,8 +1,9 @@
-"""A Python extension module from one C++ source file of the package. The package works without it, more slowly.
+"""A Python extension module from one C++ source file of the package. The package also works without it, but more slowly.
 
-`tilegrad doctor --build` compiles it against the running torch and Python. It needs a C++ compiler and Python's headers; torch
-contains its own. torch's C++ interface changes between versions. So the file name contains the versions of torch and Python,
-which prevents loading a module built for other versions. The module contains a digest of its source and flags.
+`tilegrad doctor --build` compiles the module against the running torch and Python. This needs a C++ compiler and the headers of
+Python; torch contains its headers. The C++ interface of torch changes between versions. So the file name contains the versions
+of torch and Python, and a module that was built for other versions is never loaded. The module contains a digest of its source
+and flags.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .build import HOW, compiler, is_cut, replace_file, run
 
 @dataclass(frozen=True, slots=True)
 class NativeModule:
-    """libraries: torch libraries to link; folder: where the compiled file goes."""
+    """An extension module. libraries: torch libraries to link; folder: the folder of the compiled file."""
 
     name: str
     source: Path
@@ -42,7 +43,7 @@ class NativeModule:
         return hashlib.sha256(b"\0".join((repr(self.flags).encode(), self.source.read_bytes()))).hexdigest()[:16]
 
     def build(self) -> Path:
-        """Compiles and links the file; raises RuntimeError with the compiler's message."""
+        """Compiles and links the file. Raises RuntimeError with the message of the compiler."""
         cxx = compiler()
         if cxx is None:
             raise RuntimeError("no C++ compiler (Debian: apt install g++)")

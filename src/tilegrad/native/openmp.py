@@ -1,8 +1,8 @@
-"""How long OpenMP threads poll before they sleep. torch's ops and the native kernels run on these threads.
+"""The time that OpenMP threads poll before they sleep. torch's ops and the native kernels run on these threads.
 
-GNU's runtime polls 300,000 times at the end of each parallel loop, some milliseconds. On a core that is shared with another
-process, a polling thread delays the thread it waits for. The runtime reads GOMP_SPINCOUNT once, when torch loads it, so this
-module sets it when `tilegrad` is imported. A value in the environment has precedence.
+By default GNU's runtime polls 300,000 times at the end of each parallel loop, which takes some milliseconds. On a core that is
+shared with another process, a polling thread delays the thread for which it waits. The runtime reads GOMP_SPINCOUNT once, when
+torch loads it, so this module sets GOMP_SPINCOUNT when `tilegrad` is imported. A value in the environment has precedence.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import platform
 import sys
 
-# fewer polls slow a quiet machine down, more polls a busy one; x86 was measured at 1000: benchmarks/2026-11-15-training-cpu.md
+# Fewer polls make an idle machine slower, more polls a busy machine. 1000 was measured on x86 (2026-11-15-training-cpu.md).
 SPINS = "1000" if platform.machine() in ("x86_64", "AMD64") else "5000"
 
 
@@ -28,4 +28,4 @@ def _limit_polling() -> str:
     return f"GOMP_SPINCOUNT={SPINS}, set before torch was loaded"
 
 
-WAITING = _limit_polling()  # what was set, shown by `tilegrad doctor`
+WAITING = _limit_polling()  # a sentence about what was set, for `tilegrad doctor`

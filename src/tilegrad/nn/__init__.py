@@ -1,4 +1,4 @@
-"""Modules: `Attention`, a replacement for MultiheadAttention, and dilated attention with and without projections."""
+"""Modules: `Attention`, which replaces MultiheadAttention, and dilated attention with and without projections."""
 
 from .attention import Attention, Cache
 from .dilated import DilatedAttention, ImprovedDilatedAttentionV2, MultiheadDilatedAttention

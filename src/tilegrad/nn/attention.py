@@ -1,12 +1,12 @@
-"""The common use of torch.nn.MultiheadAttention with tilegrad's kernels, plus GQA, a window, rope and a cache.
+"""A module for the common uses of torch.nn.MultiheadAttention, with tilegrad's kernels, GQA, a window, rope and a cache.
 
     q, k, v = x W_in' + b, split into heads       o = attention(rope(q), rope(k), v)       y = o W_out' + b
 
 Parameters have the names and shapes of MultiheadAttention, so its state_dict loads. Attention probabilities are never stored:
 need_weights=True raises. As in MultiheadAttention, True in a bool mask masks a key out.
 
-It can replace self_attn of torch.nn.TransformerEncoderLayer, and both attentions of a decoder layer. torch's fused inference
-path, which reads the weights and skips this module, is disabled: these kernels run in eval() and in train().
+The module can replace self_attn of torch.nn.TransformerEncoderLayer, and both attentions of a decoder layer. torch's fused
+inference path, which reads the weights and skips this module, is disabled, so tilegrad's kernels run in eval() and in train().
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from ..memory.managed.manager import AttentionBufferManager
 
 @dataclass(slots=True)
 class Cache:
-    """Keys and values of the tokens so far, for decoding: (B, Hkv, max_tokens, D), of which the first `length` are filled."""
+    """Keys and values of the tokens so far, for decoding: (B, Hkv, max_tokens, D). The first `length` tokens are filled."""
 
     k: Tensor
     v: Tensor
     length: int = 0
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends k and v (B, Hkv, T, D). Returns all keys and values so far."""
+        """Append k and v (B, Hkv, T, D), and return all keys and values so far."""
         stop = self.length + k.shape[2]
         if stop > self.k.shape[2]:
             raise ValueError(f"cache: got {stop} tokens; accepted: at most max_tokens = {self.k.shape[2]}")
@@ -47,11 +47,11 @@ class Cache:
 class Attention(nn.Module):
     """Multi-head attention over (B, T, C), or (T, B, C) with batch_first=False, the default as in MultiheadAttention.
 
-    num_kv_heads   heads of keys and values; None: num_heads
-    window         number of keys to the left that a token attends to, itself included; None: all
+    num_kv_heads   number of heads of keys and values; None: num_heads
+    window         number of keys to the left to which a token attends, itself included; None: all
     rope_theta     base of the rotary positions, which rotate the two halves of a head; None: no rotary positions
-    manager        an AttentionBufferManager for the kernel's scratch, which modules may share; None: torch's allocator.
-                   A copy of the module has none
+    manager        an AttentionBufferManager for the scratch of the kernel, which modules may share; None: torch's allocator.
+                   A copy of the module has no manager
 
     >>> import torch, tilegrad.nn
     >>> theirs = torch.nn.MultiheadAttention(64, 4, batch_first=True)
@@ -62,7 +62,7 @@ class Attention(nn.Module):
     True
     """
 
-    _qkv_same_embed_dim = False  # makes torch's fused layer call this module instead of reading its weights
+    _qkv_same_embed_dim = False  # so that torch's fused layer calls this module instead of reading its weights
 
     def __init__(
         self,
@@ -113,10 +113,10 @@ class Attention(nn.Module):
         cache: Cache | None = None,
     ) -> tuple[Tensor, None]:
         """(y, None). key=None: self-attention. Masks are as in MultiheadAttention: key_padding_mask (B, S), attn_mask (L, S) or
-        (B·H, L, S), bool with True = masked out, or added to the scores. is_causal needs no mask. intervals are those of
-        `tilegrad.attention`, made by `tilegrad.masks`; is_causal is the `causal` of a mask, and attn_mask masks out more. With
-        a cache, the keys and values of earlier calls precede these, and attention is causal. A nested query (B, jagged, C) is
-        self-attention too."""
+        (B·H, L, S). A bool mask has True where a pair is masked out; any other mask is added to the scores. is_causal needs no
+        mask. `intervals` are intervals as in `tilegrad.attention`, from `tilegrad.masks`; with them, is_causal is the `causal`
+        of the mask, and attn_mask masks out more pairs. With a cache, the keys and values of earlier calls precede those of
+        this call, and attention is causal. A nested query (B, jagged, C) also means self-attention."""
         if isinstance(query, Tensor) and query.is_nested:
             given = (key, value, key_padding_mask, attn_mask, intervals, cache)
             return self._nested(query, given, is_causal=is_causal, need_weights=need_weights), None
@@ -133,7 +133,7 @@ class Attention(nn.Module):
                 f"is_causal: got {q.shape[2]} rows, {k.shape[2]} keys; accepted: as many rows as keys, or a cache"
             )
         window = None if self.window is None else (self.window - 1, None)
-        hint = is_causal and intervals is None  # then attn_mask is the causal mask
+        hint = is_causal and intervals is None  # attn_mask then is the causal mask
         bias = self._bias(key_padding_mask, None if hint else attn_mask, q, k)
         dropout_p = self.dropout if self.training else 0.0
         if self.manager is None or torch.compiler.is_compiling():  # a compiled graph plans its own memory
@@ -190,7 +190,7 @@ class Attention(nn.Module):
         return torch.nested.as_nested_tensor([row[:n] for row, n in zip(y, lengths, strict=True)])
 
     def _output(self, o: Tensor, query: Tensor) -> Tensor:
-        """o (B, T, C) through the output projection, in query's layout."""
+        """The output projection of o (B, T, C), in the layout of the query."""
         y: Tensor = self.out_proj(o)
         if query.ndim == 2:
             return y[0]
@@ -209,7 +209,7 @@ class Attention(nn.Module):
         return q, k, v
 
     def _rotate(self, x: Tensor, start: int) -> Tensor:
-        """Positions from `start` on.       x (B, H, T, D)"""
+        """Rope of x (B, H, T, D), whose positions begin at `start`."""
         frequencies, _ = rope_frequencies(float(self.rope_theta or 1.0), self.head_dim, None)
         positions = torch.arange(start, start + x.shape[2], dtype=torch.float64, device=x.device)
         angle = torch.outer(positions, torch.tensor(frequencies, dtype=torch.float64, device=x.device))

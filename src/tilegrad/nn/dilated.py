@@ -1,6 +1,6 @@
-"""Dilated attention as modules with buffers from a manager. `dilated_attention` says what they compute.
+"""Modules for dilated attention, with buffers from a manager. The docstring of `dilated_attention` has the equations.
 
-`ImprovedDilatedAttentionV2` is the specification's name for `DilatedAttention`.
+The specification calls `DilatedAttention` `ImprovedDilatedAttentionV2`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from .attention import Attention
 class DilatedAttention(nn.Module):
     """Dilated attention over query, key and value (B, T, H, D).
 
-    segment_lengths, dilation_rates, mode   as in `tilegrad.dilated_attention`, and so is `scale`
-    dropout                                 of probabilities, in training only
-    enable_buffer_manager                   False: torch's allocator
-    enable_buffer_reuse                     False: the manager caches nothing
-    enable_preallocation                    one buffer of each type's typical size is cached from the start
-    manager                                 a manager to share with other modules; None: creates its own
+    segment_lengths, dilation_rates   as in `tilegrad.dilated_attention`
+    mode, scale                       as in `tilegrad.dilated_attention`
+    dropout                           the dropout of probabilities, in training only
+    enable_buffer_manager             False: torch's allocator
+    enable_buffer_reuse               False: the manager caches nothing
+    enable_preallocation              a buffer of the typical size of each type is cached from the start
+    manager                           a manager to share with other modules; None: the module creates a manager
 
-    A copy of the module creates its own manager.
+    A copy of the module creates a manager of its own.
 
     >>> import torch, tilegrad.nn
     >>> attention = tilegrad.nn.DilatedAttention([256, 512, 1024], [1, 2, 4])
@@ -57,7 +58,7 @@ class DilatedAttention(nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, attention_mask: None = None
     ) -> Tensor:
-        """Returns (B, T, H, D). attention_mask must be None."""
+        """The output (B, T, H, D). attention_mask must be None."""
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         y = dilated_attention(
             q,
@@ -76,7 +77,7 @@ class DilatedAttention(nn.Module):
 
     @property
     def buffer_manager(self) -> AttentionBufferManager | None:
-        """The specification's name for `manager`."""
+        """`manager`, by its name in the specification."""
         return self.manager
 
     def get_buffer_stats(self) -> dict[str, Any]:
@@ -109,9 +110,10 @@ ImprovedDilatedAttentionV2 = DilatedAttention
 
 
 class MultiheadDilatedAttention(Attention):
-    """Dilated self-attention over (B, T, C), or (T, B, C) with batch_first=False, in MultiheadAttention's common use.
+    """Dilated self-attention over (B, T, C), or (T, B, C) with batch_first=False, for the common uses of MultiheadAttention.
 
-    Parameters have the names and shapes of MultiheadAttention, so its state_dict loads. For the rest see `DilatedAttention`.
+    Parameters have the names and shapes of MultiheadAttention, so its state_dict loads. `DilatedAttention` documents the other
+    arguments.
 
     >>> import torch, tilegrad.nn
     >>> attention = tilegrad.nn.MultiheadDilatedAttention(64, 4, [16, 64], [1, 4], batch_first=True)

@@ -1,1 +1,1 @@
-"""Parts that the specification names: shared backward buffers, its flash-attention cases, its memory table."""
+"""Parts that the specification asks for: shared backward buffers, cases of flash attention, a memory table."""

@@ -1,9 +1,9 @@
-"""The specification's two cases of the FlashAttention-2 backward, printed in full.
+"""The two cases of the FlashAttention-2 backward in the specification, printed in full.
 
     case 1    4 × 4     Q = K = I₄, V = dO = 0.1·(4i + j)    maximum difference < 1e-3
     case 2    128 × 64  all uniform in ±0.5                  maximum difference < 5e-3
 
-Each case compares the selected (or named) kernel with whole T×T matrices, in float32.
+Each case compares a kernel, by default the one that the table selects, with whole T×T matrices, in float32.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..text.table import table
 class FlashCase:
     title: str
     tolerance: float
-    q: Tensor  # (1, 1, T, D), like k, v and do
+    q: Tensor  # (1, 1, T, D); k, v and do have the same shape
     k: Tensor
     v: Tensor
     do: Tensor
@@ -44,12 +44,12 @@ class Difference:
     tensor: str
     largest: float
     average: float
-    above: int  # elements that differ by more than the tolerance
+    above: int  # number of elements that differ by more than the tolerance
     size: int
 
 
 def compare(case: FlashCase, kernel: str | None) -> tuple[dict[str, Tensor], dict[str, Tensor], list[Difference]]:
-    """Results of the kernel, results of whole matrices, and their differences."""
+    """(results of the kernel, results of whole matrices, their differences)"""
     leaves = [x.clone().requires_grad_() for x in (case.q, case.k, case.v)]
     o = attention(*leaves, kernel=kernel)
     assert isinstance(o, Tensor)
@@ -67,7 +67,7 @@ def compare(case: FlashCase, kernel: str | None) -> tuple[dict[str, Tensor], dic
 
 
 def check_flash(kernel: str | None = None, device: str = "cpu", *, matrices: bool = True) -> bool:
-    """Prints both cases; True if both pass. `matrices=False` prints only the comparison."""
+    """Prints both cases, and returns whether both pass. matrices=False prints only the comparison."""
     passed = True
     for case in flash_cases(device):
         got, naive, differences = compare(case, kernel)
@@ -81,7 +81,7 @@ def check_flash(kernel: str | None = None, device: str = "cpu", *, matrices: boo
                 print(_matrix(f"{gradient} by {name}", got[gradient]))
         rows = [(d.tensor, f"{d.largest:.2e}", f"{d.average:.2e}", f"{d.above} of {d.size}") for d in differences]
         print(table(("", "max difference", "average", f"above {case.tolerance:g}"), rows))
-        # a NaN must fail, and it compares false
+        # NaN compares false, so it fails
         ok = all(d.largest < case.tolerance for d in differences)
         print(f"\n{'PASS' if ok else 'FAIL'}: {case.title}, tolerance {case.tolerance:g}\n")
         passed = passed and ok
@@ -89,7 +89,7 @@ def check_flash(kernel: str | None = None, device: str = "cpu", *, matrices: boo
 
 
 def _matrix(label: str, x: Tensor, corner: int = 4) -> str:
-    """A matrix as text, or the first corner of a large one."""
+    """A matrix as text. A large matrix is cut to its first rows and columns."""
     rows, cols = x.shape[-2:]
     whole = rows <= corner and cols <= corner
     title = f"{label} ({rows} × {cols})" + ("" if whole else f", its first {corner} × {corner}")

@@ -1,8 +1,8 @@
-"""The memory table of the specification's "Weight Gradient Accumulation Implementation Plan", with corrected numbers.
+"""The memory table of the document "Weight Gradient Accumulation Implementation Plan", with corrected numbers.
 
 The example model has 6 layers, 512 channels, 8 heads of dimension 64 and a feed-forward of 2048. Each head has its own q, k and
-v (64, 64). A layer has one norm and no output projection. The document's feed-forward count is too small by 3,072 floats. The
-document omits the embeddings, which are a separate row here.
+v (64, 64). A layer has one norm and no output projection. The feed-forward count in the document is too small by 3,072 floats.
+The document omits the embeddings, which are a separate row here.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from ..memory.page import human
 from ..text.table import table
 
 LAYERS, CHANNELS, HEADS, HIDDEN = 6, 512, 8, 2048
-VOCABULARY = 50257  # GPT-2's; the document gives none
+VOCABULARY = 50257  # the vocabulary size of GPT-2, because the document gives none
 
 
 def document_rows() -> dict[str, tuple[int, int | None]]:
-    """Part → (its number of floats, the document's number or None)."""
+    """part → (number of floats, number in the document or None)"""
     d = CHANNELS // HEADS
     return {
         "attention q, k, v": (LAYERS * 3 * HEADS * d * d, 589_824),

@@ -1,4 +1,4 @@
-"""An attention layer that may share its backward buffers with another layer, the specification's `predecessor`.
+"""An attention layer that may share its backward buffers with another layer, the `predecessor` of the specification.
 
     Q = x W_q'   K = x W_k'   V = x W_v'   attn = attention(Q, K, V)   output = attn W_o'          x, output (B, T, C)
     loss(y) = mean (output − y)²           grad_output = 2 (output − y) / (B·T·C)
@@ -9,9 +9,9 @@
     grad_W_q += grad_Q' x (and k, v)       grad_x = grad_Q W_q + grad_K W_k + grad_V W_v
 
 Forward buffers belong to the layer. Backward buffers belong to a workspace that lives until its last user is freed. Only one
-layer at a time may have gradients in it, from its `loss` until its `backward` returns; meanwhile other layers raise.
-With materialize=True `grad_weights` and `grad_scores` are whole (B, H, T, T), for inspection. Otherwise both are the kernel's
-tile for dP, which dS then overwrites (empty if a kernel keeps its tiles in registers).
+layer at a time may have gradients in the workspace, from its `loss` until its `backward` returns; meanwhile other layers raise.
+With materialize=True `grad_weights` and `grad_scores` are whole (B, H, T, T) matrices, for inspection. Otherwise both are the
+tile in which the kernel computes dP and then dS (empty if the kernel keeps its tiles in registers).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _count = itertools.count()
 
 
 class SharedAttention:
-    """Created by `init_attention`, freed by `free_attention`. Weights are (C, C), out × in, without bias."""
+    """The layer that `init_attention` creates and `free_attention` frees. Weights are (C, C), out × in, without bias."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class SharedAttention:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the layer's output buffer, (B, T, C)."""
+        """Compute the output buffer (B, T, C), and return it."""
         self._live()
         self._check("x", x)
         x = x.reshape(-1, self.d_model)
@@ -113,7 +113,8 @@ class SharedAttention:
         return self.output
 
     def loss(self, y: Tensor) -> float:
-        """mean (output − y)² of the last forward. Writes its gradient to `grad_output`; from here on the layer is pending."""
+        """mean (output − y)² of the last forward. Writes the gradient of this loss to `grad_output`; from then on the layer is
+        pending."""
         lease = self._live()
         self._check("y", y)
         self._need_output("loss")
@@ -125,7 +126,8 @@ class SharedAttention:
         return loss
 
     def backward(self, x: Tensor, grad_x: Tensor | None = None, *, grad_output: Tensor | None = None) -> None:
-        """Adds to the gradients of the weights and overwrites `grad_x`, from the gradient of `loss` or from `grad_output`.
+        """Add to the gradients of the weights, and overwrite `grad_x`. The gradient of the output is `grad_output`, by default
+        that of `loss`.
 
         `grad_x` may be `grad_output` of another layer on the same workspace, because it is written last.
         """
@@ -175,7 +177,7 @@ class SharedAttention:
         self._optimizer.step()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Saves weights, gradients and optimizer state as one safetensors file. Replaces only files saved by a layer."""
+        """Save weights, gradients and optimizer state as one safetensors file. Replaces only files that a layer has saved."""
         self._live()
         tensors = {name: weight.contiguous() for name, weight in zip(WEIGHTS, self._weights(), strict=True)}
         for name in WEIGHTS:
@@ -195,7 +197,7 @@ class SharedAttention:
     def load(
         cls, path: str | os.PathLike[str], batch_size: int | None = None, *, device: torch.device | str = "cpu"
     ) -> SharedAttention:
-        """A saved layer, with its own buffers; `batch_size` may differ from the saved one."""
+        """Load a saved layer, with buffers of its own. `batch_size` may differ from that of the saved layer."""
         with safe_open(path, "pt", device=str(device)) as file:
             metadata = file.metadata() or {}
             if "tilegrad.init_attention" not in metadata:
@@ -257,7 +259,7 @@ class SharedAttention:
         return (self.mask.scale_for(q.shape[-1]) * (q @ k.mT)).masked_fill_(~attended, -torch.inf)
 
     def _needs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Every backward buffer of the layer: the seven of SHARED, and the scratch of its ops."""
+        """All backward buffers of the layer: the seven buffers of SHARED, and the scratch of its ops."""
         b, t, c, h = self.batch_size, self.seq_len, self.d_model, self.n_head
         x, q = self._rows(self.Q), self._heads(self.Q)
         scratch = {} if self.materialize else attention_workspace(q, q, q, self.mask, backward=True, deterministic=True)
@@ -334,8 +336,8 @@ def init_attention(
     seed: int = 0,
     materialize: bool = False,
 ) -> SharedAttention:
-    """An attention layer with forward, loss, backward and update. With a `predecessor` it shares that layer's backward
-    buffers, which live until the last layer that uses them is freed, in any order.
+    """An attention layer with forward, loss, backward and update. With a `predecessor` it shares the backward buffers of that
+    layer, which live until the last layer that uses them is freed. Layers may be freed in any order.
 
     >>> import torch, tilegrad
     >>> first = tilegrad.init_attention(16, 32, 2, True, n_head=4)
@@ -345,7 +347,7 @@ def init_attention(
     >>> x, y = torch.randn(2, 2, 16, 32)
     >>> before = second.forward(first.forward(x)).sub(y).square().mean().item()
     >>> loss = second.loss(y)                                    # second is pending until its backward returns
-    >>> second.backward(first.output, grad_x=first.grad_output)  # its input gradient is first's output gradient
+    >>> second.backward(first.output, grad_x=first.grad_output)  # the gradient of the input of second, the output of first
     >>> first.backward(x, grad_output=first.grad_output)
     >>> first.update_weights(1e-2); second.update_weights(1e-2)
     >>> second.forward(first.forward(x)).sub(y).square().mean().item() < before
@@ -367,5 +369,6 @@ def init_attention(
 
 
 def free_attention(layer: SharedAttention) -> None:
-    """Frees a layer; shared backward buffers are freed with their last user. A second call does nothing; later use raises."""
+    """Free a layer. Shared backward buffers are freed with their last user. A second call does nothing; later use of the layer
+    raises."""
     layer.free()

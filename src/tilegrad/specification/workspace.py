@@ -1,19 +1,20 @@
-"""Backward buffers that several layers share explicitly, the specification's `predecessor`.
+"""Backward buffers that several layers share explicitly, by `predecessor` of the specification.
 
 A `Workspace` is a set of named buffers. Each layer acquires a `Lease` and accesses the buffers through it:
 
     needs = {"grad_Q": ((B, T, C), torch.float32), …}
     first = Workspace(needs, device).acquire("layer 0", needs, device)
-    second = first.workspace.acquire("layer 1", needs, device)       # layer 1's predecessor is layer 0
+    second = first.workspace.acquire("layer 1", needs, device)       # the predecessor of layer 1 is layer 0
     second.begin(); second["grad_Q"].copy_(…); second.end()
-    first.release(); second.release()                                 # in any order; twice is harmless
+    first.release(); second.release()                                 # in any order; a second release does nothing
 
-Counted: the buffers live until the last lease is released. A released lease raises on access; the others still work. A
-lease that is garbage-collected counts as released; the workspace has only weak references to its users.
+Leases are counted: the buffers live until the last lease is released. Access through a released lease raises; other leases
+still work. A lease that is garbage-collected counts as released, because the workspace has only weak references to leases.
 
-Pending: sharing is correct as long as only one layer at a time has gradients in the buffers, from its `loss` until its
-`backward` returns. `begin` marks this, and the same lease may call it again. Until `end`, `begin` of another lease or from
-another thread raises and names both. Keep no reference to a buffer outside the lease: it would outlive the workspace.
+A lease is pending from its `begin` to its `end`, because sharing is correct only if one layer at a time has gradients in the
+buffers, from its `loss` until its `backward` returns. The same lease may call `begin` again. Until `end`, `begin` of another
+lease or from another thread raises, and the error names both. Keep no reference to a buffer outside the lease, because the
+reference would keep the buffer after the workspace has freed it.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Workspace:
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated now: 0 after the last user is released."""
+        """Bytes allocated now; 0 after the last lease is released."""
         with self._lock:
             return sum(buffer.untyped_storage().nbytes() for buffer in self._buffers.values())
 
@@ -95,7 +96,7 @@ class Workspace:
             raise BufferStateError(f"{lease.user} was freed, and so were its backward buffers; create a new layer")
 
     def _check_pending(self, lease: Lease) -> None:
-        """Raises unless nothing is pending, or this lease is pending in this thread."""
+        """Raise if another lease is pending, or this lease in another thread."""
         if self._pending is None:
             return
         other, thread = self._pending[0](), self._pending[1]
@@ -109,7 +110,7 @@ class Workspace:
 
 
 class Lease:
-    """One user's access to a workspace."""
+    """The access of one user to a workspace."""
 
     def __init__(self, workspace: Workspace, user: str) -> None:
         self.workspace = workspace
@@ -119,19 +120,19 @@ class Lease:
         return self.workspace._buffer(self, name)
 
     def begin(self) -> None:
-        """From here until `end` the buffers contain this user's gradients."""
+        """Mark that the buffers contain gradients of this user until `end`."""
         self.workspace._begin(self)
 
     def end(self) -> None:
         self.workspace._end(self)
 
     def release(self) -> None:
-        """Ends the access; the last release frees the buffers."""
+        """End the access. The last release frees the buffers."""
         self.workspace._release(self)
 
 
 def _describe(buffers: Needs, device: torch.device | str) -> str:
-    """Everything that must agree, as text. A device without an index is the one that torch would allocate on."""
+    """Everything that must agree, as text. A device without an index is the device on which torch would allocate."""
     where = torch.empty(0, device=device).device
     inside = ", ".join(f"{name} {tuple(s)} {str(dtype).removeprefix('torch.')}" for name, (s, dtype) in buffers.items())
     return f"{{{inside}}} on {where}"

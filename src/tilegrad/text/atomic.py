@@ -1,4 +1,4 @@
-"""Atomic file writes: a file is complete or absent, whatever happens during the write. File modes follow the umask, and
+"""Atomic writes of files: a file is complete or absent, whatever happens during the write. File modes follow the umask, and
 nothing is written through a symbolic link."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def sha256_of(path: Path) -> str:
 
 
 def sync(path: Path) -> None:
-    """Waits until the file, or the folder's entries, are on disk."""
+    """Waits until the file, or the entries of the folder, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -30,13 +30,13 @@ def sync(path: Path) -> None:
 
 
 def create(path: Path) -> int:
-    """A descriptor of the new file `path`. Deletes an existing file of this name, such as a link or a remnant."""
+    """Creates the file `path`, and returns its descriptor. An existing file or link with this name is deleted first."""
     path.unlink(missing_ok=True)
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
 def write_whole(path: Path, pieces: Iterable[bytes]) -> None:
-    """Writes `path` so that a reader finds the old file or all of `pieces`."""
+    """Writes `pieces` into `path`, so that a reader finds either the old file or all of `pieces`."""
     with whole_file(path) as staged, staged.open("wb") as file:
         for piece in pieces:
             file.write(piece)
@@ -44,8 +44,8 @@ def write_whole(path: Path, pieces: Iterable[bytes]) -> None:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """An empty file under a temporary name to write into; after the block it is synced to disk and renamed to `path`.
-    An error or an interrupt deletes it. Only one writer per path at a time."""
+    """An empty file with a temporary name, to write into. At the end of this context it is synced to disk and renamed to
+    `path`. After an error or an interrupt it is deleted. Only one process at a time may write to a path."""
     staged = staged_name(path)
     try:
         os.close(create(staged))
@@ -82,12 +82,13 @@ def check_replaceable(path: Path, mark: str) -> None:
 
 
 def named(error: OSError, path: Path) -> OSError:
-    """The same error with the path, which a failed write lacks."""
+    """The same error with the path, which an error of a write lacks."""
     return OSError(error.errno, error.strerror or str(error), str(path))
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """`save_file`, but raises OSError with the system's error, and the file mode follows the umask instead of being 0600."""
+    """Like `save_file`, but raises OSError with the error number of the system, and the file mode follows the umask instead of
+    being 0600."""
     os.close(create(path))
     mode = path.stat().st_mode
     try:

@@ -42,8 +42,8 @@ def environment(device: torch.device, dtype: torch.dtype) -> dict[str, object]:
 
 
 def print_results(lines: Sequence[str], about: Mapping[str, object], *, json: bool, out: str | None) -> bool:
-    """Appends the JSON lines of a benchmark to the file `out`. Prints them if `json`, otherwise a line about the environment,
-    which a table should follow. Returns `json`."""
+    """Appends the JSON lines of a benchmark to the file `out`. With `json`, prints them; otherwise prints a line about the
+    environment, and the caller prints a table after it. Returns `json`."""
     if out:
         with open(out, "a", encoding="utf-8") as file:
             file.write("\n".join(lines) + "\n")

@@ -1,4 +1,4 @@
-"""Parsing of user input: other spellings of a dtype, sizes with units, the nearest name to a misspelt one. Without torch."""
+"""Parsing of user input: other spellings of a dtype, sizes with units, suggestions for misspelt names. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def dtype_name(given: object) -> str:
 
 
 def byte_count(text: str, name: str = "memory_budget") -> int:
-    """Parses 1500000000, 1.5GB, 1400MiB."""
+    """The number of bytes that a text such as 1500000000, 1.5GB or 1400MiB means."""
     units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "B": 1, "": 1}
     number = text.strip().rstrip("KMGTIBkmgtib")
     unit = text.strip()[len(number) :].upper()
@@ -34,8 +34,8 @@ def byte_count(text: str, name: str = "memory_budget") -> int:
 
 
 def did_you_mean(word: str, names: Iterable[str] | Mapping[str, str]) -> str:
-    """Suffix for an error about "step": " (did you mean 'steps'?)", or "" if no name is similar. A mapping says how each name
-    is shown."""
+    """The suffix of an error about a word: " (did you mean 'steps'?)" for "step", or "" if no name is similar. If `names` is a
+    mapping, its values are the forms in which names are shown."""
     shown = names if isinstance(names, Mapping) else {name: repr(name) for name in names}
     plain = {_plain(name): text for name, text in shown.items()}
     found = difflib.get_close_matches(_plain(word), plain, n=1, cutoff=0.6)
@@ -43,5 +43,5 @@ def did_you_mean(word: str, names: Iterable[str] | Mapping[str, str]) -> str:
 
 
 def _plain(name: str) -> str:
-    """Lower case, and underscores for dashes, which people mix up."""
+    """A name in lower case, with underscores instead of dashes, because people mix them up."""
     return name.lstrip("-").replace("-", "_").lower()

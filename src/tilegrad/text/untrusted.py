@@ -1,9 +1,10 @@
 """Rules for reading files from untrusted sources.
 
-a name    is a file in its folder: no path, and no link that leaves the folder. The one exception is Hugging Face's cache,
-          where models--NAME/snapshots/REVISION/FILE is a link into models--NAME/blobs
-a file    is a regular file. A folder, a FIFO or a device is refused before it is opened, because a FIFO could block for ever
-JSON      is UTF-8 of at most 256 MiB, nested at most 100 deep, without NaN, infinity or integers that overflow a float
+a name    must be that of a file in its folder: no path, and no link that leaves the folder. The one exception is the cache of
+          Hugging Face, where models--NAME/snapshots/REVISION/FILE is a link into models--NAME/blobs
+a file    must be a regular file. A folder, a FIFO or a device is refused before it is opened, because a FIFO could block for
+          ever
+JSON      must be UTF-8 of at most 256 MiB, nested at most 100 deep, without NaN, infinity or integers that overflow a float
 
 Every error is a ValueError or a FileNotFoundError with the file and the reason.
 """
@@ -19,11 +20,11 @@ from safetensors import SafetensorError, safe_open
 
 MAX_JSON_BYTES = 1 << 28
 MAX_DEPTH = 100
-_MAX_INT_BITS = 1023  # float() overflows above
+_MAX_INT_BITS = 1023  # float() overflows for integers with more bits
 
 
 def regular_file(path: Path, accepted: str = "a file") -> Path:
-    """`path`, if it is a regular file or a link to one."""
+    """`path`, if it is a regular file or a link to a regular file; otherwise raises."""
     try:
         if path.is_file():
             return path
@@ -37,7 +38,7 @@ def regular_file(path: Path, accepted: str = "a file") -> Path:
 
 
 def file_in(folder: Path, name: object, named_by: str = "") -> Path:
-    """The file `name` in a folder, by the rule above. `named_by` is the file that contains the name."""
+    """The file `name` in a folder, by the rule of this module for names. `named_by` is the file that contains the name."""
     where = f"{named_by}: " if named_by else f"{folder}: "
     if not isinstance(name, str) or name in ("", ".", "..") or {"/", "\\", "\0"} & {*name}:
         raise ValueError(f"{where}got the name {shown(name)}; accepted: the name of a file in {folder}")
@@ -55,7 +56,7 @@ def file_in(folder: Path, name: object, named_by: str = "") -> Path:
 
 
 def _blobs(folder: Path) -> Path | None:
-    """The folder that the links of a snapshot in Hugging Face's cache point to; None for other folders."""
+    """The folder to which the links of a snapshot in the cache of Hugging Face point; None for other folders."""
     model = folder.parent.parent
     is_snapshot = folder.parent.name == "snapshots" and model.name.startswith("models--")
     return model / "blobs" if is_snapshot else None
@@ -97,7 +98,7 @@ def _no_constant(name: str) -> object:
 
 
 def check_values(value: object, where: str, text: str = "") -> None:
-    """Refuses values that are nested too deep, and numbers that are not finite or overflow a float."""
+    """Raises if values are nested too deep, or if a number is not finite or overflows a float."""
     level: list[tuple[object, str]] = [(value, "")]
     for _ in range(MAX_DEPTH):
         below: list[tuple[object, str]] = []
@@ -118,7 +119,7 @@ def check_values(value: object, where: str, text: str = "") -> None:
 
 
 def too_deep(text: str, where: str) -> ValueError:
-    """The error for JSON or TOML, with the first line that is nested too deep."""
+    """The error for JSON or TOML that is nested too deep, with the first line that is."""
     depth, quoted, escaped, line = 0, "", False, 1
     for c in text:
         line += c == "\n"
@@ -140,7 +141,7 @@ def too_deep(text: str, where: str) -> ValueError:
 
 
 def open_tensors(path: Path) -> safe_open:
-    """Opens a safetensors file: memory-mapped, header checked."""
+    """Opens a safetensors file, which is memory-mapped, after a check of its header."""
     try:
         return safe_open(regular_file(path), framework="pt")
     except (SafetensorError, OSError) as error:
@@ -148,11 +149,11 @@ def open_tensors(path: Path) -> safe_open:
 
 
 def shown_keys(record: Mapping[str, object]) -> str:
-    """The first keys of a record for a message."""
+    """The first keys of a record, for an error."""
     return ", ".join(map(shown, [*record][:20])) or "none"
 
 
 def shown(value: object) -> str:
-    """repr of a value for a message, cut if it is long."""
+    """repr of a value for an error, cut if it is long."""
     text = repr(value[:100] if isinstance(value, str | list | tuple) else value)
     return text if len(text) <= 100 else f"{text[:100]}…"
