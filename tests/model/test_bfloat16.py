@@ -1,14 +1,14 @@
 """The engine in bfloat16 against a float64 model whose roundings are drawn at random.
 
 Each number that the engine rounds to bfloat16, forward and backward, is exact here times 1 + u·r, with r uniform in −1 … 1
-(tilegrad/kernels/closeness.py). Gradients of many such draws say how far rounding may take each tensor g from the exact one.
+(tilegrad/kernels/closeness.py). The gradients of many draws show how far rounding may move each tensor g from the exact one.
 With e = g − g64, over draws d and with σ² the variance of e:
 
-    max     |e| ≤ 6 σ                          for each number; its own last rounding and the accumulator's are in σ
+    max     |e| ≤ 6 σ                          for each number; σ includes its own last rounding and those of the accumulator
     mean    rms(e) ≤ mean rms(e_d) + 6 sd rms(e_d)
     slope   |⟨e, g64⟩| ≤ |mean ⟨e_d, g64⟩| + 6 sd ⟨e_d, g64⟩
 
-The weights are numbers of bfloat16, so that nothing hangs on which of them an op rounds.
+The weights are numbers of bfloat16, so it does not matter which of them an op rounds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CONFIGS = {
 
 
 class Roundings:
-    """One draw; `exact` draws none. short: products of weights end in bfloat16 too."""
+    """One draw of roundings, or none if `exact`. short: products of weights are rounded to bfloat16 too."""
 
     def __init__(self, seed: int, *, exact: bool, short: bool) -> None:
         self.generator, self.exact, self.short = torch.Generator().manual_seed(seed), exact, short
@@ -60,7 +60,7 @@ class Rounded(torch.autograd.Function):
 
 
 class Linear(torch.autograd.Function):
-    """y = x wᵀ: the gradient of x is rounded, where `short` y and the gradient of w are too."""
+    """y = x wᵀ. The gradient of x is rounded; if `short`, y and the gradient of w are too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, r: Roundings) -> Tensor:
@@ -76,13 +76,13 @@ class Linear(torch.autograd.Function):
 
 
 class Attention(torch.autograd.Function):
-    """p and ds are rounded before their products, o before delta is formed of it; dq, dk, dv are buffers."""
+    """p and ds are rounded before their products, o before delta is computed from it. dq, dk, dv are buffers."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, r: Roundings) -> Tensor:
         t, d = q.shape[-2:]
         place = torch.arange(t)
-        first = (place - positions)[:, None]  # of each row's document
+        first = (place - positions)[:, None]  # first row of each row's document
         unseen = (place > place[:, None]) | (place < first[..., None])
         p = (q @ k.mT / math.sqrt(d)).masked_fill(unseen, -torch.inf).softmax(-1)
         rounded = r.of(p)
@@ -100,7 +100,7 @@ class Attention(torch.autograd.Function):
 
 
 class Head(torch.autograd.Function):
-    """Logits, what they become in d = p − onehot, d w, and the x of dw are rounded."""
+    """Logits, d = p − onehot (in the buffer of the logits), d w and the x of dw are rounded."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, targets: Tensor, r: Roundings) -> Tensor:
@@ -122,7 +122,7 @@ class Head(torch.autograd.Function):
 def loss_of(
     p: reference.Params, tokens: Tensor, targets: Tensor, ends: Tensor | None, config: ModelConfig, r: Roundings
 ) -> Tensor:
-    """As model/transformer.py, one line for each op and its buffers."""
+    """The model of model/transformer.py, with one line for each op and its buffers."""
     b, t = tokens.shape
     positions = torch.arange(t).expand(b, t)
     if ends is not None:
@@ -208,7 +208,7 @@ def drawn(
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_without_roundings_the_model_here_is_the_reference(name: str) -> None:
+def test_without_roundings_this_model_equals_the_reference_model(name: str) -> None:
     engine, tokens, targets = build(CONFIGS[name])
     p = {key: x.double() for key, x in engine.params.items()}
     got = gradients(p, tokens, targets, None, CONFIGS[name], Roundings(0, exact=True, short=False))
@@ -219,7 +219,7 @@ def test_without_roundings_the_model_here_is_the_reference(name: str) -> None:
 
 @pytest.mark.parametrize("short", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_gradients_and_that_a_twentieth_too_much_is_seen(
+def test_gradients_err_by_their_roundings_and_a_factor_of_1_05_is_seen(
     monkeypatch: pytest.MonkeyPatch, name: str, short: bool
 ) -> None:
     monkeypatch.setattr(linear_op, "_has_bf16_products", lambda: short)
@@ -234,7 +234,7 @@ def test_gradients_and_that_a_twentieth_too_much_is_seen(
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_gradients_of_packed_rows(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_gradients_of_packed_rows_err_by_their_roundings(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(linear_op, "_has_bf16_products", lambda: False)
     engine, tokens, targets = build(CONFIGS[name], documents=6)
     ends = random_ends(4, 29, 6)

@@ -1,7 +1,7 @@
 """Dropout inside the model: gradients against an independent model that draws the same masks, and central differences.
 
 The masks here follow the written definition (kernels/philox.py, kernels/dropout, Transformer.draw_seeds) word by word in
-Python's own integers: nothing of the engine's is used to draw them.
+Python's integers. They use no code of the engine.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def first_word(seed: int, counter: tuple[int, int, int, int]) -> int:
 
 @functools.cache
 def kept(seed: int, sequence: int | None, heads: tuple[int, ...], rows: int, columns: int) -> Tensor:
-    """keep / (1 − p), (H, rows, columns); no sequence: the one of a mask that is no attention's."""
+    """keep / (1 − p), (H, rows, columns). Without a sequence it is the mask of an op other than attention."""
     words = [
         first_word(seed, (j, i, h, 2**32 - 1 if sequence is None else sequence))
         for h in heads
@@ -65,7 +65,7 @@ def seed_of(seed: int, draw: int, block: int) -> int:
 def loss_with_dropout(
     p: reference.Params, tokens: Tensor, targets: Tensor, config: ModelConfig, seed: int, draw: int, ends: list[int]
 ) -> Tensor:
-    """ends: those of the sequences, rows or documents, after a 0. The mask of a sequence has its number."""
+    """`ends` has a 0, then the ends of the sequences (rows or documents). The mask of a sequence depends on its index."""
     b, t = tokens.shape
 
     def drop(x: Tensor, block: int, counter: int) -> Tensor:
@@ -116,7 +116,7 @@ def away_from_the_initial_values(config: ModelConfig, documents: int = 0) -> Eng
 
 
 def check(config: ModelConfig, packed: tuple[int, ...] = ()) -> None:
-    """Four draws, in one call and in two; then `evaluate`, which drops nothing. packed: the ends of documents."""
+    """Checks four draws, in one call and in two, then `evaluate`, which drops nothing. `packed` has the ends of documents."""
     engine, (tokens, targets) = away_from_the_initial_values(config, len(packed)), batch(config, 2, 9)
     ends = packed or (0, 9, 18)
     cu_seqlens = torch.tensor(ends, dtype=torch.int32) if packed else None
@@ -160,7 +160,7 @@ def test_no_two_masks_of_a_step_are_equal_and_all_keep_their_share() -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_gradients_equal_central_differences(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(gradcheck, "SAMPLES", 4)  # of which some are no key's bias, whose gradient is 0
+    monkeypatch.setattr(gradcheck, "SAMPLES", 4)  # so that some are not in a key's bias, whose gradient is 0
     config = replace(CONFIGS[name], n_layer=1)
     engine, (tokens, targets) = away_from_the_initial_values(config), batch(config, 2, 9)
 

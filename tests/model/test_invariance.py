@@ -1,4 +1,4 @@
-"""An invariant forward: the bits of a row depend on the tokens of its sequence up to that row, and on nothing else."""
+"""An invariant forward: the bits of a row depend only on the tokens of its sequence up to that row."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tilegrad.kernels.cpu import library
 from tilegrad.model.lora import LoraConfig
 
 pytestmark = pytest.mark.skipif(isinstance(library.library(), str), reason=f"the library {library.library()}")
-# so wide that a BLAS's order of additions is seen
+# so wide that the order of a BLAS's additions shows
 GPT2 = ModelConfig(vocab_size=61, block_size=64, n_layer=2, n_head=4, n_embd=128)
 LLAMA = replace(
     GPT2,
@@ -32,17 +32,17 @@ LLAMA = replace(
 FAMILIES = {
     "gpt2": GPT2,
     "mistral": replace(LLAMA, window=7, n_layer=1),
-    "qwen2": replace(LLAMA, qkv_bias=True, n_layer=1),  # every op of llama, and no window
+    "qwen2": replace(LLAMA, qkv_bias=True, n_layer=1),  # every op of llama, without a window
     "qwen3": replace(LLAMA, qk_norm=True, head_size=6, window=5),
     "softcap": replace(GPT2, n_layer=1, logit_softcap=2.0, activation="relu2"),
     "per head, tanh": replace(GPT2, projection="per_head", activation="tanh", window=9, n_layer=1),
 }
-CALLS = [  # products of heads in bfloat16: tests/ops/test_ops_fixed_order.py
+CALLS = [  # tests/ops/test_ops_fixed_order.py has products of heads in bfloat16
     *((name, torch.float32) for name in FAMILIES),
     *((name, torch.bfloat16) for name in ("gpt2", "qwen3")),
 ]
 LONGEST = 29
-CASES = {  # by the number of threads: (sequences, tokens)
+CASES = {  # number of threads: (sequences, tokens)
     1: ((64, LONGEST), (1, LONGEST), (17, LONGEST), (3, 1), (3, 3), (3, 6), (3, 16), (3, 27)),
     2: ((64, LONGEST), (1, LONGEST), (3, 16)),
 }
@@ -56,7 +56,7 @@ def threads() -> Iterator[None]:
 
 
 def new_engine(config: ModelConfig, dtype: torch.dtype, b: int, t: int, *, invariant: bool = True) -> Engine:
-    """Weights and biases of every size: those of a new model are too small to be seen in the sums."""
+    """Weights and biases have many magnitudes: those of a new model are too small to change the sums."""
     engine = Engine(config, b, t, dtype=dtype, invariant=invariant)
     g = torch.Generator().manual_seed(3)
     for p in engine.params.values():
@@ -76,7 +76,7 @@ def tokens_of(config: ModelConfig, b: int, t: int) -> Tensor:
 
 
 def differing(config: ModelConfig, dtype: torch.dtype, *, invariant: bool = True) -> list[object]:
-    """What changes the bits of the first sequences' rows: (threads, sequences, tokens)."""
+    """The cases (threads, sequences, tokens) that change the bits of the rows of the first sequences."""
     tokens = tokens_of(config, 64, LONGEST)
     want: Tensor | None = None
     found: list[object] = []
@@ -104,7 +104,7 @@ def test_canary_products_that_are_not_invariant_are_seen() -> None:
 
 @pytest.mark.parametrize(("name", "dtype"), CALLS)
 def test_losses_of_a_sequence_have_the_same_bits_in_every_batch(name: str, dtype: torch.dtype) -> None:
-    """One target, so that the loss is that row's. Steps in one call and in two give the same gradients."""
+    """There is one target, so that the loss is that of its row. Steps in one call and in two give the same gradients."""
     config = FAMILIES[name]
     tokens = tokens_of(config, 9, 16)
     targets = torch.full_like(tokens, -1)
@@ -120,7 +120,7 @@ def test_losses_of_a_sequence_have_the_same_bits_in_every_batch(name: str, dtype
     assert {engine.loss} == losses and all(torch.equal(engine.grads[key], g) for key, g in once.items())
 
 
-def test_what_is_recomputed_has_the_same_bits() -> None:
+def test_recomputed_activations_have_the_same_bits() -> None:
     tokens = tokens_of(LLAMA, 8, 32)
     engines = [Engine(LLAMA, 8, 32, memory_budget=budget, invariant=True) for budget in (None, 1 << 34)]
     for engine in engines:
@@ -137,12 +137,12 @@ def test_what_is_recomputed_has_the_same_bits() -> None:
         ({"linear": "fp8", "dtype": torch.bfloat16}, "with linear 'fp8'"),
     ],
 )
-def test_what_has_no_fixed_order_is_refused(given: dict[str, Any], why: str) -> None:
+def test_options_without_a_fixed_order_are_refused(given: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=rf"^invariant: got True {why}.*; accepted: False here"):
         Engine(GPT2, 2, 8, invariant=True, **given)
 
 
-def test_without_the_library_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invariant_is_refused_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     from tilegrad.engine import batch
 
     monkeypatch.setattr(batch, "library", lambda: "was not built")
@@ -152,8 +152,8 @@ def test_without_the_library_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         Engine(GPT2, 2, 8, invariant=True)
 
 
-def test_on_a_device_every_kernel_must_be_tritons(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Norms of rows that Triton's kernel does not take are torch's."""
+def test_on_a_device_every_kernel_must_be_one_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch computes norms of rows that Triton's kernel does not take."""
     pytest.importorskip("triton", reason="needs Triton")
     monkeypatch.setattr(gpu, "capability", lambda _device: (9, 0))
     device, wide = torch.device("cuda:5"), replace(GPT2, n_embd=1 << 15, head_size=64)

@@ -1,4 +1,4 @@
-"""Adapters and frozen parameters: gradients against autograd, what a plan has for them, and what never changes."""
+"""Adapters and frozen parameters: gradients against autograd, their bytes in a plan, and that frozen bits never change."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ SPECS = covering(AXES, allowed)
 
 @pytest.mark.parametrize("spec", SPECS, ids=map(str, range(len(SPECS))))
 def test_gradients_equal_autograd(spec: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The masks of adapters' dropout are drawn outside of the engine. Then a step changes no frozen bit."""
+    """The masks of adapters' dropout are drawn outside the engine. After that a step changes no frozen bit."""
     config, p = config_of(spec), spec["dropout"]
     lora = LoraConfig(spec["rank"], 2.5, spec["layers"], p)
     choice = (frozenset(spec["recompute"]),) * config.n_layer
@@ -144,7 +144,7 @@ def gradients_of_all(name: str) -> tuple[float, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize(("freeze", "number"), [(freeze, n) for n, freeze in enumerate(FREEZES)], ids=str)
-def test_freezing_leaves_the_other_gradients_as_they_are(
+def test_freezing_does_not_change_the_other_gradients(
     freeze: tuple[str, ...], number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried = 0
@@ -170,8 +170,8 @@ def test_freezing_leaves_the_other_gradients_as_they_are(
 @pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_frozen_parameters_take_their_value_and_nothing_else(dtype: torch.dtype, device: str) -> None:
-    """The bytes of each role. Planning for a GPU needs no GPU."""
+def test_a_frozen_parameter_needs_memory_only_for_its_value(dtype: torch.dtype, device: str) -> None:
+    """It compares the bytes of each role. Planning for a GPU needs no GPU."""
     lora, config = LoraConfig(4, 8), replace(LLAMA, n_embd=64, vocab_size=128)
     spec = StepSpec(config, 2, 16, dtype, torch.device(device), lora=lora)
     model = spec.declare()
@@ -179,7 +179,7 @@ def test_frozen_parameters_take_their_value_and_nothing_else(dtype: torch.dtype,
     base = {name: p.value for name, p in model.params.items() if name not in adapters}
     size = 2 if dtype == torch.bfloat16 and device == "cuda" else 4
     rounded = dtype == torch.bfloat16 and device == "cuda"
-    room = 128 if device == "cuda" else 16  # elements that a buffer's length is rounded up to
+    room = 128 if device == "cuda" else 16  # lengths of buffers are rounded up to a multiple of this
 
     def elements(shapes: list[tuple[int, ...]]) -> int:
         return sum(-(-math.prod(shape) // room) * room for shape in shapes)
@@ -194,7 +194,7 @@ def test_frozen_parameters_take_their_value_and_nothing_else(dtype: torch.dtype,
     assert "frozen" in report.table() and "frozen" in report.html()
 
 
-def test_saved_activations_that_only_a_frozen_weight_needs_are_not_kept() -> None:
+def test_activations_that_only_the_gradient_of_a_frozen_weight_needs_are_not_saved() -> None:
     """Only the weight gradients of the next layers read the output of a norm. The peaks are at other ops, so one of the twelve
     may be missing from the difference."""
     spec = StepSpec(replace(LLAMA, n_layer=6), 8, 16, torch.float32, CPU)
@@ -205,7 +205,7 @@ def test_saved_activations_that_only_a_frozen_weight_needs_are_not_kept() -> Non
     assert arenas[0] - arenas[1] >= (2 * 6 - 1) * 8 * 16 * 16 * 4 and arenas[1] > 2 * arenas[2]
 
 
-def test_merged_weights_are_the_same_model() -> None:
+def test_merged_weights_give_the_same_model() -> None:
     for config in (LLAMA, replace(CONFIG, activation="swiglu"), QWEN3):
         lora = LoraConfig(3, 7.5)
         engine = moved(Engine(config, 2, 9, dtype=torch.float64, lora=lora))
@@ -241,7 +241,7 @@ def test_merged_weights_are_the_same_model() -> None:
 
 
 def run(model: Transformer, optimizer: Optimizer) -> None:
-    """The program that was traced."""
+    """Runs the traced program."""
     model.step()
     optimizer.update(1e-2)
     model.forward()
@@ -251,7 +251,7 @@ def run(model: Transformer, optimizer: Optimizer) -> None:
 @pytest.mark.parametrize(
     ("dropout", "recompute"), [(0.3, ()), (0.0, ("norm", "activation")), (0.3, ("block",))], ids=str
 )
-def test_sharing_and_poison_change_no_bit(dropout: float, recompute: tuple[Any, ...]) -> None:
+def test_sharing_memory_and_poison_change_no_bit(dropout: float, recompute: tuple[Any, ...]) -> None:
     config, lora = replace(LLAMA, n_layer=2), LoraConfig(3, 8, dropout=dropout)
     tokens, targets = batch(config, 3, 16)
     results = []
@@ -293,7 +293,7 @@ def test_micro_batches_and_budgets_give_the_same_gradients() -> None:
     assert equal(tight.grads, whole.grads)
 
 
-def test_adapters_start_as_in_peft_and_the_base_as_without_them() -> None:
+def test_adapters_start_as_in_peft_and_do_not_change_the_base_model() -> None:
     lora = LoraConfig(4, 8)
     plain, engine = Engine(LLAMA, 1, 4, seed=5), Engine(LLAMA, 1, 4, seed=5, lora=lora)
     assert all(torch.equal(x, engine.params[name]) for name, x in plain.params.items())
@@ -338,7 +338,7 @@ def test_a_bad_lora_config_is_refused(given: dict[str, Any], message: str) -> No
         LoraConfig(**given)
 
 
-def test_what_a_model_cannot_adapt_or_freeze_is_refused() -> None:
+def test_parameters_that_cannot_be_adapted_or_frozen_are_refused() -> None:
     def refused(message: str, config: ModelConfig = LLAMA, **how: Any) -> None:
         with pytest.raises(ValueError, match=message):
             Engine(config, 1, 4, **how)
@@ -361,8 +361,8 @@ def test_what_a_model_cannot_adapt_or_freeze_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("on_hopper")
-def test_every_smaller_batch_finds_its_buffers_on_a_gpu() -> None:
-    """A smaller batch also runs the same ops, as several ranks need. Some products are joined, others are not."""
+def test_every_smaller_batch_has_its_buffers_on_a_gpu() -> None:
+    """A smaller batch also runs the same ops, as several ranks need. Some products are joined and some are not."""
     config, cuda = replace(LLAMA, n_embd=64, block_size=150), torch.device("cuda")
     spec = StepSpec(config, 3, 150, torch.bfloat16, cuda, lora=LoraConfig(8, 16, dropout=0.1))
     planned, seen = plan_model(spec).trace.handles, set[tuple[bool, tuple[str, ...]]]()

@@ -1,4 +1,4 @@
-"""Every parameter's gradient against autograd, over random configurations; names, shapes and initial values."""
+"""The gradient of every parameter against autograd for random configs; names, shapes and initial values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tilegrad.model.config import PRESETS
 def check(config: ModelConfig, b: int, t: int, seed: int) -> None:
     tokens, targets = batch(config, b, t, seed)
     engine = Engine(config, b, t, dtype=torch.float64, seed=seed)
-    for p in engine.params.values():  # away from the initial values, where many gradients are nearly 0
+    for p in engine.params.values():  # moved from the initial values, at which many gradients are nearly 0
         p.add_(
             torch.randn(p.shape, dtype=p.dtype, generator=torch.Generator().manual_seed(seed + p.numel())), alpha=0.2
         )
@@ -58,7 +58,7 @@ def configs(draw: st.DrawFn) -> ModelConfig:
     )  # fmt: skip
 
 
-SPEED = ModelConfig(  # keys of speed runs
+SPEED = ModelConfig(  # config of speed runs
     vocab_size=33, block_size=16, n_layer=3, n_head=4, n_embd=8, activation="relu2", logit_softcap=1.5
 )  # fmt: skip
 
@@ -71,7 +71,7 @@ def test_gradients_of_random_models_equal_autograd(config: ModelConfig, b: int, 
 
 
 @pytest.mark.parametrize("preset", ["gpt2", "llama-135m"])
-def test_the_shapes_of_gpt2_and_llama(preset: str) -> None:
+def test_gradients_of_gpt2_and_llama_equal_autograd(preset: str) -> None:
     small = replace(
         PRESETS[preset], vocab_size=50, block_size=8, n_layer=2, n_embd=PRESETS[preset].n_head * 4, ffn_dim=20
     )
@@ -94,7 +94,7 @@ def test_canary_a_wrong_backward_is_seen(monkeypatch: pytest.MonkeyPatch) -> Non
         check(ModelConfig(vocab_size=7, block_size=8, n_layer=1, n_head=2, n_embd=8), 2, 5, 0)
 
 
-def test_parameter_names_and_shapes() -> None:
+def test_parameters_have_their_names_and_shapes() -> None:
     config = ModelConfig(vocab_size=11, block_size=6, n_layer=1, n_head=4, n_embd=8, n_kv_head=2, tie_embeddings=False)
     shapes = {name: tuple(p.shape) for name, p in Engine(config, 1, 4).params.items()}
     assert shapes == {
@@ -113,7 +113,7 @@ def test_parameter_names_and_shapes() -> None:
     assert names["blocks.0.ffn.up_gate.weight"] == (64, 8) and "blocks.0.attn.qkv.weight" not in names
 
 
-def test_initial_values() -> None:
+def test_initial_values_have_their_distributions() -> None:
     config = ModelConfig(vocab_size=400, block_size=64, n_layer=8, n_head=4, n_embd=64)
     params = Engine(config, 1, 4, seed=3).params
     assert params["wte.weight"].std().item() == pytest.approx(0.02, rel=0.05)
@@ -126,7 +126,7 @@ def test_initial_values() -> None:
     assert not torch.equal(params["wte.weight"], other["wte.weight"])
 
 
-def test_presets() -> None:
+def test_presets_have_their_numbers_of_parameters() -> None:
     def count(name: str) -> int:
         from tilegrad.model.transformer import declare
 
@@ -163,7 +163,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("change", "message"), BAD, ids=[m for _, m in BAD])
-def test_a_bad_value_says_which_and_what_is_allowed(change: dict[str, Any], message: str) -> None:
+def test_the_error_for_a_bad_value_names_it_and_the_accepted_ones(change: dict[str, Any], message: str) -> None:
     good = {"vocab_size": 5, "block_size": 8, "n_layer": 1, "n_head": 4, "n_embd": 8}
     with pytest.raises(ValueError, match=message):
         ModelConfig(**(good | change))

@@ -1,4 +1,4 @@
-"""A model whose sequences lie on several ranks: its loss and gradients, summed over them, are those of one rank."""
+"""A model whose sequences are split over ranks: its loss and gradients, summed over ranks, equal those of one rank."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def rows_of(x: Tensor, group: Ranks) -> Tensor:
 
 
 def planned(config: ModelConfig, context: Any, b: int = B, t: int = T) -> tuple[Transformer, MemoryPlan]:
-    """On handles, for sequences of t tokens."""
+    """A planned model for sequences of t tokens."""
     rows = t if context is None else t // context.world
     model = declare(config, b, rows, torch.float64, "cpu", accumulate=False, context=context)
     return model, plan_memory(trace(model.step, observe, model))
@@ -43,7 +43,7 @@ def planned(config: ModelConfig, context: Any, b: int = B, t: int = T) -> tuple[
 def step(
     config: ModelConfig, context: Ranks | None, t: int = T, *, poison: bool = False
 ) -> tuple[float, dict[str, Tensor]]:
-    """loss and gradients of this rank's rows."""
+    """The loss and gradients of this rank's rows."""
     handles, plan = planned(config, context)
     arenas = Arenas(plan)
     bind(handles, arenas.view).initialise(config, torch.Generator().manual_seed(3))
@@ -94,15 +94,15 @@ def test_poison_changes_no_bit() -> None:
         assert all(torch.equal(grad, poisoned_grads[name]) for name, grad in grads.items())
 
 
-def test_what_is_gathered_lives_as_long_as_one_op() -> None:
-    """K and V of the whole sequence, and their gradients: COMM, one range for each block and direction."""
+def test_gathered_buffers_live_for_one_op() -> None:
+    """K and V of the whole sequence and their gradients are COMM buffers with one range for each block and direction."""
     config = CONFIGS["llama"]
     _, plan = planned(config, RanksToBe(4))
     seen = plan.trace
     comm = {h.name: h.nbytes for h in seen.handles.values() if h.type == BufferType.COMM}
     whole = B * config.kv_heads * T * config.head_dim * 8  # bytes of K
     assert comm["scratch.attention.k"] == comm["scratch.attention_bwd.dk"] == whole
-    forward_and_backward, gradients, of_the_first_run = 4 + 4, 4, 1  # each of k, v and the parts of both
+    forward_and_backward, gradients, of_the_first_run = 4 + 4, 4, 1  # for each of k, v and the parts of both
     assert sum(comm.values()) == (forward_and_backward + gradients + of_the_first_run) * whole
     for name in comm:
         assert all(first == last for first, last in seen.live[name])

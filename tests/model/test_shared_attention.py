@@ -27,7 +27,7 @@ def data(seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def autograd(x: Tensor, *weights: Tensor, causal: bool, heads: int) -> Tensor:
-    """The layer by torch's own ops."""
+    """The layer in torch ops."""
     b, t, c = x.shape
     q, k, v = (torch.nn.functional.linear(x, w).view(b, t, heads, -1).transpose(1, 2) for w in weights[:3])
     o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
@@ -36,7 +36,7 @@ def autograd(x: Tensor, *weights: Tensor, causal: bool, heads: int) -> Tensor:
 
 @pytest.mark.parametrize("materialize", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-def test_gradients_are_autograds(causal: bool, materialize: bool) -> None:
+def test_gradients_equal_those_of_autograd(causal: bool, materialize: bool) -> None:
     made = tilegrad.init_attention(7, 12, 3, causal, n_head=3, dtype=torch.float64, materialize=materialize)
     x, y = torch.randn(2, 3, 7, 12, dtype=torch.float64)
     leaves = [x.clone().requires_grad_(), *(getattr(made, w).clone().requires_grad_() for w in WEIGHTS)]
@@ -51,7 +51,7 @@ def test_gradients_are_autograds(causal: bool, materialize: bool) -> None:
         torch.testing.assert_close(getattr(made, f"grad_{name}"), gradient, rtol=1e-11, atol=1e-13)
 
 
-def test_loss_and_gradient_belong_together_by_central_differences() -> None:
+def test_gradients_equal_central_differences_of_the_loss() -> None:
     made, (x, y) = layer(), data()
     made.forward(x)
     made.loss(y)
@@ -74,7 +74,7 @@ def step(first: SharedAttention, second: SharedAttention, x: Tensor, y: Tensor) 
     first.backward(x, grad_output=first.grad_output)
 
 
-def test_gradients_are_bit_equal_with_and_without_sharing() -> None:
+def test_sharing_buffers_does_not_change_the_bits_of_gradients() -> None:
     x, y = data()
     gradients = []
     for sharing in (True, False):
@@ -86,7 +86,7 @@ def test_gradients_are_bit_equal_with_and_without_sharing() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-def test_weight_gradients_accumulate_and_zeroing_is_its_own_call() -> None:
+def test_weight_gradients_accumulate_and_are_zeroed_by_another_call() -> None:
     made, (x, y) = layer(), data()
     for times in (1, 2):
         made.forward(x)
@@ -99,7 +99,7 @@ def test_weight_gradients_accumulate_and_zeroing_is_its_own_call() -> None:
     assert not made.grad_W_q.any()
 
 
-def test_update_is_adamw_from_the_accumulated_gradients() -> None:
+def test_the_update_is_a_step_of_adamw_with_the_accumulated_gradients() -> None:
     made, (x, y) = layer(), data()
     weight = torch.nn.Parameter(made.W_v.clone())
     optimizer = torch.optim.AdamW([weight], betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
@@ -116,7 +116,7 @@ def test_update_is_adamw_from_the_accumulated_gradients() -> None:
         torch.testing.assert_close(made.W_v, weight.detach())
 
 
-def test_it_learns() -> None:
+def test_the_layer_learns() -> None:
     made, (x, y) = layer(), data()
     losses = []
     for _ in range(60):
@@ -128,7 +128,7 @@ def test_it_learns() -> None:
     assert losses[-1] < 0.6 * losses[0]
 
 
-def test_the_seven_buffers() -> None:
+def test_the_seven_shared_buffers_have_the_specified_shapes() -> None:
     tiled, whole = layer(), layer(materialize=True)
     for name in SHARED:
         shape = getattr(whole, name).shape
@@ -136,12 +136,12 @@ def test_the_seven_buffers() -> None:
         if name not in ("grad_weights", "grad_scores"):
             assert getattr(tiled, name).shape == shape
     x = torch.zeros(1, 1, 4, 4)
-    has_tile = tilegrad.explain(x, x, x).kernel == "tiled"  # the native kernel keeps its tiles to itself
+    has_tile = tilegrad.explain(x, x, x).kernel == "tiled"  # the native kernel does not expose its tiles
     assert tiled.grad_weights.numel() == tiled.grad_scores.numel() and (tiled.grad_scores.numel() > 0) == has_tile
 
 
 def test_forward_buffers_stay_separate() -> None:
-    """A later layer's forward leaves an earlier one's buffers alone, so its backward is still right."""
+    """The forward of a later layer does not write the buffers of an earlier one, whose backward is still right."""
     first = layer(seed=1)
     second, (x, y) = layer(predecessor=first, seed=2), data()
     first.forward(x)
@@ -165,7 +165,7 @@ def test_forward_buffers_stay_separate() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True])
-def test_on_a_gpu_gradients_are_autograds_of_float64(causal: bool) -> None:
+def test_on_a_gpu_gradients_are_close_to_float64_autograd(causal: bool) -> None:
     made = tilegrad.init_attention(70, 64, 3, causal, n_head=4, device="cuda", dtype=torch.float32)
     x, y = torch.randn(2, 3, 70, 64, generator=torch.Generator().manual_seed(0)).cuda()
     made.forward(x)
@@ -195,7 +195,7 @@ def test_materialised_matrices_are_the_gradients_of_weights_and_scores() -> None
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-def test_freed_in_any_order(order: tuple[int, ...]) -> None:
+def test_layers_may_be_freed_in_any_order(order: tuple[int, ...]) -> None:
     first = layer()
     second = layer(first)
     third = layer(second)
@@ -214,7 +214,7 @@ def test_freed_in_any_order(order: tuple[int, ...]) -> None:
     assert workspace.nbytes == 0
 
 
-def test_use_after_free_raises() -> None:
+def test_a_layer_used_after_free_raises_an_error() -> None:
     made, (x, y) = layer(), data()
     made.forward(x)
     tilegrad.free_attention(made)
@@ -227,7 +227,7 @@ def test_use_after_free_raises() -> None:
             use()
 
 
-def test_another_shape_dtype_or_mode_is_refused_with_both_named() -> None:
+def test_the_error_for_a_different_shape_dtype_or_mode_names_both() -> None:
     first = layer()
     with pytest.raises(ValueError, match=r"\(2, 9, 6\).*\(2, 5, 6\)"):
         tilegrad.init_attention(9, 6, 2, is_causal=True, predecessor=first, n_head=2, dtype=torch.float64)
@@ -237,7 +237,7 @@ def test_another_shape_dtype_or_mode_is_refused_with_both_named() -> None:
         layer(first, materialize=True)
 
 
-def test_one_pending_layer_at_a_time() -> None:
+def test_there_is_one_pending_layer_at_a_time() -> None:
     first, (x, y) = layer(), data()
     second = layer(first, seed=1)
     first.forward(x)
@@ -271,7 +271,7 @@ def test_another_thread_is_refused_while_pending() -> None:
     made.backward(x)
 
 
-def test_order_of_calls() -> None:
+def test_calls_out_of_order_raise_an_error() -> None:
     made, (x, y) = layer(), data()
     with pytest.raises(BufferStateError, match="forward"):
         made.loss(y)
@@ -280,7 +280,7 @@ def test_order_of_calls() -> None:
         made.backward(x)
 
 
-def test_bad_arguments_are_named() -> None:
+def test_a_bad_argument_of_a_layer_is_named() -> None:
     with pytest.raises(ValueError, match="seq_len: got 0"):
         tilegrad.init_attention(0, 6, 2, is_causal=True)
     with pytest.raises(ValueError, match="n_head: got 4 for d_model 6"):
@@ -295,7 +295,7 @@ def test_bad_arguments_are_named() -> None:
         layer().forward(torch.zeros(2, 5, dtype=torch.float64))
 
 
-def test_save_and_load(tmp_path: Path) -> None:
+def test_a_saved_layer_is_equal_after_loading(tmp_path: Path) -> None:
     made, (x, y) = layer(), data()
     path = tmp_path / "layer.safetensors"
     for _ in range(2):
@@ -323,8 +323,8 @@ def test_save_and_load(tmp_path: Path) -> None:
         made.save(other)
 
 
-def test_twelve_sharing_layers_need_the_backward_memory_of_one() -> None:
-    """Counted as bytes of the distinct storages of the backward buffers."""
+def test_twelve_layers_that_share_need_the_backward_memory_of_one() -> None:
+    """It counts the bytes of the distinct storages of the backward buffers."""
     first = tilegrad.init_attention(64, 64, 2, is_causal=True, n_head=2)
     layers = [first]
     for _ in range(11):

@@ -1,4 +1,4 @@
-"""tilegrad.linear_cross_entropy and the op's further terms, against whole matrices in float64 and torch's own functions."""
+"""tilegrad.linear_cross_entropy and further terms of the op, against whole matrices in float64 and torch's functions."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ COMBINATIONS = [  # bias, softcap, label_smoothing, z_loss: every pair of option
     (False, 3.0, 0.2, 0.03),
     (True, 3.0, 0.2, 0.03),
 ]
-INTERPRETED = [  # each option alone and all at once; a softcap is all that float32 has of its own in Triton's kernel
+INTERPRETED = [  # each option alone and all at once; only the softcap has its own code for float32 in Triton's kernel
     *((torch.bfloat16, COMBINATIONS[n]) for n in (1, 2, 3, 6)),
     (torch.float32, COMBINATIONS[6]),
 ]
@@ -76,7 +76,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
 
 
 def run(given: Inputs, terms: Terms, inv_total: Tensor) -> dict[str, Tensor]:
-    """The fused step and the losses of rows. The backward alone must give the bits of the step."""
+    """Runs the fused step and the losses of rows. The backward alone must have the bits of the step."""
     x, w, targets, bias = given
     a, nan = acc(x.dtype), torch.nan
     gradients: dict[str, Any] = {"dx": torch.full_like(x, nan), "dw": torch.full_like(w, nan, dtype=a)}
@@ -125,7 +125,7 @@ def test_every_kernel_is_close_to_the_oracle(
 
 
 @pytest.mark.parametrize("left_out", ["bias", "softcap", "label_smoothing", "z_loss"])
-def test_canary_a_term_that_is_left_out_is_seen(left_out: str) -> None:
+def test_canary_a_missing_term_is_seen(left_out: str) -> None:
     given, terms = build(23, 16, 50, torch.bfloat16, bias=True), Terms(3.0, 0.2, 0.03)
     got = run(given, terms, torch.tensor(1 / 64))
     less = terms if left_out == "bias" else terms._replace(**{left_out: 0.0})
@@ -141,7 +141,7 @@ def plain(
     x: Tensor, w: Tensor, targets: Tensor, *, bias: Tensor | None = None, softcap: float | None = None,
     label_smoothing: float = 0.0, z_loss: float = 0.0, reduction: str = "mean", ignore_index: int = -100,
 ) -> Tensor:  # fmt: skip
-    """torch's functions on all logits."""
+    """The loss by torch's functions on all logits."""
     logits = F.linear(x, w, bias)
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     flat, rows = logits.reshape(-1, w.shape[0]), targets.reshape(-1)
@@ -190,8 +190,10 @@ def test_float64_equals_torch(monkeypatch: pytest.MonkeyPatch, reduction: Reduct
     ],
     indirect=["kernels"],
 )
-def test_shorter_dtypes_are_close(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, reduction: Reduction) -> None:
-    """With g = ½, so that the last product does not round."""
+def test_short_dtypes_are_close_to_float64(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, reduction: Reduction
+) -> None:
+    """g is ½, so that the last product does not round."""
     small_chunks(monkeypatch, 1000)
     given, terms = leaves(23, 16, 50, dtype), Terms(3.0, 0.1, 0.01)
     options: dict[str, Any] = dict(zip(("softcap", "label_smoothing", "z_loss"), terms, strict=True))
@@ -214,7 +216,7 @@ def test_shorter_dtypes_are_close(monkeypatch: pytest.MonkeyPatch, dtype: torch.
 
 
 @pytest.mark.usefixtures("kernels")
-def test_a_mean_has_no_factor_that_all_targets_share() -> None:
+def test_a_mean_is_not_biased_by_the_rounding_of_1_over_n() -> None:
     """1 / 115 is 1.0033 times the nearest bfloat16, and (p − 1) / 115 rounds to that where p is small."""
     n, c, v = 115, 16, 1024
     x, w = randn(n, c, dtype=torch.bfloat16), randn(v, c, dtype=torch.bfloat16, seed=1).mul_(c**-0.5)
@@ -227,7 +229,7 @@ def test_a_mean_has_no_factor_that_all_targets_share() -> None:
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_gradcheck(reduction: Reduction) -> None:
+def test_linear_cross_entropy_passes_gradcheck(reduction: Reduction) -> None:
     x, w, targets, bias = leaves(4, 3, 4)
     assert bias is not None
 
@@ -240,7 +242,7 @@ def test_gradcheck(reduction: Reduction) -> None:
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_any_part_may_need_a_gradient(reduction: Reduction) -> None:
+def test_any_input_alone_may_require_a_gradient(reduction: Reduction) -> None:
     for needs in itertools.product((False, True), repeat=3):
         given = leaves(9, 4, 6)
         for t, need in zip((given.x, given.w, given.bias), needs, strict=True):
@@ -255,7 +257,7 @@ def test_any_part_may_need_a_gradient(reduction: Reduction) -> None:
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
 
 
-def test_leading_dimensions_strides_and_a_second_backward() -> None:
+def test_inputs_may_have_leading_dimensions_and_strides_and_backward_may_run_twice() -> None:
     x = randn(4, 3, 5).permute(2, 1, 0).requires_grad_()  # (5, 3, 4), columns not contiguous
     w, targets = randn(4, 6, seed=1).t().requires_grad_(), torch.arange(15).reshape(3, 5).t() % 6
     for reduction in REDUCTIONS:
@@ -273,7 +275,7 @@ def test_leading_dimensions_strides_and_a_second_backward() -> None:
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_no_row_and_no_target_give_0(reduction: Reduction) -> None:
+def test_without_rows_or_targets_the_loss_is_0(reduction: Reduction) -> None:
     w, bias = randn(6, 4, dtype=torch.float32), torch.zeros(6)
     for n in (0, 3):
         given = Inputs(torch.ones(n, 4), w, torch.full((n,), -100), bias)
@@ -309,7 +311,7 @@ def test_nan_and_infinities_propagate_and_stay_out_of_ignored_rows(reduction: Re
 
 
 def test_a_mean_only_multiplies_in_its_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By all digits of g, even where x is bfloat16."""
+    """It multiplies by all digits of g, even if x is bfloat16."""
     monkeypatch.setattr(sys.modules["tilegrad.functional.linear_cross_entropy_ops"], "cross_entropy_bwd", None)
     given = leaves(10, 4, 6, torch.bfloat16)  # 8 targets, so that 1 / 8 is a power of two
     loss = tilegrad.linear_cross_entropy(*given[:3], bias=given.bias)
@@ -330,7 +332,7 @@ def test_an_ignored_index_may_be_a_class() -> None:
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
 
 
-def test_torch_compile_keeps_one_graph() -> None:
+def test_torch_compile_captures_one_graph() -> None:
     compiled = torch.compile(tilegrad.linear_cross_entropy, backend="aot_eager", fullgraph=True)
     for reduction, autocast in (("mean", False), ("none", True)):
         given = leaves(9, 4, 6, torch.float32)
@@ -358,8 +360,8 @@ def test_torch_func_runs_the_same_backward() -> None:
 
 @pytest.mark.filterwarnings(
     "ignore:.*torch.jit.script. is deprecated:DeprecationWarning"
-)  # torch's decompositions for jvp
-def test_second_derivatives_and_forward_mode_raise() -> None:
+)  # warnings of torch's decompositions for jvp
+def test_second_derivatives_and_forward_mode_raise_an_error() -> None:
     given = leaves(6, 4, 5, bias=False)
     (dx,) = torch.autograd.grad(tilegrad.linear_cross_entropy(*given[:3]), given.x, create_graph=True)
     with pytest.raises(NotImplementedError, match="linear_cross_entropy has no second derivative"):
@@ -410,8 +412,10 @@ def test_float16_has_the_gradients_of_its_loss_scale() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("options", [(False, 0.0, 0.0, 0.0), *COMBINATIONS])
-def test_on_a_gpu(dtype: torch.dtype, options: tuple[bool, float, float, float]) -> None:
-    """Rows enough for several chunks; V is no multiple of 64, so that the products have a rest."""
+def test_on_a_gpu_results_are_close_to_the_oracle(
+    dtype: torch.dtype, options: tuple[bool, float, float, float]
+) -> None:
+    """There are rows for several chunks. V is not a multiple of 64, so that the last tile is smaller."""
     bias, terms = options[0], Terms(*options[1:])
     x, w, targets, b = (t if t is None else t.cuda() for t in build(700, 48, 50257, dtype, bias=bias))
     assert x is not None and w is not None and targets is not None
@@ -430,7 +434,7 @@ def test_on_a_gpu(dtype: torch.dtype, options: tuple[bool, float, float, float])
 
 @pytest.mark.gpu
 def test_a_target_out_of_range_stops_a_gpu() -> None:
-    """In a process of its own, because an assertion on a device ends its use."""
+    """It runs in its own process, because after an assertion a process cannot use the device."""
     code = (
         "import torch, tilegrad\n"
         "x, w = torch.zeros(2, 8, device='cuda'), torch.zeros(9, 8, device='cuda')\n"
@@ -443,7 +447,7 @@ def test_a_target_out_of_range_stops_a_gpu() -> None:
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_the_whole_matrix_of_logits_never_exists(monkeypatch: pytest.MonkeyPatch, reduction: Reduction) -> None:
-    """The bytes in use at once, counted by torch's profiler, are those of a chunk and of the gradients."""
+    """The most bytes in use at one time, counted by torch's profiler, are those of a chunk and of the gradients."""
     from torch.profiler import ProfilerActivity, profile
 
     n, c, v, chunk = 600, 8, 2000, 1 << 18
@@ -462,7 +466,7 @@ def test_the_whole_matrix_of_logits_never_exists(monkeypatch: pytest.MonkeyPatch
     assert 0 < most < chunk + 3 * gradients + (1 << 17) < 4 * n * v / 4
 
 
-def test_bad_arguments_say_what_is_accepted() -> None:
+def test_errors_of_bad_arguments_say_what_is_accepted() -> None:
     x, w, targets, bias = build(4, 3, 5, torch.float32, bias=True, ignore_index=-100)
     given: dict[str, Any] = {"x": x, "w": w, "targets": targets, "bias": bias}
     for change, error, match in (

@@ -1,4 +1,4 @@
-"""Activations, rotary positions, residual sums and dropout: elementwise ops against autograd."""
+"""Elementwise ops against autograd: activations, rotary positions, residual sums and dropout."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def swiglu(gate: Tensor, up: Tensor) -> dict[str, Tensor]:
 
 @pytest.fixture(params=["native", "torch"])
 def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """gelu and relu2 of contiguous float32 are the native library's; without one they are torch's."""
+    """The native library computes gelu and relu2 of contiguous float32; without it torch does."""
     if request.param == "torch":
         monkeypatch.setattr(rows, "refusal", lambda _x: "is switched off")
 
@@ -71,7 +71,7 @@ def run(kind: str, h: Tensor, da: Tensor) -> dict[str, Tensor]:
 @pytest.mark.usefixtures("where")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_activations(kind: str, dtype: torch.dtype) -> None:
+def test_activations_agree_with_autograd(kind: str, dtype: torch.dtype) -> None:
     for shape in ((1, 1), (63, 5), (113, 64)):
         h, da = 3 * randn(*shape, dtype=dtype), randn(*shape, dtype=dtype, seed=1)
         got = run(kind, h, da)
@@ -84,14 +84,14 @@ def test_activations(kind: str, dtype: torch.dtype) -> None:
 @pytest.mark.usefixtures("where")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", [*KINDS, "swiglu"])
-def test_an_output_again_and_the_sums_of_gradients(kind: str, dtype: torch.dtype) -> None:
+def test_the_backward_can_recompute_the_output_and_sum_gradients(kind: str, dtype: torch.dtype) -> None:
     for n, c in ((1, 1), (63, 48), (113, 63)):
         check_fused_activation(kind, n, c, dtype, device="cpu", kernel=None)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_far_out_activations_saturate_without_nan(kind: str, dtype: torch.dtype) -> None:
+def test_activations_of_large_inputs_saturate_without_nan(kind: str, dtype: torch.dtype) -> None:
     h = torch.tensor([-1e4, -200.0, -45.0, 0.0, 45.0, 200.0, 1e4], dtype=dtype)
     got = run(kind, h, torch.ones_like(h))
     right = {"tanh": [0.0] * 3, "relu2": (2 * h[4:]).tolist()}.get(kind, [1.0] * 3)
@@ -101,7 +101,7 @@ def test_far_out_activations_saturate_without_nan(kind: str, dtype: torch.dtype)
 
 
 @pytest.mark.usefixtures("where")
-def test_gelu_far_to_the_left_is_zero() -> None:
+def test_gelu_of_large_negative_inputs_is_zero() -> None:
     h = torch.tensor([-3e38, -1e36, -1e19, -50.0])
     a = torch.empty_like(h)
     activation_fwd(h, "gelu", a=a)
@@ -120,7 +120,7 @@ def test_gelu_of_bfloat16_is_rounded_to_the_nearest() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_swiglu(dtype: torch.dtype) -> None:
+def test_swiglu_agrees_with_autograd(dtype: torch.dtype) -> None:
     for shape in ((1, 1), (63, 5), (113, 64)):
         up_gate, da = 3 * randn(shape[0], 2 * shape[1], dtype=dtype), randn(*shape, dtype=dtype, seed=1)
         a, dup_gate = (torch.full_like(x, torch.nan) for x in (da, up_gate))
@@ -135,9 +135,9 @@ def test_swiglu(dtype: torch.dtype) -> None:
         assert torch.equal(in_place, dup_gate) and torch.equal(again, a)
 
 
-def test_swiglu_in_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_swiglu_in_blocks_of_rows_agrees_with_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activation_torch_ops, "BLOCK", {"cpu": 64})
-    test_swiglu(torch.float32)
+    test_swiglu_agrees_with_autograd(torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_swiglu_in_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         ((3, 4), None, "a: got strides (1, 3); accepted: a contiguous tensor"),
     ],
 )
-def test_swiglu_refuses_other_shapes(shape: tuple[int, int], a: tuple[int, int] | None, error: str) -> None:
+def test_swiglu_refuses_wrong_shapes(shape: tuple[int, int], a: tuple[int, int] | None, error: str) -> None:
     out = torch.empty(2, 3).t() if a is None else torch.empty(a)
     with pytest.raises(ValueError, match=re.escape(error)):
         swiglu_fwd(torch.empty(shape), a=out)
@@ -161,7 +161,7 @@ def tables(theta: float, d: int, t: int, dtype: torch.dtype) -> tuple[Tensor, Te
 
 
 def rotate_half(x: Tensor) -> dict[str, Tensor]:
-    """Llama's own words: x cos + rotate_half(x) sin, with cos and sin repeated for both halves."""
+    """Llama's formula: x cos + rotate_half(x) sin, with cos and sin repeated for both halves."""
     t, d = x.shape[1], x.shape[3]
     frequency = 10000.0 ** (-torch.arange(0, d, 2, dtype=torch.float64) / d)
     angle = torch.arange(t, dtype=torch.float64)[:, None] * frequency
@@ -173,7 +173,7 @@ def rotate_half(x: Tensor) -> dict[str, Tensor]:
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block", [300, 1 << 16])
-def test_rope(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, block: int) -> None:
+def test_rope_equals_the_formula_of_llama(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, block: int) -> None:
     if gpu.interpreting() and block > 300:
         pytest.skip("Triton's kernel has no such blocks")
     monkeypatch.setitem(rope_torch_ops.BLOCK, "cpu", block)
@@ -193,7 +193,7 @@ def test_rope(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, block: int) -
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rope_of_packed_rows_is_that_of_each_document(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+def test_rope_of_packed_rows_equals_that_of_each_document(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     monkeypatch.setitem(rope_torch_ops.BLOCK, "cpu", 300)
     b, t, h, d, ends = 2, 23, 3, 10, [0, 1, 9, 23, 40, 46]
     x, positions = (
@@ -213,7 +213,7 @@ def test_rope_of_packed_rows_is_that_of_each_document(monkeypatch: pytest.Monkey
         assert torch.equal(dx.flatten(0, 1)[a:z], want[0])
 
 
-def test_positions_are_checked() -> None:
+def test_bad_positions_are_refused() -> None:
     x, (cos, sin) = randn(2, 3, 1, 4), tables(10000.0, 4, 3, torch.float64)
     for positions, message in (
         (torch.zeros(2, 3, dtype=torch.int32), r"positions: got torch.int32 \(2, 3\)"),
@@ -224,7 +224,7 @@ def test_positions_are_checked() -> None:
             rope_fwd(x, cos, sin, positions, y=x)
 
 
-def test_add_copy_zero() -> None:
+def test_add_copy_and_zero_give_their_results() -> None:
     x, f = randn(5, 7), randn(5, 7, seed=1)
     want = x + f
     add_fwd(x, f, y=x)
@@ -238,7 +238,7 @@ def test_add_copy_zero() -> None:
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_dropout_is_the_shared_mask(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+def test_dropout_uses_the_shared_mask(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     from tilegrad.kernels.philox import philox, round_keys, threshold
 
     n, c, p, seed, layer = 63, 113, 0.3, 2**40 + 5, 7
@@ -250,7 +250,7 @@ def test_dropout_is_the_shared_mask(monkeypatch: pytest.MonkeyPatch, dtype: torc
     kept = counter[0] >= threshold(p)
     assert 0.68 < kept.double().mean() < 0.72
     x = randn(n, c, dtype=dtype)
-    for block in (100,) if gpu.interpreting() else (100, 1 << 15):  # Triton's kernel has no such blocks
+    for block in (100,) if gpu.interpreting() else (100, 1 << 15):  # Triton's kernel does not use these blocks
         monkeypatch.setitem(dropout_torch_ops.BLOCK, "cpu", block)
         scratch = poisoned(dropout_workspace(x))
         y, dx = torch.full_like(x, torch.nan), x.clone()
@@ -265,7 +265,7 @@ def test_dropout_is_the_shared_mask(monkeypatch: pytest.MonkeyPatch, dtype: torc
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_nothing_is_allocated(dtype: torch.dtype) -> None:
+def test_elementwise_ops_allocate_no_memory(dtype: torch.dtype) -> None:
     x, da, a, b = (randn(64, 128, dtype=dtype, seed=i) for i in range(4))
     cos, sin = tables(10000.0, 32, 64, acc(dtype))
     heads, rotated = x.view(1, 64, 4, 32), a.view(1, 64, 4, 32)
@@ -303,7 +303,7 @@ def test_canary_one_wrong_element_is_seen(dtype: torch.dtype) -> None:
 @pytest.mark.usefixtures("where")
 @pytest.mark.parametrize("kind", [*KINDS, "swiglu"])
 def test_canary_a_factor_in_bfloat16_is_seen(kind: str) -> None:
-    """gelu and tanh near their ends are ±1 or h for many numbers, which a factor moves all alike."""
+    """gelu and tanh saturate at ±1 or h for many numbers, all of which a factor changes equally."""
     h, up, da = (randn(113, 64, dtype=torch.bfloat16, seed=seed) for seed in range(3))
     given: Any
     if kind == "swiglu":
@@ -339,7 +339,7 @@ def test_canary_a_rope_that_rotates_neighbours_is_seen() -> None:
         assert_true({"y": y}, rotate_half, {"x": x}, {"y": dy}, bounds.rope(x, dy))
 
 
-def test_bad_inputs_say_what_is_accepted() -> None:
+def test_errors_of_elementwise_ops_say_what_is_accepted() -> None:
     x, odd = randn(4, 6), randn(1, 2, 1, 3)
     cos = torch.empty(1, 1)
     for fn, match in (
@@ -360,7 +360,7 @@ def test_bad_inputs_say_what_is_accepted() -> None:
     assert activation.KINDS == KINDS
 
 
-def test_gelu_and_relu2_are_native_where_contiguous_and_a_name_runs_or_raises() -> None:
+def test_contiguous_gelu_and_relu2_are_native_and_a_named_kernel_runs_or_raises() -> None:
     h = randn(4, 6, dtype=torch.float32)
     if isinstance(library(), str):
         pytest.skip("there is no native library")

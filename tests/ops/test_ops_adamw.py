@@ -1,4 +1,4 @@
-"""AdamW and the global norm against torch's own."""
+"""AdamW and the global norm against those of torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ P, SPLIT = 5 * 37 + 63, 5 * 37
 
 
 class Arenas:
-    """Flat params, grads, m, v, and the call of a step."""
+    """Flat params, grads, m and v, and a method that takes a step."""
 
     def __init__(self, dtype: torch.dtype, max_norm: float = 1.0) -> None:
         self.params, self.m, self.v = randn(P, dtype=dtype), torch.zeros(P, dtype=dtype), torch.zeros(P, dtype=dtype)
@@ -55,7 +55,7 @@ def torch_adamw(params: Tensor, gradients: list[Tensor], rates: list[float], max
 
 
 def compare(dtype: torch.dtype, max_norm: float, *, learning_rate_tensor: bool = False) -> list[str]:
-    """What the closeness rule says after 12 steps, against torch's own in float64."""
+    """The errors that the closeness rule finds after 12 steps, against torch in float64."""
     arenas, rates = Arenas(dtype, max_norm), [1e-2 * (0.8**i) for i in range(12)]
     gradients = [randn(P, dtype=dtype, seed=i + 1) * (0.01 if i % 3 else 2.0) for i in range(12)]
     want = torch_adamw(arenas.params.double(), [g.double() for g in gradients], rates, max_norm)
@@ -72,7 +72,7 @@ def compare(dtype: torch.dtype, max_norm: float, *, learning_rate_tensor: bool =
 @pytest.mark.parametrize("slow_factor", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("max_norm", [1.0, 1e3, float("inf")])
-def test_equal_to_torch(
+def test_steps_equal_those_of_torch(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, max_norm: float, slow_factor: bool
 ) -> None:
     if gpu.interpreting() and slow_factor:
@@ -103,7 +103,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(dtype: torch.dtype, bad: 
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_copy_to_compute_with_is_rounded_in_the_same_pass(dtype: torch.dtype) -> None:
+def test_the_compute_copy_is_rounded_in_the_same_pass(dtype: torch.dtype) -> None:
     arenas, copy = Arenas(dtype), torch.full((P,), torch.nan, dtype=torch.bfloat16)
     for bad in (False, True):
         g = randn(P, dtype=dtype, seed=int(bad))
@@ -118,8 +118,8 @@ def test_a_copy_to_compute_with_is_rounded_in_the_same_pass(dtype: torch.dtype) 
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("cut", [[100], [3, SPLIT], [P]])
-def test_ranges_owned_in_pieces_step_as_one(monkeypatch: pytest.MonkeyPatch, cut: list[int]) -> None:
-    """With and without a copy to compute with; the last cut leaves an empty piece."""
+def test_a_step_of_the_pieces_of_a_range_equals_one_step(monkeypatch: pytest.MonkeyPatch, cut: list[int]) -> None:
+    """It checks with and without a compute copy. The last cut leaves an empty piece."""
     monkeypatch.setattr(norm_torch_ops, "BLOCK", 16)
     one, many, copy = Arenas(torch.float32), Arenas(torch.float32), torch.zeros(P, dtype=torch.bfloat16)
     ends = [0, *cut, P]
@@ -140,7 +140,7 @@ def test_ranges_owned_in_pieces_step_as_one(monkeypatch: pytest.MonkeyPatch, cut
 
 
 @pytest.mark.parametrize("lengths", [(70, 3, 130), (64, 64), (1, 200, 1, 40)])
-def test_global_norm_of_ranges(monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...]) -> None:
+def test_the_global_norm_of_ranges_is_right(monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...]) -> None:
     monkeypatch.setattr(norm_torch_ops, "BLOCK", 64)
     ranges, norm = [randn(n, seed=i) for i, n in enumerate(lengths)], torch.zeros((), dtype=torch.float64)
     global_norm(ranges, norm=norm, scratch=poisoned(global_norm_workspace(*ranges)), kernel="torch")
@@ -148,7 +148,7 @@ def test_global_norm_of_ranges(monkeypatch: pytest.MonkeyPatch, lengths: tuple[i
 
 
 @pytest.mark.parametrize("decayed", [0, P])
-def test_none_or_all_may_decay(decayed: int) -> None:
+def test_none_or_all_parameters_may_decay(decayed: int) -> None:
     arenas = Arenas(torch.float64)
     before, g = arenas.params.clone(), torch.zeros(P, dtype=torch.float64)
     adamw_step(
@@ -159,7 +159,7 @@ def test_none_or_all_may_decay(decayed: int) -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-def test_state_resumed_gives_the_same_bits() -> None:
+def test_a_resumed_state_gives_the_same_bits() -> None:
     a, b = Arenas(torch.float32), Arenas(torch.float32)
     for i in range(4):
         a.update(randn(P, dtype=torch.float32, seed=i), 1e-2)
@@ -174,7 +174,7 @@ def test_state_resumed_gives_the_same_bits() -> None:
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", [1, 63, 64, 128, 1000])
-def test_global_norm(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, n: int) -> None:
+def test_the_global_norm_equals_that_of_torch(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, n: int) -> None:
     monkeypatch.setattr(norm_torch_ops, "BLOCK", 64)
     if gpu.interpreting():
         from tilegrad.kernels.global_norm import triton_ops
@@ -188,7 +188,7 @@ def test_global_norm(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, n: int
     assert_close({"norm": norm}, {"norm": g.double().square().sum().sqrt()}, bounds.bounds(dtype, {"norm": of}))
 
 
-def test_nothing_is_allocated() -> None:
+def test_adamw_allocates_no_memory() -> None:
     for dtype in DTYPES:
         n = 3 * norm_torch_ops.BLOCK + 5
         x = randn(n, dtype=dtype)
@@ -221,7 +221,7 @@ def test_canary_a_wrong_step_count_decay_or_rate_is_seen(
     assert compare(dtype, 1.0) != []
 
 
-def test_bad_inputs_say_what_is_accepted() -> None:
+def test_errors_of_adamw_say_what_is_accepted() -> None:
     x, norm, step = randn(6), randn(), torch.zeros(())
     arenas: dict[str, Any] = {"params": x, "grads": x, "m": x, "v": x, "step": step}
     for fn, match in (
@@ -248,7 +248,7 @@ def test_bad_inputs_say_what_is_accepted() -> None:
         (torch.bfloat16, torch.bfloat16, "rounded: got a copy of bfloat16 params; accepted: None"),
     ],
 )
-def test_a_copy_that_a_kernel_of_lean_states_cannot_write_is_refused(
+def test_lean_states_refuse_a_compute_copy_that_their_kernel_cannot_write(
     params: torch.dtype, copy: torch.dtype, message: str
 ) -> None:
     states: dict[str, Any] = {"params": torch.zeros(8, dtype=params), "grads": torch.zeros(8)}

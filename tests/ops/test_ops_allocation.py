@@ -1,4 +1,4 @@
-"""Every op of the package is run, and none allocates: the first law. A new op is found here by itself."""
+"""Every op of the package is run, and none allocates: the first law. This file finds new ops by itself."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from tilegrad.model.layer import States
 from tilegrad.model.lora import LoraConfig
 
 CONFIGS = kinds(64)
-# float8 ops: a CPU has only the kernel that checks the GPU's, which allocates
+# float8 ops: a CPU has only the kernel that checks those of the GPU, and it allocates
 ON_A_GPU = {"fp8_activation_fwd", "fp8_cross_entropy_step", "fp8_product_fwd", "fp8_quantize_fwd", "fp8_scale_step"}
 
 JOINED = {
     "join_fwd",
     "joined_linear_bwd_input",
     "joined_linear_fwd",
-}  # not on a CPU with weights of another dtype than x
+}  # not on a CPU if weights and x have different dtypes
 
 
 def names_of_ops() -> Iterator[str]:
-    """Functions that the sources mark with @op."""
+    """The functions that the sources mark with @op."""
     for path in Path(tilegrad.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef):
@@ -44,7 +44,7 @@ def names_of_ops() -> Iterator[str]:
 
 
 def largest_allocations(dtype: torch.dtype) -> dict[str, int]:
-    """Op → bytes of the largest allocation in any of its calls: models' steps, and what no model calls."""
+    """Op → bytes of the largest allocation in its calls: steps of models, and calls of ops that no model has."""
     largest: dict[str, int] = {}
 
     def measure(call: Call) -> None:
@@ -69,7 +69,7 @@ def largest_allocations(dtype: torch.dtype) -> dict[str, int]:
     return largest
 
 
-@needs_library  # torch's own products allocate a little
+@needs_library  # torch's products allocate a little
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_op_is_run_and_none_allocates(dtype: torch.dtype) -> None:
     largest = largest_allocations(dtype)

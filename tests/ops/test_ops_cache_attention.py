@@ -37,7 +37,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _interpreted(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Triton's kernels run in its interpreter."""
+    """Triton's kernels run in the interpreter."""
     by_triton = "kernel" in request.fixturenames and request.node.callspec.params.get("kernel") == "triton"
     if by_triton:
         pytest.importorskip("triton", reason="needs Triton")
@@ -46,7 +46,7 @@ def _interpreted(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 class Step(NamedTuple):
-    """One new token of each sequence. The caches are NaN where they have no token yet."""
+    """One new token of each sequence. The caches are NaN where there is no token yet."""
 
     q: Tensor
     k: Tensor | None
@@ -72,7 +72,7 @@ class Step(NamedTuple):
 
 AXES: dict[str, tuple[object, ...]] = {
     "dtype": (torch.float64, torch.float32, torch.bfloat16, torch.float16),
-    "heads": ((2, 1), (1, 3), (1, 9)),  # of keys and values, and how many of queries for each
+    "heads": ((2, 1), (1, 3), (1, 9)),  # kv heads, and the query heads of each
     "d": (1, 16, 97, 300),
     "window": (None, (0, 0), (7, None), (70, 3)),
     "scale": (None, 0.3, -0.2),
@@ -83,7 +83,7 @@ AXES: dict[str, tuple[object, ...]] = {
     "capacity": (1, 70, 130),
 }
 
-INTERPRETED: dict[str, tuple[object, ...]] = {  # fewer, because Triton's interpreter is slow
+INTERPRETED: dict[str, tuple[object, ...]] = {  # fewer values, because Triton's interpreter is slow
     "dtype": (torch.float32, torch.bfloat16, torch.float16), "heads": ((2, 1), (1, 3)), "d": (16, 33), "capacity": (1, 70),
     "window": (None, (7, None), (40, 3)), "alibi": ("", "bh"), "scale": (None, -0.2),
 }  # fmt: skip
@@ -107,13 +107,13 @@ def step_of(spec: Spec, seed: int = 0) -> Step:
 
 
 def same(x: Tensor, y: Tensor) -> bool:
-    """The same bits."""
+    """Whether the bits are equal."""
     return torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
 
 
 def check(step: Step, kernel: str | None, given: Tensor | None = None) -> Tensor:
-    """The cache has the new rows and is otherwise as before; o, or `given`, is under the closeness rule for each sequence. The
-    result is o."""
+    """The cache has the new rows and is otherwise unchanged. o, or `given`, obeys the closeness rule for each sequence.
+    Returns o."""
     b, hkv, capacity, d = step.k_cache.shape
     hq, before = step.n_head, (step.k_cache.clone(), step.v_cache.clone())
     found = step.run(kernel)
@@ -143,7 +143,7 @@ def allowed(spec: Spec) -> bool:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_every_pair_of_options(kernel: str) -> None:
+def test_every_pair_of_options_agrees_with_the_oracle(kernel: str) -> None:
     axes = AXES | INTERPRETED if kernel == "triton" else AXES
     specs = covering(axes, allowed)
     assert set.union(*map(pairs, specs)) == all_pairs(axes, allowed)
@@ -151,8 +151,8 @@ def test_every_pair_of_options(kernel: str) -> None:
         check(step_of(spec), kernel)
 
 
-def test_sequences_together_over_the_whole_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The torch kernel as on a GPU, where the host reads no position."""
+def test_a_batch_over_the_whole_capacity_agrees_with_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The torch kernel runs as on a GPU, where the host reads no position."""
     monkeypatch.setattr(torch_ops, "_sequences", lambda cache: min(4, cache.shape[0]))
     monkeypatch.setattr(torch_ops, "_columns", lambda _positions, _mask, capacity: blocks(capacity, 32))
     for spec in covering(AXES | INTERPRETED, allowed):
@@ -161,7 +161,7 @@ def test_sequences_together_over_the_whole_capacity(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", ["torch", "triton"])
-def test_on_a_device_and_captured(kernel: str) -> None:
+def test_results_on_a_device_are_close_and_a_captured_call_has_their_bits(kernel: str) -> None:
     for spec in covering(AXES | {"dtype": (torch.float32, torch.bfloat16, torch.float16)}, allowed):
         step = step_of(spec)
         tensors = {name: getattr(step.mask, name) for name in ("sinks", "alibi_slopes")}
@@ -189,7 +189,7 @@ PLAIN: Spec = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kernel", KERNELS[:2])  # Triton's bounds are those of torch
+@pytest.mark.parametrize("kernel", KERNELS[:2])  # Triton's bounds equal those of torch
 @pytest.mark.parametrize("wrong", ["left", "length", "sink", "scale"])
 def test_canary_a_wrong_call_is_seen(kernel: str, wrong: str) -> None:
     step = step_of(PLAIN)
@@ -227,7 +227,7 @@ def test_a_sequence_has_the_same_bits_in_any_batch(kernel: str, dtype: torch.dty
 
 
 def trained(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-    """o of the native training forward; q, k, v (B, H, T, D), or (total, H, D) packed."""
+    """o of the native training forward for q, k, v (B, H, T, D), or packed (total, H, D)."""
     o, acc = torch.full_like(q, torch.nan), torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = torch.empty((q.shape[1], q.shape[0]) if mask.varlen else q.shape[:-1], dtype=acc)
     scratch = poisoned(attention_workspace(q, k, v, mask, backward=False, kernel="native"))
@@ -235,7 +235,7 @@ def trained(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     return o
 
 
-LENGTHS = (1, 63, 64, 65)  # of packed sequences: 193 rows, three tiles and one
+LENGTHS = (1, 63, 64, 65)  # lengths of packed sequences: 193 rows are three tiles and one row
 INVARIANT: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "plain": (4, 4, 16, {}),
     "groups, window": (6, 2, 24, {"window": (17, None)}),
@@ -248,7 +248,7 @@ INVARIANT: dict[str, tuple[int, int, int, dict[str, Any]]] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("name", INVARIANT)
 def test_a_decoded_row_has_the_bits_of_the_training_row(name: str, dtype: torch.dtype) -> None:
-    """Every length from 1 to 193, as one batch of sequences that are prefixes of one another."""
+    """One batch has every length from 1 to 193; its sequences are prefixes of one another."""
     hq, hkv, d, options = INVARIANT[name]
     numbers: dict[str, Tensor] = {
         n: randn(hq, dtype=torch.float32).abs() / 8 for n in options if n in ("sinks", "alibi_slopes")
@@ -274,7 +274,7 @@ def test_a_decoded_row_has_the_bits_of_the_training_row(name: str, dtype: torch.
 
 
 @needs_library
-def test_threads_do_not_change_a_bit() -> None:
+def test_the_number_of_threads_does_not_change_a_bit() -> None:
     before, found = torch.get_num_threads(), []
     try:
         for threads in (1, 2, 3):
@@ -286,8 +286,8 @@ def test_threads_do_not_change_a_bit() -> None:
 
 
 @needs_library
-def test_a_call_on_the_same_buffers_reads_new_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It reads positions, tokens and the cache again, and follows TILEGRAD_ISA."""
+def test_a_repeated_call_reads_the_new_numbers_in_its_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads positions, tokens and the cache again, and uses the instruction set of TILEGRAD_ISA."""
     step = step_of(PLAIN)
     o = step.q.new_empty(len(step.q), step.n_head * 16)
     scratch = poisoned(cache_attention_workspace(len(step.q), 4, 2, 16, 70, step.mask, step.q.dtype, CPU))
@@ -354,7 +354,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_masks_that_a_decoded_row_cannot_have(name: str) -> None:
+def test_masks_that_a_decoded_row_cannot_have_are_refused(name: str) -> None:
     options, message = REFUSED[name]
     step = step_of(PLAIN)
     mask = Mask(**{"causal": True} | options)
@@ -366,7 +366,7 @@ def test_masks_that_a_decoded_row_cannot_have(name: str) -> None:
             cache_attention_workspace(1, 4, 2, 16, 130, mask, torch.float32, CPU)
 
 
-def test_tensors_that_do_not_fit() -> None:
+def test_tensors_that_do_not_fit_are_refused() -> None:
     step = step_of(PLAIN)
     o = torch.empty(len(step.q), 64)
     caches: Any = {"k_cache": step.k_cache, "v_cache": step.v_cache}
@@ -396,14 +396,14 @@ def test_tensors_that_do_not_fit() -> None:
         cache_write_fwd(step.q, None, slots[:1], 4, 2, **caches)
 
 
-def test_the_table() -> None:
+def test_the_table_selects_a_kernel_for_each_call() -> None:
     cuda, cpu = (Problem(Form((1, 1, 1, 64), torch.bfloat16, torch.device(name)), 1) for name in ("cuda", "cpu"))
     assert "runs on the CPU, not on cuda" in CACHE_ATTENTION.rows[1].refuses(cuda)  # type: ignore[operator]
     assert "needs a CUDA device" in str(CACHE_ATTENTION.rows[0].refuses(cpu)) or gpu.interpreting()
     assert CACHE_ATTENTION.select(cpu).name == ("torch" if isinstance(MISSING, str) else "native")
 
 
-SPLITS: dict[str, Spec] = {  # over PLAIN; group 17 has two blocks of rows in float32
+SPLITS: dict[str, Spec] = {  # changes of PLAIN; a group of 17 has two blocks of rows in float32
     "float32": {"dtype": torch.float32, "heads": (1, 17), "window": None, "capacity": 330},
     "window": {"dtype": torch.bfloat16, "heads": (1, 2), "window": (150, None), "capacity": 700, "sinks": False},
     "softcap": {
@@ -419,12 +419,14 @@ SPLITS: dict[str, Spec] = {  # over PLAIN; group 17 has two blocks of rows in fl
 
 @pytest.mark.parametrize("kernel", ["triton"])
 @pytest.mark.parametrize("name", SPLITS)
-def test_splits(kernel: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several splits, more than are loaded together. Neither the capacity nor what is after the position changes a bit."""
+def test_results_of_splits_are_close_and_do_not_depend_on_the_capacity(
+    kernel: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are more splits than are loaded together. The capacity and the rows after the position do not change a bit."""
     from tilegrad.kernels.cache_attention import triton_ops
 
     monkeypatch.setattr(triton_ops, "SPLIT", 64)
     o, step = check(step_of(PLAIN | SPLITS[name]), kernel), step_of(PLAIN | SPLITS[name])
     k_cache, v_cache = (torch.cat((x, torch.full_like(x, torch.inf)), 2) for x in (step.k_cache, step.v_cache))
     longer = step._replace(k_cache=k_cache, v_cache=v_cache)
-    assert same(longer.run(kernel)[:3], o[:3])  # in a longer cache the fourth position is inside
+    assert same(longer.run(kernel)[:3], o[:3])  # in a longer cache the fourth position is inside the capacity

@@ -1,4 +1,4 @@
-"""The ops on a CUDA device: the same numbers as on the CPU in float64, no allocation, the same bits each time."""
+"""The ops on a CUDA device: they agree with float64 on the CPU, allocate nothing, and have the same bits each time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tilegrad.kernels.rope import rope_bwd, rope_fwd, rope_table, rope_workspace
 pytestmark = pytest.mark.gpu
 N, C, V = 3000, 96, 1200
 Outputs = dict[str, Tensor]
-Built = tuple[Outputs, Callable[[], None]]  # what a call writes, and the call
+Built = tuple[Outputs, Callable[[], None]]  # the outputs of a call, and the call
 
 
 TOKENS = torch.arange(N).view(3, N // 3) ** 2 % 97
@@ -35,7 +35,7 @@ TARGETS = (torch.arange(N) * 7 % V).where(torch.arange(N) % 5 > 0, -1)
 
 
 def inputs(device: str, dtype: torch.dtype) -> list[Tensor]:
-    """x, dy, w, b and a table, the same numbers in every dtype."""
+    """x, dy, w, b and a table, with the same numbers in every dtype."""
     shapes = ((N, C), (N, C), (C, C), (C,), (V, C))
     return [randn(*shape, dtype=torch.bfloat16, seed=i).to(device, dtype) for i, shape in enumerate(shapes)]
 
@@ -46,7 +46,7 @@ def arenas_on(device: str, dtype: torch.dtype) -> Outputs:
 
 
 def allowed(op: str, device: str, dtype: torch.dtype) -> dict[str, Bound]:
-    """Bounds of what `build`'s call writes."""
+    """The bounds of the outputs of `build`'s call."""
     x, dy, w, b, table = inputs(device, dtype)
     rows = (1, N, 3, 32)
     none = bounds.bounds(dtype, {"": bounds.of(torch.zeros_like(x))})[""]
@@ -88,7 +88,7 @@ def _allowed_adamw(device: str, dtype: torch.dtype) -> dict[str, Bound]:
 
 
 def build(op: str, device: str, dtype: torch.dtype) -> Built:
-    """The op on `device` with the same inputs everywhere."""
+    """A call of the op on `device`, with the same inputs on every device."""
 
     def scratch(shapes: Any) -> Outputs:
         return {name: x.to(device) for name, x in poisoned(shapes).items()}
@@ -193,14 +193,14 @@ OPS = (
     "linear", "column_sum", "layernorm", "rmsnorm", *KINDS, "swiglu", "rope", "dropout", "embedding", "cross_entropy",
     "embedding_mse", "adamw",
 )  # fmt: skip
-# torch sorts tokens in buffers of its own, and its chain keeps dropout's keys
+# torch sorts tokens in its own buffers, and its chain of ops allocates the keys of dropout
 MAY_ALLOCATE = {"embedding_mse": 1 << 18, "embedding": 1 << 18, "dropout": 1 << 16}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("op", OPS)
-def test_the_cpu_in_float64_agrees(op: str, dtype: torch.dtype) -> None:
-    """By the closeness rule."""
+def test_ops_on_a_gpu_agree_with_the_cpu_in_float64(op: str, dtype: torch.dtype) -> None:
+    """They agree by the closeness rule."""
     (got, on_cuda), (want, exact) = build(op, "cuda", dtype), build(op, "cpu", torch.float64)
     on_cuda()
     exact()
@@ -213,7 +213,7 @@ def test_the_cpu_in_float64_agrees(op: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("op", OPS)
-def test_the_same_bits_and_no_memory(op: str, dtype: torch.dtype) -> None:
+def test_repeated_calls_have_the_same_bits_and_allocate_no_memory(op: str, dtype: torch.dtype) -> None:
     first, call = build(op, "cuda", dtype)
     call()
     second, again = build(op, "cuda", dtype)
@@ -228,7 +228,7 @@ def test_the_same_bits_and_no_memory(op: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_captured_in_a_graph(op: str) -> None:
+def test_ops_captured_in_a_graph_have_the_same_bits(op: str) -> None:
     want, call = build(op, "cuda", torch.bfloat16)
     call()
     call()

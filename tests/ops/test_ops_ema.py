@@ -28,7 +28,7 @@ def run(params: list[Tensor], ema: list[Tensor], t: int, decay: float, norm: flo
 @pytest.mark.parametrize("dtype", [F32, F64])
 @pytest.mark.parametrize("decay", [0.1, 0.9, 0.999])
 @pytest.mark.parametrize("t", [0, 1, 2, 8, 9, 81, 5000])
-def test_a_step_is_that_of_the_equations(dtype: torch.dtype, decay: float, t: int) -> None:
+def test_a_step_of_the_average_follows_its_equations(dtype: torch.dtype, decay: float, t: int) -> None:
     params, ema = ranges(dtype, 0), ranges(dtype, 7)
     w = 1.0 if t <= 1 else 1.0 - min(decay, (1 + t) / (10 + t))
     want = [e.double() + w * (p.double() - e.double()) for p, e in zip(params, ema, strict=True)]
@@ -49,8 +49,8 @@ def test_a_step_that_is_not_finite_changes_no_bit(norm: float, t: int) -> None:
 
 
 @pytest.mark.parametrize("norm", [math.nan, 1.0])
-def test_before_and_after_the_first_update_the_average_is_the_weights(norm: float) -> None:
-    """If the first steps are skipped, t stays 0, and the average is that of the initial weights."""
+def test_before_and_after_the_first_update_the_average_equals_the_weights(norm: float) -> None:
+    """If the first steps are skipped t stays 0, and the average equals the initial weights."""
     params, ema = ranges(F32, 0), ranges(F32, 7)
     run(params, ema, 0 if math.isnan(norm) else 1, 0.9, norm)
     assert all(torch.equal(a, b) for a, b in zip(ema, params, strict=True))
@@ -82,7 +82,7 @@ def test_two_swaps_restore_every_bit(dtype: torch.dtype) -> None:
     assert torch.equal(a.view(ints), was[0]) and torch.equal(b.view(ints), was[1])
 
 
-def test_what_does_not_go_together_is_refused() -> None:
+def test_arguments_that_do_not_fit_together_are_refused() -> None:
     params = ranges(F32, 0)
     for decay in (0.0, 1.0, -0.5, math.nan):
         with pytest.raises(ValueError, match=r"^decay: got .*; accepted: a number above 0 and below 1$"):

@@ -37,7 +37,7 @@ def run(tokens: Tensor, inputs: dict[str, Any], dx: Tensor) -> dict[str, Tensor]
 
 
 def set_block(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
-    """Elements that torch's kernel converts at once."""
+    """Sets how many elements torch's kernel converts at once."""
     if gpu.interpreting() and block > 100:
         pytest.skip("Triton's kernel has no such blocks")
     monkeypatch.setitem(torch_ops.BLOCK, "cpu", block)
@@ -47,7 +47,9 @@ def set_block(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("positions", [False, True])
 @pytest.mark.parametrize("block", [100, 1 << 16])
-def test_embedding(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, positions: bool, block: int) -> None:
+def test_embeddings_agree_with_autograd(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, positions: bool, block: int
+) -> None:
     set_block(monkeypatch, block)
     for b, t, c, v in ((1, 1, 1, 1), (3, 23, 17, 20), (2, 63, 64, 300), (1, 5, 1025, 3)):
         tokens, inputs, formula, dx = build(b, t, c, v, dtype, positions=positions)
@@ -60,7 +62,7 @@ def test_embedding(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, position
 def test_positions_of_packed_rows_index_wpe_as_tokens_index_wte(
     monkeypatch: pytest.MonkeyPatch, kernels: str, dtype: torch.dtype, wide: bool
 ) -> None:
-    """wide: weights in the accumulation dtype, which the op rounds on a CPU."""
+    """wide: weights have the accumulation dtype, and the op rounds them on a CPU."""
     set_block(monkeypatch, 100)
     b, t, c = 3, 23, 17
     tokens, inputs, _, dx = build(b, t, c, 20, dtype, positions=True)
@@ -81,7 +83,7 @@ def test_positions_of_packed_rows_index_wpe_as_tokens_index_wte(
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gradients_accumulate_in_the_same_bits_and_none_is_not_computed(dtype: torch.dtype) -> None:
+def test_gradients_accumulate_to_the_same_bits_and_none_is_not_computed(dtype: torch.dtype) -> None:
     tokens, inputs, _, dx = build(3, 63, 17, 20, dtype, positions=True)
     once = run(tokens, inputs, dx)
     again = run(tokens, inputs, dx)
@@ -129,7 +131,7 @@ def test_bfloat16_rows_are_summed_in_float32() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_nothing_is_allocated(dtype: torch.dtype) -> None:
+def test_embeddings_allocate_no_memory(dtype: torch.dtype) -> None:
     tokens, inputs, _, dx = build(4, 50, 64, 30, dtype, positions=True)
     x, dwte, dwpe = dx.clone(), inputs["wte"].to(acc(dtype)), inputs["wpe"].to(acc(dtype))
     scratch = poisoned(embedding_workspace(dx))
@@ -159,7 +161,7 @@ def test_canary_a_factor_in_bfloat16_is_seen() -> None:
     assert_factors_are_seen(got, lambda y: assert_true(y, formula, inputs, {"x": dx}, allowed), 1.005, 1.00001)
 
 
-def test_bad_inputs_say_what_is_accepted() -> None:
+def test_errors_of_embeddings_say_what_is_accepted() -> None:
     tokens, wte, x = torch.zeros(2, 3, dtype=torch.int64), randn(5, 4), randn(6, 4)
     for fn, match in (
         (

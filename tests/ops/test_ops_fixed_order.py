@@ -1,4 +1,4 @@
-"""Ops of an invariant forward: the bits of a row depend on that row alone."""
+"""Ops of an invariant forward: the bits of a row depend only on that row."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def product(x: Tensor, w: Tensor, b: Tensor | None, kernel: str | None = None, s
 
 
 def test_a_product_in_triton_has_the_same_bits_for_any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to FEW rows the splits of K are computed by different programs, above by one. NumPy's product of two tiles adds in an
-    order that depends on the tiles' sizes, so the interpreter's products add in the order of K here."""
+    """Up to FEW rows, different programs compute the splits of K; above, one program does. NumPy's product of two tiles adds in
+    an order that depends on their sizes, so this test makes the interpreter add in the order of K."""
     pytest.importorskip("triton", reason="needs Triton")
     from triton.runtime import interpreter
 
@@ -94,14 +94,14 @@ def test_a_product_in_triton_has_the_same_bits_for_any_number_of_rows(monkeypatc
 
 
 def operands(shape: tuple[int, int, int], x_dtype: torch.dtype, w_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """x in rows with gaps."""
+    """The operands; rows of x have gaps."""
     n, k, m = shape
     return randn(n, k + 3, dtype=x_dtype)[:, :k], randn(m, k, dtype=w_dtype), randn(m, dtype=w_dtype, seed=1)
 
 
 @pytest.mark.parametrize(("kernel", "x_dtype", "w_dtype"), KERNELS)
-def test_a_product_is_close(kernel: str, x_dtype: torch.dtype, w_dtype: torch.dtype) -> None:
-    """A float32 w or b of a bfloat16 x counts as its nearest bfloat16."""
+def test_a_product_in_fixed_order_is_close_to_float64(kernel: str, x_dtype: torch.dtype, w_dtype: torch.dtype) -> None:
+    """If x is bfloat16, a float32 w or b counts as its nearest bfloat16."""
     for shape in SHAPES if kernel == "fixed_order" else SMALL:
         check_close(shape, kernel, x_dtype, w_dtype)
 
@@ -151,14 +151,14 @@ def test_canary_a_product_of_other_sizes_is_seen(monkeypatch: pytest.MonkeyPatch
 
 @needs_library
 def test_canary_torchs_product_is_not_invariant() -> None:
-    """So these tests would see it: a BLAS adds the products of one row in another order than those of 64."""
+    """This shows that the tests can fail: a BLAS adds the products of one row and of 64 rows in different orders."""
     x, w = randn(64, 768, dtype=F32), randn(768, 768, dtype=F32)
     assert not torch.equal(torch.mm(x[:1], w.t()), torch.mm(x, w.t())[:1])
     assert torch.equal(product(x[:1], w, None), product(x, w, None)[:1])
 
 
 @pytest.mark.parametrize(("kernel", "x_dtype", "w_dtype"), KERNELS)
-def test_nothing_outside_of_y_is_written(kernel: str, x_dtype: torch.dtype, w_dtype: torch.dtype) -> None:
+def test_products_write_only_y(kernel: str, x_dtype: torch.dtype, w_dtype: torch.dtype) -> None:
     for n in (1, 7, 29):
         x, w, b = operands((n, 45, 31), x_dtype, w_dtype)
         y = torch.zeros(n, 40, dtype=x_dtype)[:, :31]
@@ -170,7 +170,7 @@ def test_nothing_outside_of_y_is_written(kernel: str, x_dtype: torch.dtype, w_dt
 
 
 @pytest.mark.parametrize(("kernel", "x_dtype", "w_dtype"), KERNELS)
-def test_no_rows_no_columns_and_numbers_that_are_not_finite(
+def test_products_may_have_no_rows_or_columns_and_numbers_that_are_not_finite(
     kernel: str, x_dtype: torch.dtype, w_dtype: torch.dtype
 ) -> None:
     x, w, b = operands((5, 6, 3), x_dtype, w_dtype)
@@ -195,7 +195,7 @@ def test_the_table_selects_a_fixed_order_for_invariant_problems_and_for_few_rows
         found = LINEAR.select(Problem(torch.empty(n, w_.shape[1]), w_, invariant, backward)).name
         assert found == want or (want is None and "fixed_order" not in found), (n, invariant, backward)
     bf16 = Problem(torch.empty(1, 256, dtype=BF16), w)
-    assert "fixed_order" not in LINEAR.select(bf16).name  # it would round w, as no other kernel does
+    assert "fixed_order" not in LINEAR.select(bf16).name  # it would round w, which no other kernel does
     assert LINEAR.select(bf16._replace(w=w.bfloat16())).name == "fixed_order"
     reasons = LINEAR.explain(Problem(torch.empty(64, 256), w, invariant=True)).reasons
     for name in ("native", "torch"):
@@ -231,7 +231,7 @@ def test_per_head_products_and_losses_are_invariant(dtype: torch.dtype) -> None:
 @needs_library
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("kind", ["gelu", "tanh", "relu", "relu2", "swiglu"])
-def test_an_activation_has_the_same_bits_wherever_it_is(kind: str, dtype: torch.dtype) -> None:
+def test_an_activation_has_the_same_bits_at_any_position(kind: str, dtype: torch.dtype) -> None:
     h, up = 3 * randn(40_001, dtype=dtype), randn(40_001, dtype=dtype, seed=1)
 
     def of(i: slice, *, again: bool = False) -> Tensor:
@@ -273,7 +273,7 @@ def _relu2(h: Tensor) -> Tensor:
 
 
 @needs_library
-def test_silu_far_out() -> None:
+def test_silu_of_large_inputs_is_right() -> None:
     gate = torch.tensor([-3e38, -1e4, -88.5, -87.0, -20.0, 0.0, 20.0, 88.5, 1e4, 3e38, torch.nan])
     a = torch.empty_like(gate)
     swiglu_fwd(torch.cat([torch.ones_like(gate), gate])[None], a=a[None], invariant=True)
@@ -292,7 +292,7 @@ def test_without_the_library_invariant_activations_are_refused(monkeypatch: pyte
 
 @needs_library
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_norms_and_rotary_positions_are_invariant(dtype: torch.dtype) -> None:
+def test_bits_of_norms_and_rotary_positions_depend_only_on_the_row(dtype: torch.dtype) -> None:
     x, w = randn(300, 45, dtype=dtype), randn(45, dtype=dtype)
 
     def norms(n: int) -> list[Tensor]:
@@ -319,8 +319,8 @@ def test_norms_and_rotary_positions_are_invariant(dtype: torch.dtype) -> None:
             assert torch.equal(rotated(3, n), turned[:3, :n]), (count, n)
 
 
-def test_the_row_without_a_compiler_adds_by_halves() -> None:
-    """Its scratch, and the order of its additions, for 5 columns: (0 + 4) + 2, then 1 + 3, then both."""
+def test_without_a_compiler_a_row_is_added_by_halves() -> None:
+    """It checks the scratch, and the order of additions for 5 columns: (0 + 4) + 2, then 1 + 3, then their sum."""
     x, w = randn(1, 5, dtype=F32), randn(1, 5, dtype=F32)
     p = (x * w)[0]
     assert torch.equal(product(x, w, None, "torch_fixed_order")[0, 0], ((p[0] + p[4]) + p[2]) + (p[1] + p[3]))

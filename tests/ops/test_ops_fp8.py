@@ -1,4 +1,4 @@
-"""float8 products: rounded factors under the closeness rule, both orders, and the scales that follow what was seen."""
+"""float8 products: rounded factors under the closeness rule, both memory orders, and scales that follow the magnitudes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ gpu = pytest.mark.gpu
 
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products inside an op are those of kernel `torch`."""
+    """Ops use the products of kernel `torch`."""
     from dataclasses import replace
 
     from tilegrad.kernels import fp8_linear
@@ -69,7 +69,7 @@ def step(*states: Tensor) -> float:
 
 
 def state_after(x: Tensor, factor: Factor = "x") -> Tensor:
-    """As a step leaves it in which x was seen."""
+    """The state after a step that has seen x."""
     state = torch.empty(STATE, device=x.device)
     fill_state(state, factor)
     state[FIRST_PART + 2] = x.abs().max().float()
@@ -78,7 +78,7 @@ def state_after(x: Tensor, factor: Factor = "x") -> Tensor:
 
 
 def rounded(x: Tensor, factor: Factor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """x8 and x8t."""
+    """Rounds x to x8 and x8t."""
     n, c = x.shape
     dtype = format_of(factor)
     x8, x8t = torch.empty(n, c, dtype=dtype, device=x.device), torch.empty(c, even(n), dtype=dtype, device=x.device)
@@ -87,7 +87,7 @@ def rounded(x: Tensor, factor: Factor, state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def factors(product: Product, x: Tensor, w: Tensor, dy: Tensor) -> tuple[tuple[Tensor, Factor], tuple[Tensor, Factor]]:
-    """The two factors A and B of A Bᵀ, before rounding, and what they are."""
+    """The factors A and B of A Bᵀ before rounding, and their kinds."""
     both: dict[Product, tuple[tuple[Tensor, Factor], tuple[Tensor, Factor]]] = {
         "y": ((x, "x"), (w, "w")),
         "dx": ((dy, "dy"), (w.T, "w")),
@@ -113,9 +113,9 @@ def bound(
 
 
 def cut_off(a: Tensor, b: Tensor, *, precise: bool) -> Tensor:
-    """What float8's tensor cores lose. They add 32 products and the sum so far at a time, each cut off, towards zero, 13 bits
-    below the largest of them. So in m = K/32 rounds a sum loses half a unit in each, and 33 m numbers of either sign vary by a
-    twelfth of its square each. The unit is 2⁻¹³ of the partial sums, whose root mean square is √((Σt)²/3 + Σt²/6).
+    """The error of float8's tensor cores. They add 32 products and the sum so far at a time, truncating each 13 bits below the
+    largest. So in each of m = K/32 rounds a sum loses half a unit, and 33 m numbers of either sign each add a variance of a
+    twelfth of its square. The unit is 2⁻¹³ of the partial sums, whose root mean square is √((Σt)²/3 + Σt²/6).
     precise: a sum begins again after 128 products, so its partial sums are smaller by √(128/K), and its sign is random."""
     a, b = a.cpu().double(), b.cpu().double()
     k = a.shape[1]
@@ -177,7 +177,7 @@ def test_a_product_is_as_close_as_its_rounded_factors_allow(product: Product, ad
 
 @pytest.mark.parametrize("product", PRODUCTS)
 def test_canary_a_wrong_scale_is_seen(product: Product) -> None:
-    """512 rows, because with more the small bias of rounding itself would be seen."""
+    """There are 512 rows, because with more rows the small bias of rounding itself would show."""
     many = given(512, seed=9)
     assert not check(product, *many) and check(product, *many, factor=1.05)
 
@@ -194,7 +194,7 @@ def test_rows_after_the_last_count_as_zero_and_both_orders_are_the_same_numbers(
 
 
 @pytest.mark.parametrize(("factor", "largest"), [("x", 448.0), ("dy", 57344.0)])
-def test_what_is_larger_than_a_step_before_is_cut_off_and_the_next_step_knows(factor: Factor, largest: float) -> None:
+def test_a_number_larger_than_before_is_clipped_and_the_next_step_has_its_scale(factor: Factor, largest: float) -> None:
     x = given()[0]
     state = state_after(x, factor)
     before = state[0].clone()
@@ -208,7 +208,7 @@ def test_what_is_larger_than_a_step_before_is_cut_off_and_the_next_step_knows(fa
 
 
 @pytest.mark.parametrize("spoiled", [math.inf, 0.0])
-def test_a_scale_outlives_what_is_not_finite_and_a_step_that_saw_nothing(spoiled: float) -> None:
+def test_a_scale_is_kept_after_infinite_numbers_and_after_a_step_without_numbers(spoiled: float) -> None:
     state = state_after(given()[0])
     before = state[0].clone()
     state[FIRST_PART + 3] = spoiled
@@ -216,7 +216,7 @@ def test_a_scale_outlives_what_is_not_finite_and_a_step_that_saw_nothing(spoiled
     assert state[0] == before and not state[FIRST_PART:].any()
 
 
-def test_a_magnitude_that_jumps_is_counted_but_not_that_of_the_first_step() -> None:
+def test_jumps_of_a_magnitude_are_counted_from_the_second_step_on() -> None:
     states = [torch.empty(STATE) for _ in range(3)]
     for state in states:
         fill_state(state, "x")
@@ -231,7 +231,7 @@ def test_a_magnitude_that_jumps_is_counted_but_not_that_of_the_first_step() -> N
 
 
 @pytest.mark.parametrize("kind", ["gelu", "relu", "relu2", "tanh", "swiglu"])
-def test_an_activation_is_rounded_as_if_formed_first(kind: str) -> None:
+def test_an_activation_is_rounded_as_if_computed_separately(kind: str) -> None:
     h, a = randn(N, 2 * CIN if kind == "swiglu" else CIN).bfloat16(), torch.empty(N, CIN, dtype=torch.bfloat16)
     if kind == "swiglu":
         swiglu_fwd(h, a=a, kernel="torch")
@@ -272,11 +272,11 @@ def step_of_head(
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(("n", "v", "chunk"), [(37, 48, 1 << 25), (100, 80, 80 * 2 * 32), (16, 16, 1)])
 @pytest.mark.parametrize(("adds", "softcap"), [(False, 0.0), (True, 0.0), (True, 0.4)])
-def test_a_head_in_float8_is_that_of_its_rounded_factors(
+def test_a_head_in_float8_equals_the_head_of_its_rounded_factors(
     n: int, v: int, chunk: int, adds: bool, softcap: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chunks or not, the outputs are those of the same loss on the rounded x and w, up to the rounding of dl: at most 2⁻³ of a
-    number of e5m2, which errs at random."""
+    """With or without chunks, the outputs equal those of the loss on the rounded x and w up to the rounding of dl, which is
+    random and at most 2⁻³ of a number of e5m2."""
     from tilegrad.kernels import fp8_head
 
     monkeypatch.setattr(fp8_head, "LEAST", chunk)
@@ -321,19 +321,19 @@ def test_a_head_without_targets_has_no_gradient() -> None:
         ({"x8": torch.empty(CIN, N, dtype=FP8).t()}, "x8: got torch.float8_e4m3fn, strides (1, 37)"),
     ],
 )
-def test_wrong_outputs_are_refused(what: dict[str, Tensor | None], error: str) -> None:
+def test_wrong_outputs_of_a_float8_product_are_refused(what: dict[str, Tensor | None], error: str) -> None:
     x = given()[0]
     with pytest.raises(ValueError, match=re.escape(error)):
         fp8_quantize_fwd(x, **what, state=state_after(x), kernel="torch")
 
 
-def test_a_cpu_is_refused_by_name() -> None:
+def test_the_error_on_a_cpu_names_the_device() -> None:
     x, w, *_ = given()
     with pytest.raises(ValueError, match=r"scaled_mm.*needs a CUDA device, not cpu"):
         FP8_LINEAR.select(Problem(x, w))
 
 
-def test_float8_products_need_8_9_and_sides_of_16(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float8_products_need_compute_capability_8_9_and_sizes_of_16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "refusal", lambda _x: None)
     for found, sides, reason in (
         ((8, 8), (32, 48), "needs compute capability 8.9 or newer for float8 products; cuda has 8.8"),
@@ -347,8 +347,8 @@ def test_float8_products_need_8_9_and_sides_of_16(monkeypatch: pytest.MonkeyPatc
         assert FP8_LINEAR.rows[0].refuses(Problem(w, w)) == reason
 
 
-def test_the_state_before_the_first_step_and_its_length() -> None:
-    """The first scales stand for magnitudes of 16 in activations and 1 in weights and gradients."""
+def test_the_initial_state_has_its_length_and_its_scales() -> None:
+    """The first scales are for magnitudes of 16 in activations and 1 in weights and gradients."""
     factor: Factor
     for factor, first in FIRST.items():  # type: ignore[assignment]
         state = torch.full(STATE, torch.nan)
@@ -382,13 +382,13 @@ def test_interpreted_rounding_sees_every_number_and_a_nan(kind: str) -> None:
         assert torch.equal(x8t[:, :n].float().nan_to_num(), x8.t().float().nan_to_num())
         assert not x8t[:, n:].float().any()
         found.append((state, x8))
-    if kind == "plain":  # one order only
+    if kind == "plain":  # one memory order only
         for name, wanted in (("x8", found[0][1]), ("x8t", found[0][1].t())):
             only, state = torch.empty(c if name == "x8t" else n, wanted.shape[1], dtype=FP8), found[0][0].clone()
             scaled_mm.quantize(x, **{"x8": None, "x8t": None} | {name: only}, state=state, scratch={})
             assert torch.equal(only.view(torch.uint8), wanted.contiguous().view(torch.uint8))
     got, want = (x8.float().nan_to_num(1.0) for _, x8 in found)
-    assert (got / want).nan_to_num(1.0)[want.abs() > 1.0].sub(0.8).abs().max() <= 0.4  # the interpreter loses carries
+    assert (got / want).nan_to_num(1.0)[want.abs() > 1.0].sub(0.8).abs().max() <= 0.4  # the interpreter drops carries
     seen, other = (state[FIRST_PART:].max() for state, _ in found)
     if kind == "nan":
         assert seen == math.inf
@@ -401,7 +401,7 @@ def test_interpreted_rounding_sees_every_number_and_a_nan(kind: str) -> None:
 
 
 @pytest.mark.usefixtures("interpreter")
-def test_interpreted_scales_are_those_of_torch_in_one_launch() -> None:
+def test_interpreted_scales_equal_those_of_torch_in_one_launch() -> None:
     from tilegrad.kernels.fp8_linear import scaled_mm, torch_ops
 
     seen = [(1e6, 1.0, math.inf), (1.0, 101.0, 3.0), (99.0, 0.0, 400.0)]
@@ -422,8 +422,8 @@ def test_interpreted_scales_are_those_of_torch_in_one_launch() -> None:
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_a_plain_head_is_another_function() -> None:
-    """So a test of the head in float8 could fail."""
+def test_canary_a_head_without_float8_is_seen() -> None:
+    """This shows that the test of the head in float8 can fail."""
     x, w, targets, inv_total = head(37, 48)
     loss, dx = torch.empty(()), torch.empty_like(x)
     scratch = poisoned(cross_entropy_workspace(x, w, backward=True))
@@ -436,7 +436,9 @@ def test_a_plain_head_is_another_function() -> None:
 @pytest.mark.parametrize("product", PRODUCTS)
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize(("n", "cin", "cout"), [(37, 64, 48), (1000, 768, 2304), (4096, 3072, 768)])
-def test_on_a_gpu_it_is_as_close(n: int, cin: int, cout: int, adds: bool, product: Product) -> None:
+def test_on_a_gpu_a_product_is_as_close_as_its_rounded_factors_allow(
+    n: int, cin: int, cout: int, adds: bool, product: Product
+) -> None:
     x, w, b, dy = (t.cuda() for t in given(n, cin, cout))
     found = check(product, x, w, b, dy, adds=adds and product != "y")
     assert not found, found
@@ -444,7 +446,7 @@ def test_on_a_gpu_it_is_as_close(n: int, cin: int, cout: int, adds: bool, produc
 
 
 @gpu
-def test_on_a_gpu_both_orders_are_the_same_numbers() -> None:
+def test_on_a_gpu_both_orders_have_the_same_numbers() -> None:
     x = given(1000, 3072)[0].cuda()
     x8, x8t = rounded(x, "x", state_after(x))
     assert torch.equal(x8t[:, :1000].view(torch.uint8), x8.view(torch.uint8).t())

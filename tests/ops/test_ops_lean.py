@@ -1,4 +1,4 @@
-"""AdamW on lean states: stochastic rounding to the bit in every kernel, against whole numbers; gradients kept in bfloat16."""
+"""AdamW on lean states: in every kernel the bits of stochastic rounding in Python's integers; gradients kept in bfloat16."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KINDS = {  # params, grads, moments
     "gradients": (F32, BF16, F32),
     "all": (BF16, BF16, BF16),
 }
-EXACT = (0.5, 0.75)  # in the first step 1 − β is exact for both, and so is its root for the second
+EXACT = (0.5, 0.75)  # 1 − β of the first step is exact for both, and so is its root for the second
 
 
 @pytest.fixture(params=["torch", "native", "triton"])
@@ -39,7 +39,7 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def philox(counter: tuple[int, int, int, int], seed: int) -> tuple[int, int, int, int]:
-    """Philox4×32-10 of Salmon et al., 2011, in Python's whole numbers."""
+    """Philox4×32-10 of Salmon et al., 2011, in Python's integers."""
     c, key = list(counter), [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF]
     for _ in range(10):
         x, y = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57
@@ -57,7 +57,7 @@ def words(n: int, first: int, step: int, stream: int, seed: int) -> list[int]:
 
 
 def rounded(x: np.ndarray[Any, Any], bits: list[int]) -> Tensor:
-    """r(x) as the definition has it: the number above if the 16 bits reach beyond its distance."""
+    """r(x) by its definition: the number above if the random 16 bits exceed its distance."""
     out = []
     for value, random in zip(x.tolist(), bits, strict=True):
         below = int(np.float32(value).view(np.uint32)) & 0xFFFF0000
@@ -68,7 +68,7 @@ def rounded(x: np.ndarray[Any, Any], bits: list[int]) -> Tensor:
 
 
 class States:
-    """Flat states, and the call of a step."""
+    """Flat states, and a method that takes a step."""
 
     def __init__(self, kind: str, n: int, kernel: str | None, seed: int = 5) -> None:
         p, g, m = KINDS[kind]
@@ -103,7 +103,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 @pytest.mark.parametrize(("kind", "seed", "first"), [*((kind, 5, 0) for kind in KINDS), ("all", 2**40 + 3, 2**34 - 64)])
-def test_a_step_is_that_of_the_definition_to_the_bit(kernel: str, kind: str, seed: int, first: int) -> None:
+def test_a_step_has_the_bits_of_the_definition(kernel: str, kind: str, seed: int, first: int) -> None:
     n, rate, decayed = 131, 2.0**-7, 50
     s = States(kind, n, kernel, seed)
     s.grads.copy_(randn(n, dtype=F32, seed=1))
@@ -124,8 +124,8 @@ def test_a_step_is_that_of_the_definition_to_the_bit(kernel: str, kind: str, see
     assert s.copy is None or same(s.copy, s.params.to(BF16))
 
 
-def test_exact_numbers_stay_and_no_finite_one_becomes_infinite(kernel: str) -> None:
-    """m = (m + g) / 2 is the number itself with m = g, or with m = 0 and g twice as large, where the interpreter misreads m."""
+def test_exact_numbers_do_not_change_and_no_finite_number_becomes_infinite(kernel: str) -> None:
+    """m = (m + g) / 2 is the number itself for m = g, or for m = 0 and g twice as large, which the interpreter needs."""
     largest = float(torch.finfo(BF16).max)
     given = [0.0, -0.0, 1.0, -3.5, 2.0**-130, -(2.0**-133), largest, -largest, math.inf, -math.inf, math.nan]
     s = States("moments", 4 * len(given), kernel)
@@ -141,13 +141,13 @@ def test_exact_numbers_stay_and_no_finite_one_becomes_infinite(kernel: str) -> N
     s.update(0.0)
     assert (s.m == largest).all(), "between the largest bfloat16 and infinity"
     s.m.fill_(math.nan)
-    s.m.view(torch.int16).fill_(0x7F81)  # a NaN whose truncation in a wider type must not be infinity
+    s.m.view(torch.int16).fill_(0x7F81)  # a NaN whose truncation in another dtype must not be infinity
     s.update(0.0)
     assert s.m.isnan().all()
 
 
 @pytest.mark.parametrize("value", [1 + 2.0**-9, -(1 + 3 * 2.0**-10), 1e-3, 2.0**-130 + 2.0**-142])
-def test_the_mean_is_the_number_itself(kernel: str, value: float) -> None:
+def test_the_mean_of_a_rounded_number_is_the_number(kernel: str, value: float) -> None:
     n, x = 1 << 14, float(np.float32(value))
     mean, variance = 0.0, 0.0
     seeds = range(1 if kernel == "triton" else 12)
@@ -162,7 +162,7 @@ def test_the_mean_is_the_number_itself(kernel: str, value: float) -> None:
 
 
 def test_parameters_move_by_updates_below_their_precision(kernel: str) -> None:
-    """Rounded to the nearest, a parameter of 1 would not move by 2⁻¹²."""
+    """With rounding to the nearest, a parameter of 1 would not move by 2⁻¹²."""
     n = 1 << 14
     s = States("all", n, kernel)
     s.params.fill_(1.0)
@@ -184,7 +184,7 @@ def test_v_decays_where_rounding_to_the_nearest_freezes_it(kernel: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ranges_have_the_bits_of_the_whole(kernel: str, kind: str) -> None:
+def test_steps_of_ranges_have_the_bits_of_one_step(kernel: str, kind: str) -> None:
     n = 304
 
     def stepped(*cuts: int, **how: Any) -> dict[str, Tensor]:
@@ -204,9 +204,9 @@ def test_ranges_have_the_bits_of_the_whole(kernel: str, kind: str) -> None:
 
 @pytest.mark.skipif(isinstance(MISSING, str), reason="compares with the native kernel")
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_native_kernel_computes_what_torchs_does(kind: str) -> None:
-    """On some CPUs torch fuses multiply-adds, which the native kernel does not. So float32 numbers may differ in the last bits,
-    and a rounded number may, rarely, be a neighbour."""
+def test_the_native_kernel_agrees_with_that_of_torch(kind: str) -> None:
+    """On some CPUs torch fuses multiply-adds and the native kernel does not. So float32 numbers may differ in the last bits,
+    and a rounded number may, rarely, be the neighbouring one."""
     n, states = 70_003, []
     for kernel in ("torch", "native"):
         s = States(kind, n, kernel)
@@ -237,7 +237,7 @@ def test_a_norm_that_is_not_finite_changes_nothing(kernel: str, kind: str) -> No
 
 
 @pytest.mark.usefixtures("kernels")
-def test_the_norm_of_bfloat16_gradients() -> None:
+def test_the_norm_of_bfloat16_gradients_is_right() -> None:
     for n in (1, 63, 3 * 2**16 + 5):
         g, norm = randn(n, dtype=F32).to(BF16), torch.zeros(())
         global_norm(g, norm=norm, scratch=poisoned(global_norm_workspace(g)))
@@ -257,7 +257,7 @@ def test_kept_gradients_are_rounded_once_for_each_micro_batch() -> None:
         assert error < (0.002 if i == 0 else 0.002 * math.sqrt(i + 1))
 
 
-def test_bad_inputs_say_what_is_accepted() -> None:
+def test_errors_of_lean_states_say_what_is_accepted() -> None:
     s = States("moments", 8, "torch")
     given: dict[str, Any] = {"params": s.params, "grads": s.grads, "m": s.m, "v": s.v, "step": s.step}
     for changed, seed, places, match in (

@@ -36,7 +36,7 @@ from tilegrad.kernels.norm import rmsnorm_fwd
 
 @pytest.fixture(autouse=True, params=["native", "torch"])
 def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bias's gradient is the native library's; without one it is torch's."""
+    """The native library computes the gradient of the bias; without it torch does."""
     if request.param == "torch":
         monkeypatch.setattr(rows, "refusal", lambda _x: "is switched off")
 
@@ -58,7 +58,7 @@ def per_head(x: Tensor, w: Tensor, b: Tensor | None) -> dict[str, Tensor]:
 
 
 def run(inputs: Mapping[str, Tensor | None], dy: Tensor, *, heads: bool = False) -> dict[str, Tensor]:
-    """Forward and backward with poisoned outputs; gradients that accumulate start at 0."""
+    """Runs forward and backward with poisoned outputs. Gradients that accumulate start at 0."""
     x, w, b = inputs["x"], inputs["w"], inputs["b"]
     assert x is not None and w is not None
     fwd, bwd = (per_head_linear_fwd, per_head_linear_bwd) if heads else (linear_fwd, linear_bwd)
@@ -83,19 +83,19 @@ def check(n: int, cin: int, cout: int, dtype: torch.dtype, bias: bool) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", RAGGED)
-def test_dense(dtype: torch.dtype, n: int) -> None:
+def test_dense_layers_agree_with_autograd(dtype: torch.dtype, n: int) -> None:
     check(n, 37, 50, dtype, bias=True)
     check(n, 64, 1, dtype, bias=False)
 
 
-def test_many_rows() -> None:
-    """Sums over rows stay as close as torch's own, which are pairwise."""
+def test_gradients_of_many_rows_agree_with_autograd() -> None:
+    """Sums over rows are as close as those of torch, which are pairwise."""
     check(4095, 8, 100, torch.float32, bias=True)
 
 
 @pytest.mark.parametrize("tiles", [(16, 32), (7, 5)])
 @pytest.mark.parametrize("products", [False, True])
-def test_bfloat16_in_tiles_with_and_without_bf16_products(
+def test_bfloat16_layers_in_tiles_agree_with_autograd(
     monkeypatch: pytest.MonkeyPatch, tiles: tuple[int, int], products: bool
 ) -> None:
     in_tiles_of(monkeypatch, *tiles)
@@ -105,8 +105,10 @@ def test_bfloat16_in_tiles_with_and_without_bf16_products(
 
 
 @pytest.mark.parametrize("products", [False, True])
-def test_float32_weights_of_bfloat16(monkeypatch: pytest.MonkeyPatch, products: bool) -> None:
-    """Rounded where products are bf16, to the same bits as weights rounded before; else not at all."""
+def test_float32_weights_of_bfloat16_layers_are_rounded_where_products_are_bf16(
+    monkeypatch: pytest.MonkeyPatch, products: bool
+) -> None:
+    """Weights are rounded where products are bf16, to the same bits as weights rounded before; elsewhere they are not."""
     monkeypatch.setattr(linear, "_has_bf16_products", lambda: products)
     in_tiles_of(monkeypatch, 512, 16)
     x, dy = randn(19, 30, dtype=torch.bfloat16), randn(19, 40, dtype=torch.bfloat16, seed=1)
@@ -120,7 +122,7 @@ def test_float32_weights_of_bfloat16(monkeypatch: pytest.MonkeyPatch, products: 
 @pytest.mark.parametrize("heads", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("products", [False, True])
-def test_gradients_that_do_not_add_overwrite(
+def test_gradients_that_do_not_accumulate_overwrite(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, products: bool, heads: bool
 ) -> None:
     in_tiles_of(monkeypatch, 8, 5)
@@ -138,10 +140,10 @@ def test_gradients_that_do_not_add_overwrite(
 @pytest.mark.parametrize("heads", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("products", [False, True])
-def test_the_input_half_adds_where_asked(
+def test_the_input_half_accumulates_dx_on_request(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, products: bool, heads: bool
 ) -> None:
-    """dx += dy w, rounded once at the end; a bf16 product that torch rounds before, once more."""
+    """dx += dy w is rounded once at the end, and once before if torch's product rounds to bf16."""
     in_tiles_of(monkeypatch, 8, 5)
     monkeypatch.setattr(linear, "_has_bf16_products", lambda: products)
     h, d = 3, 7
@@ -159,7 +161,7 @@ def test_the_input_half_adds_where_asked(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("products", [False, True])
-def test_no_row_at_all_adds_nothing_and_overwrites_by_nothing(
+def test_without_rows_gradients_add_zero_or_become_zero(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, products: bool
 ) -> None:
     monkeypatch.setattr(linear, "_has_bf16_products", lambda: products)
@@ -194,7 +196,7 @@ def test_scratch_is_a_tile_of_each_operand_that_is_converted() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [False, True])
-def test_per_head(dtype: torch.dtype, bias: bool) -> None:
+def test_per_head_layers_agree_with_autograd(dtype: torch.dtype, bias: bool) -> None:
     h, d, n = 3, 21, 63
     inputs: dict[str, Any] = {
         "x": randn(n, h * d, dtype=dtype),
@@ -206,8 +208,8 @@ def test_per_head(dtype: torch.dtype, bias: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_strided_rows(dtype: torch.dtype) -> None:
-    """The q part of a fused projection is a view with longer rows; so may x, y, dy and dx be."""
+def test_strided_rows_have_the_results_of_contiguous_ones(dtype: torch.dtype) -> None:
+    """The q part of a fused projection is a view with longer rows. x, y, dy and dx may be such views too."""
     x, dy = randn(30, 90, dtype=dtype)[:, 20:57], randn(30, 200, dtype=dtype, seed=1)[:, 100:150]
     inputs = {"x": x, "w": randn(50, 37, dtype=dtype), "b": randn(50, dtype=dtype)}
     w, b = inputs["w"], inputs["b"]
@@ -237,7 +239,7 @@ def test_parameter_gradients_accumulate_and_none_is_not_computed(dtype: torch.dt
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_nothing_is_allocated(dtype: torch.dtype) -> None:
+def test_linear_layers_allocate_no_memory(dtype: torch.dtype) -> None:
     n, h, d = 60, 4, 32
     allowed = allowed_bytes(dtype, (n, h * d, 96), (n, d, d))
     x, w, b, dy = (
@@ -272,7 +274,7 @@ def test_canary_one_wrong_weight_is_seen(monkeypatch: pytest.MonkeyPatch, dtype:
         check(63, 37, 50, dtype, bias=True)
 
 
-def test_bad_inputs_say_what_is_accepted() -> None:
+def test_errors_of_linear_layers_say_what_is_accepted() -> None:
     x, w = randn(4, 6), randn(5, 6)
     for fn, match in (
         (lambda: linear_fwd(x, randn(5, 7), None, y=randn(4, 5)), r"w: got .*\(5, 7\).*accepted: .*\(5, 6\)"),
@@ -308,7 +310,7 @@ def test_canary_a_factor_in_bfloat16_is_seen(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_column_sum(dtype: torch.dtype, accumulate: bool) -> None:
+def test_column_sums_are_right(dtype: torch.dtype, accumulate: bool) -> None:
     x, before = randn(113, 90, dtype=dtype)[:, 20:57], randn(37, dtype=acc(dtype), seed=1)
     want = x.double().sum(0) + (before.double() if accumulate else 0.0)
     for row in COLUMN_SUM.rows:
@@ -341,8 +343,8 @@ def test_tables_choose_by_dtype_and_a_name_runs_or_raises(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("n", "cin", "cout"), [(1, 37, 70), (2, 2500, 9), (3, 515, 33), (4, 1, 1)])
-def test_a_few_rows_in_triton(n: int, cin: int, cout: int, dtype: torch.dtype) -> None:
-    """With gaps between the rows, with and without b, and scaled."""
+def test_products_of_few_rows_in_triton_are_right(n: int, cin: int, cout: int, dtype: torch.dtype) -> None:
+    """Rows have gaps, with and without b, and the product is scaled."""
     pytest.importorskip("triton", reason="needs Triton")
     x, w, b = randn(n, cin + 3, dtype=dtype)[:, :cin], randn(cout, cin, dtype=dtype), randn(cout, dtype=dtype, seed=1)
     exact, y = x.double() @ w.double().t(), bounds.of(x) @ bounds.of(w).mT
@@ -360,8 +362,8 @@ def test_a_few_rows_in_triton(n: int, cin: int, cout: int, dtype: torch.dtype) -
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("n", "cin", "cout"), [(1, 768, 2304), (4, 3072, 768), (3, 8960, 1536), (2, 768, 50257)])
-def test_a_few_rows_on_the_device(n: int, cin: int, cout: int, dtype: torch.dtype) -> None:
-    """Also in a graph of a chain in which each kernel reads what the one before it wrote, and starts before that one ends."""
+def test_products_of_few_rows_on_the_device_are_right(n: int, cin: int, cout: int, dtype: torch.dtype) -> None:
+    """They also run in a graph of a chain: each kernel reads the output of the previous one and starts before that one ends."""
     x, w, b = randn(n, cin, dtype=dtype), randn(cout, cin, dtype=dtype), randn(cout, dtype=dtype, seed=1)
     on_device = [z.cuda() for z in (x, w, b)]
     y = torch.full((n, cout), torch.nan, dtype=dtype, device="cuda")

@@ -48,7 +48,7 @@ LOSSES = ("cross_entropy", "embedding_mse")
 
 @pytest.fixture(params=[*LOSSES, "cross_entropy, triton"])
 def loss(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Both losses; tests that say no more about Triton's kernel have LOSSES as a parameter instead."""
+    """Both losses. Tests that would show nothing new about Triton's kernel have LOSSES as a parameter instead."""
     name, _, kernels = request.param.partition(", ")
     with run_by(kernels, request):
         yield name
@@ -69,7 +69,7 @@ def formula_of(loss: str, targets: Tensor, inv_total: float) -> Callable[..., di
 
 
 def assert_right(loss: str, got: dict[str, Tensor], inputs: dict[str, Tensor], targets: Tensor) -> None:
-    """With inv_total = 1/64."""
+    """Holds `got` to the closeness rule, with inv_total = 1/64."""
     allowed = {"cross_entropy": bounds.cross_entropy, "embedding_mse": bounds.embedding_mse}[loss]
     formula = formula_of(loss, targets, 1 / 64)
     assert_true(got, formula, inputs, {"loss": torch.ones(())}, allowed(**inputs, targets=targets, inv_total=1 / 64))
@@ -107,7 +107,7 @@ def outputs_of(inputs: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def run(loss: str, inputs: dict[str, Tensor], targets: Tensor, inv_total: float) -> dict[str, Tensor]:
-    """The fused step; forward and backward alone must give the same."""
+    """Runs the fused step. Forward and backward alone must give the same."""
     inv = torch.tensor(inv_total, dtype=acc(inputs["x"].dtype))
     out, alone = outputs_of(inputs), outputs_of(inputs)
     call(loss, "step", inputs, targets, inv, **out)
@@ -118,7 +118,7 @@ def run(loss: str, inputs: dict[str, Tensor], targets: Tensor, inv_total: float)
 
 
 def small_chunks(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    """About `size` elements at once."""
+    """Makes chunks of about `size` elements."""
     monkeypatch.setitem(torch_ops.CHUNK, "cpu", 4 * size)
     monkeypatch.setattr(torch_ops, "BLOCK", size // 3)
     if gpu.interpreting():
@@ -131,7 +131,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("chunk", [1, 1000, 1 << 24])
-def test_losses(monkeypatch: pytest.MonkeyPatch, loss: str, dtype: torch.dtype, chunk: int) -> None:
+def test_losses_agree_with_autograd(monkeypatch: pytest.MonkeyPatch, loss: str, dtype: torch.dtype, chunk: int) -> None:
     if gpu.interpreting() and chunk != 1000:
         pytest.skip("Triton's kernel has its chunks in products alone")
     small_chunks(monkeypatch, chunk)
@@ -142,14 +142,14 @@ def test_losses(monkeypatch: pytest.MonkeyPatch, loss: str, dtype: torch.dtype, 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_no_target_at_all(loss: str, dtype: torch.dtype) -> None:
+def test_without_targets_gradients_are_zero(loss: str, dtype: torch.dtype) -> None:
     inputs, targets = build(20, 8, 30, dtype)
     out = run(loss, inputs, torch.full_like(targets, -1), 0.0)
     assert not out["loss"].any() and not out["dx"].any() and not out["dw"].any()
 
 
 @pytest.mark.parametrize("accumulate", [True, False])
-def test_no_row_at_all_adds_nothing_and_overwrites_by_nothing(loss: str, accumulate: bool) -> None:
+def test_without_rows_gradients_add_zero_or_become_zero(loss: str, accumulate: bool) -> None:
     inputs = {"x": torch.zeros(0, 8), "w": randn(30, 8, dtype=torch.float32)}
     dw, inv = torch.ones(30, 8), torch.ones(())
     targets = torch.zeros(0, dtype=torch.int64)
@@ -158,7 +158,7 @@ def test_no_row_at_all_adds_nothing_and_overwrites_by_nothing(loss: str, accumul
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_gradient_of_the_weights_accumulates_and_the_others_overwrite(loss: str) -> None:
+def test_the_gradient_of_the_weights_accumulates_and_the_rest_overwrites(loss: str) -> None:
     inputs, targets = build(63, 16, 50, torch.float64)
     once = run(loss, inputs, targets, 0.1)
     again = {name: x.clone() for name, x in once.items()}
@@ -186,7 +186,9 @@ def test_a_gradient_of_the_weights_that_does_not_accumulate_overwrites(
 
 
 @pytest.mark.parametrize("products", [False, True])
-def test_float32_weights_of_bfloat16(monkeypatch: pytest.MonkeyPatch, loss: str, products: bool) -> None:
+def test_float32_weights_of_bfloat16_losses_give_the_bits_of_bfloat16_ones(
+    monkeypatch: pytest.MonkeyPatch, loss: str, products: bool
+) -> None:
     if products and gpu.interpreting():
         pytest.skip("oneDNN's products would read the padding that Triton's kernel leaves for CUDA")
     monkeypatch.setattr(linear, "_has_bf16_products", lambda: products)
@@ -197,7 +199,7 @@ def test_float32_weights_of_bfloat16(monkeypatch: pytest.MonkeyPatch, loss: str,
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
-def test_chunks_are_few_and_even(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_are_few_and_of_equal_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(torch_ops.CHUNK, "cpu", 4 * 50 * 300)
     for n, want in ((256, [256]), (257, [129, 128]), (600, [200, 200, 200]), (1, [1])):
         x, w = torch.empty(n, 4), torch.empty(50, 4)
@@ -207,8 +209,8 @@ def test_chunks_are_few_and_even(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not list(chunks.chunks(0, 4))
 
 
-def test_rows_of_a_chunk_at_most() -> None:
-    """Rows, columns, bytes of a number, bytes in all, a multiple where there are more."""
+def test_the_most_rows_of_a_chunk_follow_from_its_bytes() -> None:
+    """The arguments: rows, columns, bytes of a number, total bytes, and a multiple for larger results."""
     for given, want in {
         (1000, 10, 4, 4000, 32): 96,
         (1000, 10, 4, 1280, 32): 32,
@@ -220,8 +222,8 @@ def test_rows_of_a_chunk_at_most() -> None:
         assert chunks.most_rows(*given) == want, given
 
 
-def test_float16_is_not_tritons() -> None:
-    """Nor is a CPU, but that is another reason."""
+def test_triton_refuses_float16_losses() -> None:
+    """It also refuses a CPU, for another reason."""
     x = torch.empty(2, 4)
     reasons = [CROSS_ENTROPY.explain(Problem(y, y)).reasons["triton"] for y in (x.half(), x)]
     assert "underflows in float16" in reasons[0] and "float16" not in reasons[1]
@@ -240,7 +242,7 @@ def test_micro_batches_add_up_to_one_batch(loss: str) -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-def test_very_large_logits_and_an_impossible_target() -> None:
+def test_very_large_logits_and_an_impossible_target_give_finite_gradients() -> None:
     inputs, targets = build(63, 16, 50, torch.float32)
     inputs["x"] *= 200.0
     got = run("cross_entropy", inputs, targets, 1 / 64)
@@ -260,7 +262,7 @@ def test_the_whole_logits_matrix_never_exists() -> None:
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_scratch_of_a_large_batch_serves_a_small_one(
+def test_the_scratch_of_a_large_batch_serves_a_smaller_one(
     monkeypatch: pytest.MonkeyPatch, loss: str, dtype: torch.dtype
 ) -> None:
     small_chunks(monkeypatch, 50 * 37)
@@ -285,7 +287,7 @@ def test_the_scratch_of_a_large_batch_serves_a_small_one(
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_nothing_is_allocated(monkeypatch: pytest.MonkeyPatch, loss: str, dtype: torch.dtype) -> None:
+def test_losses_allocate_no_memory(monkeypatch: pytest.MonkeyPatch, loss: str, dtype: torch.dtype) -> None:
     small_chunks(monkeypatch, 100 * 120)
     inputs, targets = build(300, 64, 120, dtype)
     x, w, out, inv = inputs["x"], inputs["w"], outputs_of(inputs), torch.tensor(0.1, dtype=acc(dtype))
@@ -319,8 +321,8 @@ def test_canary_a_factor_in_bfloat16_is_seen(loss: str) -> None:
 
 
 @pytest.mark.parametrize("invariant", [False, True])
-def test_capped_logits(invariant: bool) -> None:
-    """By its equation, in place; the native tanh of an invariant problem too."""
+def test_capped_logits_follow_their_equation(invariant: bool) -> None:
+    """They are computed in place, also by the native tanh of an invariant problem."""
     if invariant and isinstance(library(), str):
         pytest.skip("an invariant tanh is the native library's")
     for dtype in (torch.float32,) if invariant else (torch.float32, torch.float64):
@@ -339,7 +341,7 @@ def test_capped_logits(invariant: bool) -> None:
         softcap_fwd(x, 0.0, y=x)
 
 
-def test_bad_inputs_say_what_is_accepted() -> None:
+def test_errors_of_losses_say_what_is_accepted() -> None:
     inputs, targets = build(4, 6, 5, torch.float64)
     inv, x = torch.tensor(1.0, dtype=torch.float64), inputs["x"]
     out = outputs_of(inputs)
@@ -357,7 +359,7 @@ def test_bad_inputs_say_what_is_accepted() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_dx_may_take_the_place_of_x(monkeypatch: pytest.MonkeyPatch, loss: str, dtype: torch.dtype) -> None:
+def test_dx_may_overwrite_x(monkeypatch: pytest.MonkeyPatch, loss: str, dtype: torch.dtype) -> None:
     monkeypatch.setitem(torch_ops.CHUNK, "cpu", 20 * 13 * dtype.itemsize)  # more than one chunk
     inputs, targets = build(63, 16, 13, dtype)
     inv_total, want = torch.tensor(1 / 64, dtype=acc(dtype)), outputs_of(inputs)

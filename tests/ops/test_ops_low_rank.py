@@ -1,4 +1,4 @@
-"""The products of an adapter against float64, by torch's products and in Triton."""
+"""The products of an adapter in torch and in Triton, against float64."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SCALE = 0.75
 
 
 def gradients(n: int, width: int, r: int, dtype: torch.dtype, device: str, kernel: str, *, accumulate: bool) -> None:
-    """One part in columns of larger buffers; the other columns do not change."""
+    """Runs one part, in columns of larger buffers. The other columns must not change."""
     u, dy = randn(n, 3 * r, dtype=dtype).to(device), randn(n, width + 8, dtype=dtype, seed=1).to(device)
     b, x = randn(width, r, dtype=dtype, seed=2).to(device), randn(n, width, dtype=dtype, seed=3).to(device)
     a = randn(r, width, dtype=dtype, seed=4).to(device)
@@ -74,22 +74,26 @@ def gradients(n: int, width: int, r: int, dtype: torch.dtype, device: str, kerne
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize(("n", "width", "r"), SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_gradients_by_products(n: int, width: int, r: int, dtype: torch.dtype, accumulate: bool) -> None:
+def test_gradients_by_products_agree_with_float64(
+    n: int, width: int, r: int, dtype: torch.dtype, accumulate: bool
+) -> None:
     gradients(n, width, r, dtype, "cpu", "torch", accumulate=accumulate)
 
 
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize(("n", "width", "r"), SHAPES)
 @pytest.mark.parametrize(("dtype", "accumulate"), [(torch.float32, True), (torch.float16, False)])
-def test_interpreted_gradients(n: int, width: int, r: int, dtype: torch.dtype, accumulate: bool) -> None:
+def test_interpreted_gradients_agree_with_float64(
+    n: int, width: int, r: int, dtype: torch.dtype, accumulate: bool
+) -> None:
     pytest.importorskip("triton", reason="needs Triton")
     gradients(n, width, r, dtype, "cpu", "triton", accumulate=accumulate)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_gradients_on_the_device(dtype: torch.dtype) -> None:
-    """Large shapes only in Triton: cuBLAS errs by up to 1.9 × the bound, because a tensor core adds thousands of products."""
+def test_gradients_on_the_device_agree_with_float64(dtype: torch.dtype) -> None:
+    """Only Triton runs large shapes: cuBLAS errs by up to 1.9 × the bound, because a tensor core adds thousands of products."""
     for n, width, r in SHAPES:
         gradients(n, width, r, dtype, "cuda", "torch", accumulate=True)
     for n, width, r in (*SHAPES, (8192, 896, 48), (4096, 4864, 16)):
@@ -97,7 +101,7 @@ def test_gradients_on_the_device(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("architecture", [pytest.param(80, marks=pytest.mark.slow), 90])
-def test_compiled_gradients(architecture: int, tmp_path: Path) -> None:
+def test_kernels_of_gradients_compile_without_spills(architecture: int, tmp_path: Path) -> None:
     triton = pytest.importorskip("triton", reason="needs Triton")
     if triton.knobs.runtime.interpret or torch.cuda.is_available():
         pytest.skip("compiles for GPUs that are not there")
@@ -118,7 +122,7 @@ def test_compiled_gradients(architecture: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("interpreter")
-def test_da_needs_no_parts_of_du() -> None:
+def test_da_alone_needs_no_scratch_for_du() -> None:
     """x has 40 times the columns of dy, so that parts of du for x would be 40 times as large."""
     pytest.importorskip("triton", reason="needs Triton")
     x, a, b = (Form(shape, torch.float32, torch.device("cpu")) for shape in ((64, 5120), (4, 5120), (128, 4)))
@@ -129,7 +133,7 @@ def test_da_needs_no_parts_of_du() -> None:
 
 
 @pytest.mark.usefixtures("interpreter")
-def test_many_ranks_are_left_to_products() -> None:
+def test_adapters_of_a_high_rank_use_products() -> None:
     pytest.importorskip("triton", reason="needs Triton")
     x, thin = (Form((64, size), torch.float32, torch.device("cpu")) for size in (64, 65))
     assert "takes up to 64 columns of u, not 65" in LOW_RANK.explain(Problem(x, thin, x)).reasons["triton"]
@@ -137,7 +141,7 @@ def test_many_ranks_are_left_to_products() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("bias", [False, True])
-def test_joined_products_are_the_two_products(dtype: torch.dtype, bias: bool) -> None:
+def test_a_joined_product_equals_the_two_products(dtype: torch.dtype, bias: bool) -> None:
     n, c, out, r = 40, 6, 24, 3
     parts = (Part(0, 0, 0), Part(0, 2 * r, 16))
     x, w, u = (randn(*shape, dtype=dtype, seed=i) for i, shape in enumerate(((n, c), (out, c), (n, 3 * r))))
@@ -170,7 +174,7 @@ def test_joined_products_are_the_two_products(dtype: torch.dtype, bias: bool) ->
     assert_near(dx, 2 * exact, limit)
 
 
-def test_wide_outputs_are_joined() -> None:
+def test_products_with_wide_outputs_are_joined() -> None:
     w = torch.empty(24, 6)
     assert joins(w, torch.float32, 6, 24) and not joins(w, torch.float32, 24, 6) and not joins(w, torch.bfloat16, 6, 24)
     assert not joins(torch.empty(4, 6, 6), torch.float32, 6, 24) and not joins(w[:11], torch.float32, 6, 11)
@@ -180,7 +184,7 @@ def assert_near(got: Tensor, exact: Tensor, limit: float) -> None:
     assert float((got.double() - exact).abs().max()) <= limit * float(exact.abs().max())
 
 
-def test_wrong_parts_are_refused() -> None:
+def test_wrong_parts_of_a_product_are_refused() -> None:
     u, b, y = randn(4, 6, dtype=torch.float32), randn(5, 3, dtype=torch.float32), randn(4, 8, dtype=torch.float32)
     for part in (Part(0, 4, 0), Part(0, 0, 4)):
         with pytest.raises(ValueError, match=r"parts: got .*accepted: columns inside u"):

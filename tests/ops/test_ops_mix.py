@@ -1,4 +1,4 @@
-"""The mix of two attentions by their logsumexps: against attention over both sets of keys."""
+"""The mix of two attentions by their logsumexps, compared with attention over both sets of keys."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tilegrad.kernels.mix import mix_fwd, mix_workspace
 
 
 def mixed(part: Tensor, part_lse: Tensor, o: Tensor, lse: Tensor) -> dict[str, Tensor]:
-    """In float64, as the sum of exponentials of both sets."""
+    """The mix in float64, as the sum of exponentials of both sets."""
     weights = torch.softmax(torch.stack([lse, part_lse]).double(), 0)
     y = weights[0, ..., None] * o.double() + weights[1, ..., None] * part.double()
     return {"o": y, "lse": torch.logaddexp(lse.double(), part_lse.double())}
 
 
 def bounds(part: Tensor, part_lse: Tensor, o: Tensor, lse: Tensor, exact: dict[str, Tensor]) -> dict[str, Bound]:
-    """Nothing is rounded to the short dtype on the way. A share errs by a times |lse − lse'| and a few; exp errs by up to 4."""
+    """Only the result is rounded to the short dtype. A share errs by a times |lse − lse'| and a little; exp by up to 4."""
     a = roundoff(acc(part.dtype)) * (2 if part.dtype == torch.float64 else 1)
     gap = (lse.masked_fill(lse.isinf(), 0.0) - part_lse).double().abs()
     error = (o.double().abs() + part.double().abs()) * (gap + 16)[..., None]
@@ -30,7 +30,7 @@ def bounds(part: Tensor, part_lse: Tensor, o: Tensor, lse: Tensor, exact: dict[s
 
 
 def inputs(t: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Strided: o and lse are every second row. The first row of each head has seen no key."""
+    """Strided inputs: o and lse are every second row. The first row of each head attends to no key."""
     part, part_lse = randn(2, 3, t, 20, dtype=dtype), 4 * randn(2, 3, t, dtype=acc(dtype), seed=1)
     o, lse = randn(2, 2 * t, 3, 20, dtype=dtype, seed=2), 4 * randn(2, 2 * t, 3, dtype=acc(dtype), seed=3)
     o[:, 0], lse[:, 0] = 0.0, -torch.inf
@@ -40,7 +40,7 @@ def inputs(t: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("t", RAGGED)
-def test_mix(t: int, dtype: torch.dtype) -> None:
+def test_the_mix_equals_attention_over_both_sets(t: int, dtype: torch.dtype) -> None:
     part, part_lse, o, lse = inputs(t, dtype)
     exact = mixed(part, part_lse, o, lse)
     bound = bounds(part, part_lse, o, lse, exact)
@@ -63,7 +63,7 @@ def test_canary_a_factor_of_a_mix_is_seen(name: str, dtype: torch.dtype) -> None
         assert_close(got, exact, bound)
 
 
-def test_bad_inputs_of_a_mix() -> None:
+def test_errors_of_a_mix_name_the_argument() -> None:
     part, part_lse, o, lse = inputs(4, torch.float32)
     with pytest.raises(ValueError, match=r"part_lse: got torch\.float64"):
         mix_fwd(part, part_lse.double(), o=o, lse=lse)

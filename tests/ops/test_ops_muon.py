@@ -24,7 +24,7 @@ from tilegrad.kernels.muon import (
 )
 
 F32, F64 = torch.float32, torch.float64
-SHAPES = ((6, 10), (10, 6), (6, 10), (8, 8), (1, 5), (7, 1))  # two of one shape are multiplied together
+SHAPES = ((6, 10), (10, 6), (6, 10), (8, 8), (1, 5), (7, 1))  # two matrices of one shape are multiplied together
 
 
 def layout(gap: int = 3) -> tuple[tuple[Matrix, ...], int]:
@@ -36,7 +36,7 @@ def layout(gap: int = 3) -> tuple[tuple[Matrix, ...], int]:
 
 
 class Step:
-    """Two ranges with all shapes in each, and zeros in the gaps."""
+    """Two ranges, each with all shapes and with zeros in the gaps."""
 
     def __init__(self, dtype: torch.dtype, *, rounded: bool = False) -> None:
         matrices, n = layout()
@@ -68,7 +68,7 @@ class Step:
     ("nesterov", "orthogonalization", "scale", "cautious"),
     list(itertools.product((True, False), COEFFICIENTS, ("spectral", "rms"), (True, False))),
 )
-def test_a_step_is_that_of_the_decomposition(
+def test_a_step_equals_one_by_the_singular_value_decomposition(
     nesterov: bool, orthogonalization: Any, scale: Any, cautious: bool
 ) -> None:
     muon = MuonConfig(0.8, nesterov, orthogonalization, scale, learning_rate_factor=3.0, cautious=cautious)
@@ -98,7 +98,7 @@ def test_the_gaps_between_matrices_stay_zero() -> None:
 @pytest.mark.parametrize(
     ("name", "least", "low", "high"), [("newton_schulz", 0.01, 0.68, 1.14), ("polar_express", 0.003, 0.85, 1.15)]
 )
-def test_singular_values_end_within_the_stated_bound(name: Any, least: float, low: float, high: float) -> None:
+def test_singular_values_end_within_the_documented_bound(name: Any, least: float, low: float, high: float) -> None:
     s = torch.logspace(math.log10(least), 0.0, 100_001, dtype=F64)
     found = singular_values(s / MARGINS[name], name)
     assert low < float(found.min()) and float(found.max()) < high
@@ -107,7 +107,7 @@ def test_singular_values_end_within_the_stated_bound(name: Any, least: float, lo
     )
 
 
-def test_the_polar_factor_is_near() -> None:
+def test_the_polar_factor_is_near_the_exact_one() -> None:
     u = randn(24, 40, dtype=F64)
     left, s, right = torch.linalg.svd(u, full_matrices=False)
     assert float((s / s.norm()).min()) > 0.01
@@ -116,7 +116,9 @@ def test_the_polar_factor_is_near() -> None:
 
 
 @pytest.mark.parametrize("block", [1, 60, 1 << 24])
-def test_any_number_of_matrices_may_be_multiplied_together(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matrices_multiplied_together_have_the_results_of_single_ones(
+    block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole, step = Step(F32), Step(F32)
     whole.run(MuonConfig(cautious=True))
     monkeypatch.setattr(torch_ops, "BLOCK", block)
@@ -128,7 +130,7 @@ def test_any_number_of_matrices_may_be_multiplied_together(block: int, monkeypat
 
 @pytest.mark.parametrize(("scale", "adjust"), [("spectral", "original"), ("rms", "match_rms_adamw")])
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_three_steps_are_those_of_torch(scale: Any, adjust: str, nesterov: bool) -> None:
+def test_three_steps_are_close_to_those_of_torch(scale: Any, adjust: str, nesterov: bool) -> None:
     """torch's Muon multiplies in bfloat16, so an update differs by up to 3 % of its largest element."""
     muon, p = MuonConfig(0.9, nesterov, scale=scale), randn(24, 16, dtype=F32)
     theirs = torch.nn.Parameter(p.clone())
@@ -192,7 +194,7 @@ def test_on_a_gpu_products_are_in_bfloat16() -> None:
         ({"learning_rate_factor": math.nan}, "learning_rate_factor: got nan; accepted: a finite number ≥ 0"),
     ],
 )
-def test_bad_settings_are_refused(given: dict[str, Any], message: str) -> None:
+def test_bad_settings_of_muon_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         MuonConfig(**given)
 
@@ -200,7 +202,7 @@ def test_bad_settings_are_refused(given: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     "matrices", [(Matrix(0, 3, 3), Matrix(8, 2, 2)), (Matrix(90, 4, 4),), (Matrix(-1, 2, 2),), (Matrix(0, 0, 3),)]
 )
-def test_matrices_outside_their_range_or_in_another_are_refused(matrices: tuple[Matrix, ...]) -> None:
+def test_matrices_out_of_order_or_outside_their_range_are_refused(matrices: tuple[Matrix, ...]) -> None:
     x = [torch.zeros(100)]
     with pytest.raises(ValueError, match=r"^matrices: got Matrix\(.*accepted: matrices in order, inside 100 elements"):
         muon_step(torch.tensor(1.0), 0.1, MuonConfig(), [matrices], params=x, grads=x, m=x)

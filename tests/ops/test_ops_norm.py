@@ -44,7 +44,7 @@ EPS = 1e-5
 
 @pytest.fixture(autouse=True, params=["native", "torch"])
 def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Rows of float32 and bfloat16 are the native library's; without one they are torch's."""
+    """The native library computes rows of float32 and bfloat16; without it torch does."""
     if request.param == "torch":
         monkeypatch.setattr(rows, "refusal", lambda _x: "is switched off")
     return str(request.param)
@@ -103,7 +103,7 @@ def check(n: int, c: int, dtype: torch.dtype, *, rms: bool, bias: bool) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", RAGGED)
 @pytest.mark.parametrize("block", [100, 1 << 16])
-def test_norms(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, n: int, block: int) -> None:
+def test_norms_agree_with_autograd(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, n: int, block: int) -> None:
     monkeypatch.setitem(torch_ops.BLOCK, "cpu", block)
     for c in (16, 63, 113):
         check(n, c, dtype, rms=True, bias=False)
@@ -114,7 +114,7 @@ def test_norms(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, n: int, bloc
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rms", "bias"), [(True, False), (False, True), (False, False)])
 @pytest.mark.parametrize("block", [100, 1 << 16])
-def test_a_joined_branch_an_output_again_and_the_sum_of_dx(
+def test_norms_can_add_a_branch_recompute_the_output_and_sum_dx(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rms: bool, bias: bool, block: int
 ) -> None:
     monkeypatch.setitem(torch_ops.BLOCK, "cpu", block)
@@ -124,7 +124,7 @@ def test_a_joined_branch_an_output_again_and_the_sum_of_dx(
 
 @pytest.mark.parametrize("rms", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_all_gradients_accumulate_and_none_is_not_computed(dtype: torch.dtype, rms: bool) -> None:
+def test_gradients_of_norms_accumulate_and_none_is_not_computed(dtype: torch.dtype, rms: bool) -> None:
     inputs, dy = build(20, 30, dtype, bias=not rms)
     x, w, once = inputs["x"], inputs["w"], run(inputs, dy, rms=rms)
     scratch = poisoned(norm_workspace(x, backward=True))
@@ -140,7 +140,7 @@ def test_all_gradients_accumulate_and_none_is_not_computed(dtype: torch.dtype, r
 
 @pytest.mark.parametrize("rms", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_parameter_gradients_that_do_not_add_overwrite(
+def test_parameter_gradients_that_do_not_accumulate_overwrite(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rms: bool
 ) -> None:
     monkeypatch.setitem(torch_ops.BLOCK, "cpu", 100)
@@ -156,7 +156,7 @@ def test_parameter_gradients_that_do_not_add_overwrite(
     assert not torch.equal(dx, want["dx"]), "the residual stream adds all the same"
 
 
-def test_float32_weights_of_bfloat16() -> None:
+def test_float32_weights_of_bfloat16_norms_give_the_bits_of_bfloat16_ones() -> None:
     inputs, dy = build(63, 48, torch.bfloat16, bias=True)
     wide = {name: x if name == "x" else x.float() for name, x in inputs.items() if x is not None}
     got, want = run(wide, dy, rms=False), run(inputs, dy, rms=False)
@@ -165,8 +165,8 @@ def test_float32_weights_of_bfloat16() -> None:
 
 @pytest.mark.parametrize("rms", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_many_rows(dtype: torch.dtype, rms: bool) -> None:
-    """Sums over rows stay as close as torch's own, which are pairwise."""
+def test_gradients_of_norms_of_many_rows_agree_with_autograd(dtype: torch.dtype, rms: bool) -> None:
+    """Sums over rows are as close as those of torch, which are pairwise."""
     check(4095, 64, dtype, rms=rms, bias=not rms)
 
 
@@ -179,7 +179,7 @@ def test_bfloat16_is_rounded_to_the_nearest(rms: bool) -> None:
         assert_rounded(got[name], wide[name])
 
 
-def test_a_large_mean_does_not_cancel() -> None:
+def test_a_large_mean_does_not_cancel_digits() -> None:
     inputs, dy = build(63, 48, torch.float32, bias=True)
     inputs["x"] = inputs["x"] + 1000.0
     assert_right(run(inputs, dy, rms=False), inputs, dy, rms=False)
@@ -187,7 +187,7 @@ def test_a_large_mean_does_not_cancel() -> None:
 
 @pytest.mark.parametrize("rms", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_same_bits_on_1_2_and_4_threads(rms: bool, dtype: torch.dtype) -> None:
+def test_bits_of_norms_are_the_same_with_1_2_and_4_threads(rms: bool, dtype: torch.dtype) -> None:
     inputs, dy = build(113, 63, dtype, bias=not rms)
     before, results = torch.get_num_threads(), []
     try:
@@ -200,7 +200,7 @@ def test_the_same_bits_on_1_2_and_4_threads(rms: bool, dtype: torch.dtype) -> No
     assert all(torch.equal(first[name], other[name]) for other in others for name in first)
 
 
-def test_columns_apart_are_an_error() -> None:
+def test_columns_with_gaps_are_an_error() -> None:
     inputs, dy = build(20, 30, torch.float32, bias=True)
     inputs["x"] = randn(30, 20, dtype=torch.float32).t()
     with pytest.raises(ValueError, match=r"x: got strides \(1, 20\); accepted: any with the last one 1"):
@@ -213,7 +213,7 @@ def test_columns_apart_are_an_error() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rms", [False, True])
-def test_nothing_is_allocated(dtype: torch.dtype, rms: bool) -> None:
+def test_norms_allocate_no_memory(dtype: torch.dtype, rms: bool) -> None:
     inputs, dy = build(300, 96, dtype, bias=not rms)
     x, w, b = inputs["x"], inputs["w"], inputs["b"]
     out = run(inputs, dy, rms=rms)
@@ -261,7 +261,7 @@ def test_canary_a_factor_in_bfloat16_is_seen(rms: bool) -> None:
     assert_factors_are_seen(got, functools.partial(assert_right, inputs=inputs, dy=dy, rms=rms), 1.005, 1.0001)
 
 
-def test_bad_inputs_say_what_is_accepted() -> None:
+def test_errors_of_norms_say_what_is_accepted() -> None:
     x, w, each = randn(4, 6), randn(6), randn(4)
     for fn, match in (
         (lambda: layernorm_fwd(x, w, None, 0.0, y=x, mean=each, rstd=each), "eps: got 0.0; accepted: a number > 0"),
@@ -274,7 +274,7 @@ def test_bad_inputs_say_what_is_accepted() -> None:
             fn()
 
 
-def test_a_kernel_asked_for_by_name_runs_or_raises() -> None:
+def test_a_named_kernel_of_a_norm_runs_or_raises() -> None:
     x, w, rstd = randn(4, 6, dtype=torch.float32), randn(6, dtype=torch.float32), torch.empty(4)
     results = []
     for name in (NORM.select(Problem(x)).name, "torch"):
@@ -294,7 +294,7 @@ def test_a_kernel_asked_for_by_name_runs_or_raises() -> None:
 
 
 @pytest.mark.usefixtures("on_hopper")
-def test_the_table_chooses_native_for_float32_and_bfloat16_where_it_is(where: str) -> None:
+def test_the_table_selects_native_norms_for_float32_and_bfloat16(where: str) -> None:
     for dtype in DTYPES:
         native = where == "native" and dtype != torch.float64 and not isinstance(library(), str)
         assert NORM.select(Problem(randn(4, 6, dtype=dtype))).name == ("native" if native else "torch")

@@ -1,4 +1,4 @@
-"""Products in pieces (kernels/linear/cpu.py): the bits of torch's own product, whoever forms which piece."""
+"""Products in pieces (kernels/linear/cpu.py) have the bits of torch's product, whichever thread computes a piece."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def matrix(rows: int, columns: int) -> Tensor:
 
 
 def products(shape: tuple[int, int, int], kernel: str | None) -> dict[str, Tensor]:
-    """All products of a linear layer, over strided rows too, written over NaN or added to what is there."""
+    """All products of a linear layer, also over strided rows, written over NaN or added to the output."""
     n, cin, cout = shape
     x, w, dy = matrix(n, cin + 3)[:, :cin], matrix(cout, cin), matrix(n, cout + 5)[:, 5:]
     out = {name: torch.full((n, cout), torch.nan) for name in ("y", "y + b")}
@@ -80,7 +80,7 @@ def differing(got: dict[str, Tensor], want: dict[str, Tensor]) -> list[str]:
 @needs_blas
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("shape", [*MODELS, *RAGGED])
-def test_on_any_number_of_threads_the_bits_are_those_of_torchs_product_on_one(shape: tuple[int, int, int]) -> None:
+def test_products_on_any_number_of_threads_have_the_bits_of_torchs_on_one(shape: tuple[int, int, int]) -> None:
     want = of_torch(shape)
     for count in (2, 7):
         torch.set_num_threads(count)
@@ -122,7 +122,7 @@ Piece = tuple[int, int]
 
 
 class Pieces:
-    """A BLAS that adds 1 to each number of a piece instead of a product, and notes sizes and the threads allowed inside."""
+    """A BLAS that adds 1 to each number of a piece instead of a product. It records sizes and the threads allowed inside."""
 
     def __init__(self, before: Callable[[], None] = lambda: None) -> None:
         self.sizes: list[Piece] = []
@@ -150,7 +150,7 @@ class Pieces:
 
 @pytest.fixture
 def use_blas() -> Iterator[Callable[[Pieces], None]]:
-    """Native products by another BLAS; torch's again after the test."""
+    """Makes native products use another BLAS; after the test they use that of torch."""
 
     def use(functions: tuple[Any, ...]) -> None:
         found.tilegrad_native_use_blas(*(ctypes.cast(function, ctypes.c_void_p) for function in functions))
@@ -184,8 +184,8 @@ def test_pieces_cover_every_number_once_and_none_is_a_vector(
 
 
 @pytest.mark.usefixtures("threads")
-def test_a_thread_that_is_held_up_leaves_the_other_pieces_to_the_others(use_blas: Callable[[Pieces], None]) -> None:
-    """As on a core that another process uses: equal shares, or a wait for this thread in between, would never end."""
+def test_while_a_thread_is_delayed_the_other_threads_take_its_pieces(use_blas: Callable[[Pieces], None]) -> None:
+    """As on a core that another process uses. With equal shares, or a wait for this thread, the call would not end."""
     others, first, done = threading.Event(), threading.Lock(), [0]
 
     def hold_up() -> None:
@@ -205,7 +205,7 @@ def test_a_thread_that_is_held_up_leaves_the_other_pieces_to_the_others(use_blas
 
 @needs_blas
 @pytest.mark.usefixtures("threads")
-def test_several_python_threads_form_products_at_once() -> None:
+def test_several_python_threads_may_compute_products_at_once() -> None:
     torch.set_num_threads(3)
     shapes = ((512, 128, 384), (256, 512, 128), (300, 37, 200))
     want = [of_torch(shape) for shape in shapes]
@@ -241,7 +241,7 @@ print("same")
 
 
 @needs_blas
-def test_after_fork_parent_and_child_form_products() -> None:
+def test_after_a_fork_parent_and_child_can_compute_products() -> None:
     assert python(FORK).stdout == "same\n"
 
 
@@ -259,7 +259,7 @@ def python(code: str, without: tuple[str, ...] = (), **environment: str) -> subp
     return done
 
 
-def test_strides_that_blas_can_not_read_are_refused() -> None:
+def test_strides_that_blas_cannot_read_are_refused() -> None:
     x, w, y = torch.ones(8, 6), torch.ones(4, 6), torch.ones(8, 4)
     for wrong in (torch.ones(8, 12)[:, ::2], torch.ones(1, 6).expand(8, 6), torch.ones(13).unfold(0, 6, 1)):
         with pytest.raises(
@@ -281,7 +281,7 @@ def test_the_table_says_why_products_are_not_in_pieces(monkeypatch: pytest.Monke
 
 
 @needs_blas
-def test_the_function_called_is_the_one_that_torch_is_linked_with() -> None:
+def test_products_call_the_function_that_torch_is_linked_with() -> None:
     torchs = library.blas()
     assert not isinstance(torchs, str)
     found = [
@@ -298,13 +298,13 @@ SHOW = "import sys; print(sys.modules['tilegrad.native.openmp'].WAITING)"
 
 
 def gomp() -> str:
-    """The path of GNU's runtime as torch has loaded it here, or "" where it is another's."""
+    """The path of GNU's OpenMP runtime that torch has loaded, or "" if it has loaded another one."""
     maps = Path("/proc/self/maps")
     lines = maps.read_text(encoding="utf-8").splitlines() if maps.exists() else []
     return next((line.split()[-1] for line in lines if "/libgomp" in line), "")
 
 
-LOAD = f"import tilegrad, ctypes; {gomp()!r} and ctypes.CDLL({gomp()!r})"  # without the seconds that the rest of torch takes
+LOAD = f"import tilegrad, ctypes; {gomp()!r} and ctypes.CDLL({gomp()!r})"  # avoids the slow import of torch
 
 
 @pytest.mark.parametrize(
@@ -321,10 +321,10 @@ LOAD = f"import tilegrad, ctypes; {gomp()!r} and ctypes.CDLL({gomp()!r})"  # wit
         ),
     ],
 )
-def test_openmp_polls_less_unless_torch_came_first_or_the_environment_says_otherwise(
+def test_openmp_polls_less_unless_torch_is_imported_first_or_the_environment_sets_it(
     imports: str, environment: dict[str, str], spins: str, expected: str
 ) -> None:
-    """What the runtime itself says that it does, where it is GNU's."""
+    """GNU's runtime prints the settings that it uses."""
     done = python(f"{imports}; {SHOW}", without=VARIABLES, OMP_DISPLAY_ENV="VERBOSE", **environment)
     said = re.findall(r"GOMP_SPINCOUNT = '(\d+)'", done.stderr)
     assert done.stdout.startswith(expected) and set(said) <= {spins}

@@ -1,4 +1,4 @@
-"""Sampling against an oracle in NumPy and float64, and against transformers; every kernel has the same bits."""
+"""Sampling against an oracle in float64 NumPy and against transformers; every kernel has the same bits."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ SETTINGS = (
 
 @contextmanager
 def running(kernel: str) -> Iterator[None]:
-    """Inside, `kernel` can run on this machine; skips the test if it can't."""
+    """Makes `kernel` run on this machine inside; skips the test if it cannot."""
     if kernel == "native" and isinstance(native_library.library(), str):
         pytest.skip(f"the native kernel {native_library.library()}")
     if kernel == "triton":
@@ -104,7 +104,7 @@ class Inputs(NamedTuple):
 
 
 def inputs(b: int, v: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Inputs:
-    """Every one of SETTINGS, with seeds and sequences of all their bits."""
+    """Inputs with every one of SETTINGS, and seeds and sequences that use all their bits."""
     generator = torch.Generator().manual_seed(seed * 1009 + v)
     settings = torch.tensor([SETTINGS[n % len(SETTINGS)] for n in range(b)])
     seeds, sequences = (torch.randint(-(1 << 62), 1 << 62, (b,), generator=generator) for _ in range(2))
@@ -114,7 +114,7 @@ def inputs(b: int, v: int, dtype: torch.dtype = torch.float32, seed: int = 0) ->
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_a_sequence_that_draws_none_stays_as_it_is(kernel: str) -> None:
+def test_a_sequence_that_draws_no_token_does_not_change(kernel: str) -> None:
     x = inputs(4, 37)
     drawn = x.drawn.clone()
     drawn[[1, 2]] = -1
@@ -143,7 +143,7 @@ def philox_words(seed: int, sequence: int, drawn: int, v: int) -> NDArray[np.uin
 
 
 class Filtered(NamedTuple):
-    """z of the tokens, which are kept, and how close a decision was."""
+    """z of the tokens, whether each is kept, and the smallest margin of a decision."""
 
     z: Array
     kept: NDArray[np.bool_]
@@ -177,7 +177,7 @@ def oracle(logits: Array, settings: tuple[float, ...], seed: int, sequence: int,
 
 
 def logprob_bounds(logits: Tensor, targets: Tensor) -> dict[str, Bound]:
-    """l − max, then four units of exp for each term and the roundings of x in exp(x); everything else is float64 or whole."""
+    """The roundings of l − max, four units of exp for each term, and those of x in exp(x). The rest is float64 or integers."""
     l = logits.double()
     x = l - l.amax(1, keepdim=True)
     b = (l.softmax(1) * (x.abs() + 4)).nan_to_num(0.0).sum(1)
@@ -187,7 +187,7 @@ def logprob_bounds(logits: Tensor, targets: Tensor) -> dict[str, Bound]:
 @pytest.mark.parametrize(
     ("kernel", "v"), [*itertools.product(("torch", "native"), (1, 2, 63, 300)), ("triton", 1), ("triton", 63)]
 )
-def test_tokens_and_logprobs_are_the_oracles(kernel: str, v: int) -> None:
+def test_tokens_and_logprobs_are_those_of_the_oracle(kernel: str, v: int) -> None:
     with running(kernel):
         x = inputs(64 if kernel != "triton" else 8 if v > 1 else 4, v)
         got = draw(*x, kernel=kernel)
@@ -203,13 +203,13 @@ def test_tokens_and_logprobs_are_the_oracles(kernel: str, v: int) -> None:
     assert torch.equal(got.seen, x.seen.scatter(1, got.tokens[:, None], 1))
 
 
-def test_float64_is_the_oracles() -> None:
+def test_results_in_float64_are_those_of_the_oracle() -> None:
     x = inputs(160, 503, torch.float64)
     assert x.logits.numel() > torch_ops.BLOCK["cpu"]
     got = draw(*x, kernel=None)
     exact = x.logits.log_softmax(1).gather(1, got.tokens[:, None])[:, 0]
     assert float((got.logprobs - exact).abs().max()) < 1e-12
-    for n in (*range(8), *range(152, 160)):  # of the first block of rows and of the last, which is smaller
+    for n in (*range(8), *range(152, 160)):  # rows of the first block and of the last one, which is smaller
         numbers = int(x.seeds[n]), int(x.sequences[n]), int(x.drawn[n])
         settings = tuple(map(float, x.settings[n]))
         assert int(got.tokens[n]) == oracle(x.logits[n].numpy(), settings, *numbers, x.seen[n].numpy()), n
@@ -222,18 +222,18 @@ SIZES = ((1, 1.0), (7, 1e30), (64, 1.0), (65, 0.0), (1023, 1e30), (1024, 0.0), (
     ("kernel", "v", "scale"),
     [
         *(("native", *size) for size in SIZES),
-        *(("triton", *size) for size in ((7, 1e30), (64, 0.0), (5000, 1.0))),  # of 5000, 904 are in a second tile
+        *(("triton", *size) for size in ((7, 1e30), (64, 0.0), (5000, 1.0))),  # 904 of 5000 logits are in a second tile
     ],
 )
 def test_every_kernel_has_the_same_bits(kernel: str, v: int, scale: float) -> None:
-    """Also if all logits are equal, and if they overflow when divided by the temperature."""
+    """The bits are equal also if all logits are equal, and if they overflow when divided by the temperature."""
     with running(kernel):
         x, two_tiles = inputs(8, v, seed=1), kernel == "triton" and v == 5000
         x = x.rows(slice(3)) if two_tiles else x
         x = x.rows(torch.tensor([2, 3, 5])) if kernel == "triton" and not scale else x  # top_k, top_p and every filter
         x = x._replace(logits=(x.logits * scale).masked_fill(x.seen.roll(1, 0) == 1, -torch.inf))
         x.logits[:, 0] = scale
-        if two_tiles:  # what is drawn is in the second tile
+        if two_tiles:  # the drawn token is in the second tile
             x.settings.copy_(
                 torch.tensor(((0.0, 3.0, 0.5, 0.5, 1.3), (10.0, 0, 0.8, 0, 1.7), (10.0, 1000.0, 1, 0.9, 1)))
             )
@@ -252,8 +252,8 @@ SMALL = {
 
 
 class Case(NamedTuple):
-    """A row of logits with its settings, and what the token is chosen from: the list of candidates, the whole row, or the best
-    token of each chunk."""
+    """A row of logits with its settings, and where the kernel chooses the token: from the list of candidates, the whole row, or
+    the best token of each chunk."""
 
     logits: Tensor
     settings: tuple[float, ...]
@@ -263,21 +263,21 @@ class Case(NamedTuple):
 def cases_of_lists() -> list[Case]:
     v = 150
     random, equal, spread = 3 * randn(v, dtype=torch.float32, seed=7), torch.full((v,), 2.0), torch.arange(v)
-    some = random.clamp(max=5.0).masked_fill(spread % 7 == 0, 6.0)  # 22 equal ones are the largest
+    some = random.clamp(max=5.0).masked_fill(spread % 7 == 0, 6.0)  # the largest value occurs 22 times
     peaked = torch.where(spread % 40 == 3, 9.0 + spread / 100, 0.1 * random)  # 4 tokens have 99 % of the mass
     few = torch.where(spread % 50 == 1, random, -torch.inf)
-    close = 1.0 + 2.0**-20 * (spread % 9)  # at T = 200 many have equal e
+    close = 1.0 + 2.0**-20 * (spread % 9)  # at T = 200 many tokens have equal e
     return [
         Case(random, (90.0, 5.0, 1.0, 0.0, 1.5), "list"),
         Case(random, (90.0, 12.0, 0.7, 0.0, 1.0), "list"),
         Case(random, (9.0, 20.0, 0.6, 0.0, 1.0), "row"),  # every token is above the smallest of the maxima
-        Case(random, (9.0, 21.0, 1.0, 0.0, 1.0), "row"),  # more than the segments
+        Case(random, (9.0, 21.0, 1.0, 0.0, 1.0), "row"),  # more tokens than segments
         Case(random, (0.05, 149.0, 0.9, 0.0, 1.0), "list"),  # e is 0 for most
         Case(some, (90.0, 5.0, 1.0, 0.0, 1.0), "list"),
         Case(some, (90.0, 16.0, 0.5, 0.0, 1.0), "list"),
         Case(equal, (1.0, 5.0, 1.0, 0.0, 1.0), "row"),
         Case(0.1 * random, (1.0, 0.0, 0.9, 0.0, 1.0), "row"),
-        Case(0.1 * random, (1.0, 0.0, 0.01, 0.0, 1.0), "list"),  # two tokens
+        Case(0.1 * random, (1.0, 0.0, 0.01, 0.0, 1.0), "list"),  # keeps two tokens
         Case(close, (200.0, 0.0, 0.05, 0.0, 1.0), "row"),
         Case(peaked, (1.0, 0.0, 0.9, 0.0, 1.0), "list"),
         Case(peaked, (1.0, 0.0, 0.9, 0.4, 1.3), "list"),
@@ -296,7 +296,7 @@ def of_cases(cases: list[Case]) -> Inputs:
 
 
 def draw_by(module: Any, x: Inputs, monkeypatch: pytest.MonkeyPatch) -> tuple[Drawn, Tensor]:
-    """What a module of Triton kernels draws, and the rows that it read as a whole: only those use the scratch `row`."""
+    """The tokens that a module of Triton kernels draws, and the rows that it read whole: only those use the scratch `row`."""
     for name, value in SMALL.items():
         monkeypatch.setattr(module, name, value)
     with running("triton"):
@@ -307,7 +307,7 @@ def draw_by(module: Any, x: Inputs, monkeypatch: pytest.MonkeyPatch) -> tuple[Dr
 
 
 def test_tokens_of_a_list_of_candidates_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row has two chunks of five tiles, and two rows draw none."""
+    """A row has two chunks of five tiles, and two rows draw no token."""
     pytest.importorskip("triton", reason="needs Triton")
     from tilegrad.kernels.sampling import triton_ops
 
@@ -336,8 +336,8 @@ def test_tokens_of_a_list_of_candidates_have_the_same_bits(monkeypatch: pytest.M
 def test_canary_a_wrong_list_is_seen(
     old: str, new: str, row: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A bound that is too high, a list that is not enough for top_p, chunks that write to one place. The interpreter reads the
-    source of a kernel from its file."""
+    """The mistakes: a bound that is too high, a list too short for top_p, chunks that write to the same place. The interpreter
+    reads the source of a kernel from its file."""
     pytest.importorskip("triton", reason="needs Triton")
     from tilegrad.kernels.sampling import triton_ops
 
@@ -351,8 +351,8 @@ def test_canary_a_wrong_list_is_seen(
     assert not torch.equal(draw_by(changed, x, monkeypatch)[0].tokens, draw(*x, kernel="torch").tokens)
 
 
-def test_one_token_too_many_would_be_drawn() -> None:
-    """At a high temperature the few kept tokens are equally likely, so one that is kept by mistake is drawn soon."""
+def test_canary_a_token_kept_by_mistake_is_drawn() -> None:
+    """At a high temperature the few kept tokens are equally likely, so a token that is kept by mistake is drawn soon."""
     with running("native"):
         x = inputs(512, 48, seed=4)
         x.settings.copy_(torch.tensor(NO_FILTER))
@@ -365,12 +365,12 @@ def test_one_token_too_many_would_be_drawn() -> None:
 
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("masses", [False, True])
-def test_the_smallest_kept_key_in_triton(masses: bool) -> None:
+def test_the_smallest_kept_key_in_triton_is_right(masses: bool) -> None:
     pytest.importorskip("triton", reason="needs Triton")
     from support.sampling import smallest_key, smallest_listed_key
 
     for n in (0, 1, 5, 8, 11):
-        x = 10.0 ** (n % 3) * randn(12, dtype=torch.float32, seed=n).repeat(2)  # every number twice
+        x = 10.0 ** (n % 3) * randn(12, dtype=torch.float32, seed=n).repeat(2)  # every number occurs twice
         x = x.abs() / x.abs().max() if masses else x
         bits = x.view(torch.int32).numpy()
         keys = bits ^ (bits >> 31 & 0x7FFFFFFF)
@@ -386,7 +386,7 @@ def test_the_smallest_kept_key_in_triton(masses: bool) -> None:
 
 
 def kept_by_draws(logits: Tensor, settings: tuple[float, ...], seen: Tensor, kernel: str | None) -> list[int]:
-    """The tokens among so many draws that none that is kept is missing."""
+    """The tokens of so many draws that every kept token is among them."""
     n = 1500
     numbers = torch.tensor([settings]).expand(n, 5).contiguous(), whole(3).expand(n).contiguous(), torch.arange(n)
     got = draw(logits.expand(n, -1).contiguous(), *numbers, torch.zeros(n, dtype=torch.int64),
@@ -395,7 +395,7 @@ def kept_by_draws(logits: Tensor, settings: tuple[float, ...], seen: Tensor, ker
 
 
 def cases_of_filters() -> list[tuple[Tensor, tuple[float, ...], Tensor]]:
-    """Logits, settings and seen, of which no decision is close."""
+    """Logits, settings and seen tokens for which no decision is close."""
     generator = torch.Generator().manual_seed(5)
     cases: list[tuple[Tensor, tuple[float, ...], Tensor]] = []
     while len(cases) < 16:
@@ -415,7 +415,7 @@ def cases_of_filters() -> list[tuple[Tensor, tuple[float, ...], Tensor]]:
 
 
 @pytest.mark.parametrize("kernel", ["torch", "native"])
-def test_kept_tokens_are_the_oracles(kernel: str) -> None:
+def test_kept_tokens_are_those_of_the_oracle(kernel: str) -> None:
     with running(kernel):
         for logits, settings, seen in cases_of_filters():
             want = filtered(logits.double().numpy(), settings, seen.numpy()).kept
@@ -446,12 +446,15 @@ def test_kept_tokens_are_those_of_transformers() -> None:
 @pytest.mark.parametrize(
     ("settings", "want"),
     [
-        ((1.0, 2.0, 1.0, 0.0, 1.0), [0, 1, 2, 4]),  # the second largest is one of three equal ones
+        ((1.0, 2.0, 1.0, 0.0, 1.0), [0, 1, 2, 4]),  # the second largest logit occurs three times
         ((1.0, 4.0, 1.0, 0.0, 1.0), [0, 1, 2, 4]),
         ((1.0, 5.0, 1.0, 0.0, 1.0), [0, 1, 2, 3, 4]),
         ((1.0, 1.0, 1.0, 0.0, 1.0), [1]),
-        ((1.0, 0.0, 0.45, 0.0, 1.0), [1]),  # p: 0.169 of each of the three, 0.460 of the largest, 0.023 and 0.008
-        ((1.0, 0.0, 0.47, 0.0, 1.0), [0, 1, 2, 4]),  # all equal ones, though one would do
+        (
+            (1.0, 0.0, 0.45, 0.0, 1.0),
+            [1],
+        ),  # p is 0.460 for the largest, 0.169 for each of the three, then 0.023 and 0.008
+        ((1.0, 0.0, 0.47, 0.0, 1.0), [0, 1, 2, 4]),  # all three equal tokens, although one would be enough
         ((1.0, 0.0, 0.96, 0.0, 1.0), [0, 1, 2, 4]),
         ((1.0, 0.0, 0.98, 0.0, 1.0), [0, 1, 2, 3, 4]),
         ((1.0, 0.0, 1.0, math.exp(-1) * 0.999, 1.0), [0, 1, 2, 4]),
@@ -465,7 +468,7 @@ def test_equal_logits_are_kept_or_removed_together(kernel: str, settings: tuple[
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_zero_and_minus_zero_are_equal(kernel: str) -> None:
+def test_zero_and_minus_zero_are_equal_logits(kernel: str) -> None:
     with running(kernel):
         n = 4
         logits, zero = torch.tensor([[0.0, -0.0, -1.0]]).repeat(n, 1), torch.zeros(n, dtype=torch.int64)
@@ -478,8 +481,8 @@ VARIED = {"sequences": 0, "drawn": 1, "seeds": 2}
 
 @pytest.mark.parametrize("kernel", ["torch", "native"])
 @pytest.mark.parametrize("varied", VARIED)
-def test_draws_have_the_probabilities(kernel: str, varied: str) -> None:
-    """χ² of 20,000 draws with 9 degrees of freedom: mean 9, deviation 4.24."""
+def test_draws_have_their_probabilities(kernel: str, varied: str) -> None:
+    """χ² of 20,000 draws with 9 degrees of freedom has mean 9 and deviation 4.24."""
     with running(kernel):
         n, logits = 20_000, torch.linspace(-2, 1.5, 10)
         numbers = [torch.full((n,), 7), torch.full((n,), 7), torch.full((n,), 7)]
@@ -493,11 +496,11 @@ def test_draws_have_the_probabilities(kernel: str, varied: str) -> None:
 
 @pytest.mark.parametrize("kernel", ["torch", "native"])
 def test_sequences_seeds_and_positions_are_independent(kernel: str) -> None:
-    """The correlation of n pairs of independent numbers has the deviation 1 / √n. Also the upper 32 bits count."""
+    """The correlation of n pairs of independent numbers has the deviation 1 / √n. The upper 32 bits are used too."""
     n, v = 1500, 40
     with running(kernel):
         settings, zero = torch.tensor([NO_FILTER]).repeat(n, 1), torch.zeros(n, dtype=torch.int64)
-        first = (zero, zero, torch.arange(n))  # seeds, sequences, drawn
+        first = (zero, zero, torch.arange(n))  # seeds, sequences, tokens drawn so far
         shifts = ((0, 1, 0), (0, 1 << 32, 0), (1, 0, 0), (1 << 32, 0, 0), (0, 0, 1 << 20))
 
         def tokens(numbers: tuple[Tensor, ...]) -> Tensor:
@@ -512,7 +515,7 @@ def test_sequences_seeds_and_positions_are_independent(kernel: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_a_row_depends_on_that_row_alone(kernel: str) -> None:
+def test_the_token_of_a_row_depends_only_on_that_row(kernel: str) -> None:
     with running(kernel):
         x = inputs(64, 700, seed=2)
         x = x.rows(slice(3, 6)) if kernel == "triton" else x
@@ -538,14 +541,14 @@ def threads() -> Iterator[Callable[[int], None]]:
 
 @pytest.mark.parametrize("kernel", ["torch", "native"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_logprobs_of_a_row_depend_on_that_row_alone(
+def test_logprobs_of_a_row_depend_only_on_that_row(
     kernel: str, dtype: torch.dtype, threads: Callable[[int], None]
 ) -> None:  # fmt: skip
-    """Alone, in 16, in another order, by one thread and by two."""
+    """A row alone, in a batch of 16, in another order, with one thread and with two."""
     if kernel == "native" and dtype == torch.float64:
         pytest.skip("the native kernel takes float32")
     with running(kernel):
-        n, v = 16, 33_001 if dtype == torch.float32 else 8209  # 33,001 are more than one thread of torch's
+        n, v = 16, 33_001 if dtype == torch.float32 else 8209  # 33,001 logits are more than one thread of torch takes
         logits, targets = 4 * randn(n, v, dtype=dtype), torch.arange(n) * 511 % v
         targets[5] = -1
         order = torch.randperm(n, generator=torch.Generator().manual_seed(2))
@@ -576,7 +579,7 @@ def test_logprobs_have_the_bits_of_samples(kernel: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_strided_rows(kernel: str) -> None:
+def test_strided_rows_have_the_same_tokens(kernel: str) -> None:
     with running(kernel):
         x = inputs(6, 130).rows(slice(3, 6))
         wide, wide_seen = torch.full((3, 200), torch.nan), torch.full((3, 150), 1, dtype=torch.uint8)
@@ -607,8 +610,8 @@ def test_rows_that_are_not_finite_have_no_token(kernel: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_extreme_settings(kernel: str) -> None:
-    """A tiny temperature takes the largest, a huge one draws uniformly; a penalty beyond float32 stays finite."""
+def test_extreme_settings_give_the_expected_tokens(kernel: str) -> None:
+    """A tiny temperature takes the largest logit, a huge one draws uniformly. A penalty beyond float32 stays finite."""
     with running(kernel):
         largest, tiny = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
         logits, seen = torch.tensor([[10.0, 30.0, -20.0, 20.0]]).repeat(6, 1), torch.ones(6, 4, dtype=torch.uint8)
@@ -623,7 +626,7 @@ def test_extreme_settings(kernel: str) -> None:
         got = draw(logits, torch.tensor(rows).float(), zero, zero, zero, seen, kernel=kernel).tokens
         want = draw(logits, torch.tensor(rows).float(), zero, zero, zero, seen, kernel="torch").tokens
         assert torch.equal(got, want)
-        assert int(got[0]) == 1 and int(got[2]) == 0 and int(got[4]) == 1  # l / tiny: the first of equal largest ones
+        assert int(got[0]) == 1 and int(got[2]) == 0 and int(got[4]) == 1  # l / tiny: the first of the largest
         assert int(got[3]) != 2
 
 
@@ -644,7 +647,7 @@ def test_exp_and_log_err_by_two_units() -> None:
     assert mass_bits(1) == 62 and mass_bits(2) == 61 and mass_bits(50257) == 46 and mass_bits(65537) == 45
 
 
-def test_bad_input() -> None:
+def test_errors_of_sampling_name_the_argument() -> None:
     x = inputs(2, 9)
     tokens, logprobs = torch.empty(2, dtype=torch.int64), torch.empty(2)
 
@@ -698,7 +701,7 @@ def test_bad_input() -> None:
 
 
 def changed_in(module: Any, name: str, old: str, new: str) -> Any:
-    """A function of a module with one change of its source."""
+    """A copy of a module's function with one change of its source."""
     import inspect
 
     source = inspect.getsource(getattr(module, name))
@@ -708,7 +711,7 @@ def changed_in(module: Any, name: str, old: str, new: str) -> Any:
     return space[name]
 
 
-INDEPENDENT, KEPT = test_sequences_seeds_and_positions_are_independent, test_kept_tokens_are_the_oracles
+INDEPENDENT, KEPT = test_sequences_seeds_and_positions_are_independent, test_kept_tokens_are_those_of_the_oracle
 
 
 @pytest.mark.parametrize(
@@ -725,7 +728,7 @@ INDEPENDENT, KEPT = test_sequences_seeds_and_positions_are_independent, test_kep
 def test_canary_a_wrong_kernel_is_seen(
     name: str, old: str, new: str, check: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Noise that ignores the sequence, top_p and top_k off by one token, a penalty on tokens that were not seen."""
+    """The mistakes: noise that ignores the sequence, top_p and top_k off by one token, a penalty on unseen tokens."""
     monkeypatch.setattr(torch_ops, name, changed_in(torch_ops, name, old, new))
     with pytest.raises(AssertionError):
         check("torch")
@@ -734,8 +737,8 @@ def test_canary_a_wrong_kernel_is_seen(
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", ["triton", "torch"])
 @pytest.mark.parametrize("v", [63, 50257, 151936])
-def test_on_the_device_bits_are_those_of_the_cpu(kernel: str, v: int) -> None:
-    """Also from a captured graph."""
+def test_bits_on_the_device_equal_those_on_the_cpu(kernel: str, v: int) -> None:
+    """They are equal also in a captured graph."""
     x = inputs(8, v)
     want = draw(*x, kernel="torch")
     reads = [t.cuda() for t in x[:5]]

@@ -1,5 +1,5 @@
-"""The Triton kernels of the ops against the oracle in Triton's interpreter and, where there is one, on a GPU. What the
-compiler makes of them, without a GPU, is in test_ops_triton_compile.py.
+"""The Triton kernels of the ops against the oracle in Triton's interpreter and, if there is one, on a GPU.
+test_ops_triton_compile.py compiles them without a GPU.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from tilegrad.kernels.scratch import Form
 from tilegrad.kernels.table import Problem, Table
 
 pytest.importorskip("triton", reason="needs Triton")
-DTYPES = (torch.float32, torch.float16)  # the interpreter cuts bfloat16 off where the compiler rounds it
+DTYPES = (torch.float32, torch.float16)  # the interpreter truncates to bfloat16, the compiler rounds
 SHAPES = ((1, 1), (63, 63), (37, 300), (263, 5), (9, 1000), (3, 4097))
 ON_THE_DEVICE = ((16384, 768), (5000, 2048), (1001, 8192))
 NORMS = ((True, False), (False, True), (False, False))  # RMS norm, bias
@@ -51,12 +51,12 @@ Outputs = dict[str, Tensor]
 
 
 def apart(n: int, c: int, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> Tensor:
-    """Rows that lie apart, with columns side by side."""
+    """A copy whose rows have gaps and whose columns are contiguous."""
     return randn(n, 2 * c, dtype=dtype, seed=seed).to(device)[:, c:]
 
 
 def nans(like: Tensor) -> Tensor:
-    """Rows that lie apart in another way."""
+    """NaN in rows that have other gaps."""
     n, c = like.shape
     return torch.full((n, c + 3), torch.nan, dtype=like.dtype, device=like.device)[:, 1 : c + 1]
 
@@ -122,7 +122,7 @@ def check_norm(got: Outputs, inputs: dict[str, Any], dy: Tensor, *, rms: bool) -
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("n", "c"), SHAPES)
 @pytest.mark.parametrize(("rms", "bias"), NORMS)
-def test_interpreted_norms(n: int, c: int, dtype: torch.dtype, rms: bool, bias: bool) -> None:
+def test_interpreted_norms_agree_with_the_oracle(n: int, c: int, dtype: torch.dtype, rms: bool, bias: bool) -> None:
     inputs, dy = norm_inputs(n, c, dtype, bias=bias)
     check_norm(run_norm(inputs, dy, rms=rms), inputs, dy, rms=rms)
 
@@ -130,7 +130,7 @@ def test_interpreted_norms(n: int, c: int, dtype: torch.dtype, rms: bool, bias: 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16])
 @pytest.mark.parametrize(("rms", "bias"), NORMS)
-def test_norms_on_the_device(dtype: torch.dtype, rms: bool, bias: bool) -> None:
+def test_norms_on_the_device_agree_with_the_oracle(dtype: torch.dtype, rms: bool, bias: bool) -> None:
     for n, c in (*SHAPES, *ON_THE_DEVICE, (300, MOST_COLUMNS)):
         inputs, dy = norm_inputs(n, c, dtype, bias=bias, device="cuda")
         got = run_norm(inputs, dy, rms=rms)
@@ -141,13 +141,13 @@ def test_norms_on_the_device(dtype: torch.dtype, rms: bool, bias: bool) -> None:
 
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("c", [MOST_COLUMNS, 2049])
-def test_interpreted_wide_rows(c: int) -> None:
+def test_interpreted_norms_of_long_rows_agree_with_the_oracle(c: int) -> None:
     inputs, dy = norm_inputs(3, c, torch.float16, bias=True)
     check_norm(run_norm(inputs, dy, rms=False), inputs, dy, rms=False)
 
 
 @pytest.mark.usefixtures("interpreter")
-def test_interpreted_large_mean_does_not_cancel() -> None:
+def test_interpreted_large_mean_does_not_cancel_digits() -> None:
     inputs, dy = norm_inputs(63, 48, torch.float32, bias=True)
     inputs["x"] = inputs["x"] + 1000.0
     check_norm(run_norm(inputs, dy, rms=False), inputs, dy, rms=False)
@@ -155,7 +155,7 @@ def test_interpreted_large_mean_does_not_cancel() -> None:
 
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("rms", [False, True])
-def test_interpreted_gradients_add_up_and_none_is_not_computed(rms: bool) -> None:
+def test_interpreted_gradients_accumulate_and_none_is_not_computed(rms: bool) -> None:
     inputs, dy = norm_inputs(300, 20, torch.float32, bias=not rms)
     x, w, once = inputs["x"], inputs["w"], run_norm(inputs, dy, rms=rms)
     assert x is not None and w is not None
@@ -171,7 +171,7 @@ def test_interpreted_gradients_add_up_and_none_is_not_computed(rms: bool) -> Non
 
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("rms", [False, True])
-def test_interpreted_no_rows(rms: bool) -> None:
+def test_interpreted_norms_may_have_no_rows(rms: bool) -> None:
     inputs, dy = norm_inputs(0, 5, torch.float32, bias=not rms)
     got = run_norm(inputs, dy, rms=rms)
     assert torch.equal(got["dw"], torch.zeros(5)) and got["y"].shape == (0, 5)
@@ -180,7 +180,7 @@ def test_interpreted_no_rows(rms: bool) -> None:
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("rms", [False, True])
 def test_interpreted_canary_a_forgotten_program_is_seen(monkeypatch: pytest.MonkeyPatch, rms: bool) -> None:
-    """The partial sums of the backward's last one, the last rows of the forward."""
+    """The forgotten program has the backward's last partial sums, or the forward's last rows."""
     from tilegrad.kernels.column_sum import triton_ops as column_sum_ops
     from tilegrad.kernels.norm import triton_ops
 
@@ -221,19 +221,19 @@ def check_column_sums(x: Tensor) -> None:
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("n", "c"), [*SHAPES, (5000, 63), (0, 7)])
-def test_interpreted_column_sums(n: int, c: int, dtype: torch.dtype) -> None:
+def test_interpreted_column_sums_are_right(n: int, c: int, dtype: torch.dtype) -> None:
     check_column_sums(apart(n, c, dtype))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16])
-def test_column_sums_on_the_device(dtype: torch.dtype) -> None:
+def test_column_sums_on_the_device_are_right(dtype: torch.dtype) -> None:
     for n, c in (*SHAPES, *ON_THE_DEVICE, (3, 70_000)):
         check_column_sums(apart(n, c, dtype, "cuda"))
 
 
 def uncancelled_tanh(h: Tensor) -> Outputs:
-    """±(1 − 2 σ(−2|h|)): autograd's 1 − tanh² of float64 is off by float32's roundings where |h| > 10."""
+    """tanh as ±(1 − 2 σ(−2|h|)): for |h| > 10 autograd's 1 − tanh² in float64 is wrong by as much as float32 rounds."""
     return {"a": torch.where(h < 0, -1.0, 1.0) * (1 - 2 * torch.sigmoid(-2 * h.abs()))}
 
 
@@ -253,7 +253,7 @@ def run_activation(kind: str, h: Tensor, da: Tensor) -> Outputs:
 
 
 def check_activation(kind: str, h: Tensor, da: Tensor) -> None:
-    """By rows that lie apart, in one row in place; and one wrong number is seen."""
+    """Checks rows with gaps and one row in place, and that one wrong number is seen."""
     got, allowed = run_activation(kind, h, da), bounds.activation(kind, h, da)
     assert_true(got, FORMULAS[kind], {"h": h}, {"a": da}, allowed)
     flat, in_place = torch.empty_like(h.reshape(-1)), da.contiguous()
@@ -270,7 +270,7 @@ def check_activation(kind: str, h: Tensor, da: Tensor) -> None:
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_interpreted_activations(kind: str, dtype: torch.dtype) -> None:
+def test_interpreted_activations_agree_with_the_oracle(kind: str, dtype: torch.dtype) -> None:
     for n, c in SHAPES:
         check_activation(kind, 3 * apart(n, c, dtype), apart(n, c, dtype, seed=1))
 
@@ -278,7 +278,7 @@ def test_interpreted_activations(kind: str, dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_activations_on_the_device(kind: str, dtype: torch.dtype) -> None:
+def test_activations_on_the_device_agree_with_the_oracle(kind: str, dtype: torch.dtype) -> None:
     for n, c in (*SHAPES, *ON_THE_DEVICE):
         check_activation(kind, 3 * apart(n, c, dtype, "cuda"), apart(n, c, dtype, "cuda", seed=1))
 
@@ -286,7 +286,7 @@ def test_activations_on_the_device(kind: str, dtype: torch.dtype) -> None:
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_interpreted_far_out_activations_saturate_and_nan_stays(kind: str, dtype: torch.dtype) -> None:
+def test_interpreted_activations_of_large_inputs_saturate_and_nan_stays(kind: str, dtype: torch.dtype) -> None:
     h = torch.tensor([[-3e38, -1e20, -1e4, -200.0, 200.0, 1e4, 1e20, 3e38, torch.nan]], dtype=torch.float32)
     h = h.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype)
     got = run_activation(kind, h, torch.ones_like(h))
@@ -326,7 +326,9 @@ def check_swiglu(n: int, c: int, dtype: torch.dtype, device: str) -> None:
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rms", "bias"), NORMS)
-def test_interpreted_joined_branch_output_again_and_sum_of_dx(dtype: torch.dtype, rms: bool, bias: bool) -> None:
+def test_interpreted_norms_can_add_a_branch_recompute_the_output_and_sum_dx(
+    dtype: torch.dtype, rms: bool, bias: bool
+) -> None:
     for n, c in ((1, 1), (63, 63), (37, 48), (9, 768)):
         check_fused_norm(n, c, dtype, rms=rms, bias=bias, device="cpu", kernel="triton")
 
@@ -334,14 +336,14 @@ def test_interpreted_joined_branch_output_again_and_sum_of_dx(dtype: torch.dtype
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", [*KINDS, "swiglu"])
-def test_interpreted_output_again_and_sums_of_gradients(kind: str, dtype: torch.dtype) -> None:
+def test_interpreted_backward_can_recompute_the_output_and_sum_gradients(kind: str, dtype: torch.dtype) -> None:
     for n, c in ((1, 1), (63, 63), (9, 1500)):
         check_fused_activation(kind, n, c, dtype, device="cpu", kernel="triton")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16])
-def test_fused_ops_on_the_device(dtype: torch.dtype) -> None:
+def test_fused_ops_on_the_device_have_the_results_of_their_pieces(dtype: torch.dtype) -> None:
     for n, c in (*SHAPES, *ON_THE_DEVICE):
         for rms, bias in NORMS:
             check_fused_norm(n, c, dtype, rms=rms, bias=bias, device="cuda", kernel="triton")
@@ -351,20 +353,20 @@ def test_fused_ops_on_the_device(dtype: torch.dtype) -> None:
 
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_interpreted_swiglu(dtype: torch.dtype) -> None:
+def test_interpreted_swiglu_agrees_with_the_oracle(dtype: torch.dtype) -> None:
     for n, c in SHAPES:
         check_swiglu(n, c, dtype, "cpu")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16])
-def test_swiglu_on_the_device(dtype: torch.dtype) -> None:
+def test_swiglu_on_the_device_agrees_with_the_oracle(dtype: torch.dtype) -> None:
     for n, c in (*SHAPES, *ON_THE_DEVICE):
         check_swiglu(n, c, dtype, "cuda")
 
 
 @pytest.mark.usefixtures("interpreter")
-def test_interpreted_kernels_write_nothing_outside_their_buffers() -> None:
+def test_interpreted_kernels_write_only_their_buffers() -> None:
     guard = Guard()
     with observe(guard):
         for rms in (False, True):
@@ -377,7 +379,7 @@ def test_interpreted_kernels_write_nothing_outside_their_buffers() -> None:
 
 
 @pytest.mark.usefixtures("interpreter")
-def test_interpreted_more_rows_need_no_less_scratch() -> None:
+def test_interpreted_scratch_never_shrinks_with_more_rows() -> None:
     for c in (1, 63, 768, 5000):
         rows = [torch.empty(n, c) for n in (0, 1, 100, 5000)]
         for sizes in (
@@ -388,7 +390,7 @@ def test_interpreted_more_rows_need_no_less_scratch() -> None:
             assert shapes == sorted(shapes) and shapes[0] < shapes[-1]
 
 
-def test_the_tables_say_why_not() -> None:
+def test_the_tables_say_why_triton_cannot_run_an_op() -> None:
     x = randn(4, 6, dtype=torch.float32)
     for table, problem in (
         (NORM, Problem),
@@ -400,7 +402,7 @@ def test_the_tables_say_why_not() -> None:
 
 
 @pytest.mark.usefixtures("interpreter")
-def test_interpreted_tables_say_which_layouts() -> None:
+def test_interpreted_tables_say_which_layouts_are_accepted() -> None:
     assert "up to 16384 columns, not 16385" in NORM.explain(Problem(torch.empty(1, 16385))).reasons["triton"]
     across = torch.empty(6, 4).t()
     told = ACTIVATION.explain(ActivationProblem(across, "gelu"))
@@ -418,8 +420,8 @@ def problem_of(table: Table, dtype: torch.dtype) -> Any:
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.op)
-def test_the_fixture_kernels_runs_tritons(table: Table, kernels: str) -> None:
-    """Else the tests with that fixture would run torch's kernels twice."""
+def test_the_fixture_kernels_runs_the_kernels_of_triton(table: Table, kernels: str) -> None:
+    """Otherwise the tests with that fixture would run torch's kernels twice."""
     for dtype in (torch.float32, torch.bfloat16):
         assert table.select(problem_of(table, dtype)).name == kernels
     assert table.select(problem_of(table, torch.float64)).name == "torch"
@@ -433,7 +435,7 @@ def test_a_cpu_refuses_tritons_kernels_and_says_why(table: Table) -> None:
         table.select(problem_of(table, torch.float64), "triton")
 
 
-def test_float16_is_no_dtype_of_tritons_loss() -> None:
+def test_the_loss_in_triton_refuses_float16() -> None:
     with pytest.raises(ValueError, match="underflows in float16; accepted: 'torch'"):
         CROSS_ENTROPY.select(problem_of(CROSS_ENTROPY, torch.float16), "triton")
 
@@ -452,15 +454,15 @@ def test_an_old_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu._refusal.cache_clear()
 
 
-def test_the_interpreter_is_asked_for_at_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was refused without it is taken with it, and refused again."""
+def test_each_call_checks_whether_the_interpreter_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that is refused without it is accepted with it, then refused again."""
     x = torch.empty(1)
     for value, refused in (("0", True), ("1", False), ("0", True)):
         monkeypatch.setenv("TRITON_INTERPRET", value)
         assert (gpu.refusal(x) is not None) == refused
 
 
-def test_sizes_of_grids_and_tiles() -> None:
+def test_grids_and_tiles_have_their_sizes() -> None:
     assert [gpu.ceil_div(a, 4) for a in (0, 1, 4, 5, 8)] == [0, 1, 1, 2, 2]
     assert [gpu.padded(n) for n in (0, 1, 2, 3, 4, 5, 1024, 1025)] == [1, 1, 2, 4, 4, 8, 1024, 2048]
     assert gpu.multiprocessors(torch.device("cpu")) == 8

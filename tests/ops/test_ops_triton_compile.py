@@ -1,4 +1,4 @@
-"""The Triton kernels of the ops through the real compiler, without a GPU: registers, spills and copies of what would run."""
+"""Compiles the Triton kernels of the ops with the real compiler, without a GPU: registers, spills and copies are checked."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ triton = pytest.importorskip("triton", reason="needs Triton")
 pytestmark = pytest.mark.skipif(
     triton.knobs.runtime.interpret or torch.cuda.is_available(), reason="compiles for GPUs that are not there"
 )
-SPILLED_BYTES = {("3.9", "_norm_bwd_kernel"): 24}  # of the stack, at C 8192; none by others: kernels/triton_version.py
+SPILLED_BYTES = {
+    ("3.9", "_norm_bwd_kernel"): 24
+}  # on the stack, at C 8192; the rest use none: kernels/triton_version.py
 
-# of sampling: its tokens do not depend on the order of the candidates; of float8: a count
+# sampling: tokens do not depend on the order of candidates; float8: a count
 ATOMICS = {"_gather_kernel", "_scale_kernel"}
 
 
@@ -64,7 +66,7 @@ def norm(x: Tensor, *, rms: bool, architecture: int, folder: Path) -> dict[str, 
         slowly((4096, torch.float32, True)),
     ],
 )
-def test_norms(architecture: int, c: int, dtype: torch.dtype, rms: bool, tmp_path: Path) -> None:
+def test_norms_compile(architecture: int, c: int, dtype: torch.dtype, rms: bool, tmp_path: Path) -> None:
     found = norm(torch.empty(4096, c, dtype=dtype), rms=rms, architecture=architecture, folder=tmp_path)
     names = {"_norm_fwd_kernel", "_norm_bwd_kernel", "_add_partials_kernel"}
     check(found, architecture, names | {f"{name} again" for name in names})
@@ -77,7 +79,7 @@ def test_norms(architecture: int, c: int, dtype: torch.dtype, rms: bool, tmp_pat
 
 @pytest.mark.parametrize("architecture", [slowly(80), 90])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, slowly(torch.float32)])
-def test_column_sums(architecture: int, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_column_sums_compile(architecture: int, dtype: torch.dtype, tmp_path: Path) -> None:
     from tilegrad.kernels.column_sum import triton_ops
 
     x = torch.empty(4096, 3072, dtype=dtype)
@@ -91,7 +93,7 @@ def test_column_sums(architecture: int, dtype: torch.dtype, tmp_path: Path) -> N
 @pytest.mark.parametrize("architecture", [slowly(80), 90, slowly(100)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, slowly(torch.float32)])
 @pytest.mark.parametrize("kind", ["gelu", slowly("tanh"), slowly("relu"), slowly("relu2"), "swiglu"])
-def test_activations(architecture: int, kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_activations_compile(architecture: int, kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     from tilegrad.kernels.activation import triton_ops
 
     up_gate, sums = torch.empty(64, 6144, dtype=dtype), torch.empty(3072)
@@ -116,8 +118,8 @@ def test_activations(architecture: int, kind: str, dtype: torch.dtype, tmp_path:
 
 
 @pytest.mark.parametrize("kind", ["", slowly("gelu"), "swiglu"])
-def test_float8_rounding(kind: str, tmp_path: Path) -> None:
-    """Reads and both writes are of whole vectors: the transpose is through shared memory."""
+def test_float8_rounding_compiles_to_vector_loads_and_stores(kind: str, tmp_path: Path) -> None:
+    """Loads and both stores are of whole vectors: the transpose uses shared memory."""
     from tilegrad.kernels.fp8_linear import scaled_mm
     from tilegrad.kernels.fp8_linear.state import STATE
 
@@ -139,7 +141,7 @@ ONES = [(1, 1), slowly((1, 768)), slowly((1023, 1))]
 
 
 @pytest.mark.parametrize(("n", "c"), ONES)
-def test_sizes_and_strides_of_1(n: int, c: int, tmp_path: Path) -> None:
+def test_kernels_compile_for_sizes_and_strides_of_1(n: int, c: int, tmp_path: Path) -> None:
     """Triton makes a constant of an argument that is 1."""
     from tilegrad.kernels.activation import triton_ops as activation
     from tilegrad.kernels.column_sum import triton_ops as column_sum
@@ -164,7 +166,7 @@ def test_sizes_and_strides_of_1(n: int, c: int, tmp_path: Path) -> None:
     ("dtype", "v"),
     [(torch.bfloat16, 50257), slowly((torch.bfloat16, 50304)), slowly((torch.float32, 50257)), (torch.float32, 50304)],
 )
-def test_cross_entropy(architecture: int, dtype: torch.dtype, v: int, tmp_path: Path) -> None:
+def test_cross_entropy_compiles(architecture: int, dtype: torch.dtype, v: int, tmp_path: Path) -> None:
     from tilegrad.kernels.cross_entropy import Outputs, triton_ops
 
     x, w, one = torch.empty(2, 8, dtype=dtype), torch.empty(v, 8, dtype=dtype), torch.ones(())
@@ -178,7 +180,7 @@ def test_cross_entropy(architecture: int, dtype: torch.dtype, v: int, tmp_path: 
 
 @pytest.mark.parametrize("architecture", [slowly(80), 90])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, slowly(torch.float32)])
-def test_cross_entropy_with_every_term(architecture: int, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_cross_entropy_with_every_term_compiles(architecture: int, dtype: torch.dtype, tmp_path: Path) -> None:
     from tilegrad.kernels.cross_entropy import Outputs, triton_ops
     from tilegrad.kernels.cross_entropy.terms import Terms
 
@@ -197,7 +199,7 @@ def test_cross_entropy_with_every_term(architecture: int, dtype: torch.dtype, tm
 @pytest.mark.parametrize(
     ("on_device", "lean"), [(False, ()), (True, ()), slowly((True, ("m", "v"))), (True, ("params", "grads", "m", "v"))]
 )
-def test_adamw(architecture: int, on_device: bool, lean: tuple[str, ...], tmp_path: Path) -> None:
+def test_adamw_compiles(architecture: int, on_device: bool, lean: tuple[str, ...], tmp_path: Path) -> None:
     from tilegrad.kernels.adamw import Range, Update, triton_ops
     from tilegrad.kernels.global_norm import triton_ops as norm_ops
 
@@ -215,7 +217,7 @@ def test_adamw(architecture: int, on_device: bool, lean: tuple[str, ...], tmp_pa
 
 @pytest.mark.parametrize("architecture", [slowly(80), 90])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, slowly(torch.float32)])
-def test_embeddings(architecture: int, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_embeddings_compile(architecture: int, dtype: torch.dtype, tmp_path: Path) -> None:
     from tilegrad.kernels.embedding import Gradients, triton_ops
 
     x, w, dw = torch.empty(2048, 768, dtype=dtype), torch.empty(100, 768, dtype=dtype), torch.empty(1024, 768)
@@ -229,7 +231,7 @@ def test_embeddings(architecture: int, dtype: torch.dtype, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("architecture", [slowly(80), 90])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, slowly(torch.float32)])
-def test_mix(architecture: int, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_the_mix_compiles(architecture: int, dtype: torch.dtype, tmp_path: Path) -> None:
     from tilegrad.kernels.mix import triton_ops
 
     x, lse = torch.empty(1, 64, 36, 64, dtype=dtype), torch.empty(1, 64, 36)
@@ -241,7 +243,7 @@ def test_mix(architecture: int, dtype: torch.dtype, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("architecture", [slowly(80), 90])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, slowly(torch.float32)])
-def test_rope_and_dropout(architecture: int, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_rope_and_dropout_compile(architecture: int, dtype: torch.dtype, tmp_path: Path) -> None:
     from tilegrad.kernels.dropout import triton_ops as dropout_ops
     from tilegrad.kernels.rope import triton_ops as rope_ops
 
@@ -258,8 +260,8 @@ def test_rope_and_dropout(architecture: int, dtype: torch.dtype, tmp_path: Path)
     ("v", "without"),
     [slowly((1, True)), slowly((50257, True)), (50257, False)],
 )
-def test_sampling(architecture: int, v: int, without: bool, tmp_path: Path) -> None:
-    """The kernel without penalties is that with them less some instructions."""
+def test_sampling_compiles(architecture: int, v: int, without: bool, tmp_path: Path) -> None:
+    """The kernel without penalties is the kernel with penalties less some instructions."""
     from tilegrad.kernels.sampling import Draws, triton_ops
 
     logits, settings, numbers = torch.empty(4, v), torch.empty(4, 5), torch.zeros(4, dtype=torch.int64)
@@ -284,7 +286,7 @@ def test_sampling(architecture: int, v: int, without: bool, tmp_path: Path) -> N
         slowly((torch.float32, 4, 80, {})),
     ],
 )
-def test_attention_over_a_cache(
+def test_attention_over_a_cache_compiles(
     architecture: int, dtype: torch.dtype, group: int, d: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
     from tilegrad.kernels.attention import Mask
@@ -301,7 +303,7 @@ def test_attention_over_a_cache(
     assert ".128" in found["_attend_kernel"].sass, "loads are not of 16 bytes"
 
 
-def test_positions_of_packed_rows(tmp_path: Path) -> None:
+def test_positions_of_packed_rows_compile(tmp_path: Path) -> None:
     from tilegrad.kernels.embedding import Gradients
     from tilegrad.kernels.embedding import triton_ops as embedding
     from tilegrad.kernels.rope import triton_ops as rope
@@ -318,7 +320,7 @@ def test_positions_of_packed_rows(tmp_path: Path) -> None:
     check(found, 90, {"_embedding_kernel", "_runs_kernel", "_join_kernel", "_rotate_kernel"})
 
 
-def test_sizes_of_1_of_the_step(tmp_path: Path) -> None:
+def test_the_kernels_of_a_step_compile_for_sizes_of_1(tmp_path: Path) -> None:
     from tilegrad.kernels.cross_entropy import Outputs
     from tilegrad.kernels.cross_entropy import triton_ops as cross_entropy
     from tilegrad.kernels.dropout import triton_ops as dropout
@@ -343,8 +345,8 @@ def test_sizes_of_1_of_the_step(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("architecture", [slowly(80), 90])
 @pytest.mark.parametrize("n", [1, 4096])
-def test_products_in_a_fixed_order(architecture: int, n: int, tmp_path: Path) -> None:
-    """Every number of rows is multiplied by one kind of instruction, so that the order of its additions is the same."""
+def test_products_in_a_fixed_order_use_one_kind_of_instruction(architecture: int, n: int, tmp_path: Path) -> None:
+    """Any number of rows is multiplied by one kind of instruction, so that the order of additions is the same."""
     from tilegrad.kernels.linear import triton_ops
 
     x, w, b, y = (torch.empty(*shape, dtype=torch.bfloat16) for shape in ((n, 768), (2304, 768), (2304,), (n, 2304)))
@@ -358,7 +360,9 @@ def test_products_in_a_fixed_order(architecture: int, n: int, tmp_path: Path) ->
 
 @pytest.mark.parametrize("n", [1, slowly(4)])
 @pytest.mark.parametrize(("m", "k"), [(2304, 768), slowly((768, 3072)), slowly((1536, 8960))])
-def test_products_of_few_rows(n: int, m: int, k: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_of_few_rows_load_w_before_they_wait(
+    n: int, m: int, k: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A program reads its first tile of w before it waits for the previous kernel."""
     from tilegrad.kernels.linear import few_rows
 
@@ -373,7 +377,7 @@ def test_products_of_few_rows(n: int, m: int, k: int, tmp_path: Path, monkeypatc
 
 
 def test_kernels_of_a_step_wait_for_the_previous_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before a kernel reads or writes what another one may write or read, it waits."""
+    """A kernel waits before it reads or writes memory that the previous one may write or read."""
     from tilegrad.kernels.activation import triton_ops as activation
     from tilegrad.kernels.norm import Outputs
     from tilegrad.kernels.norm import triton_ops as norm_ops
@@ -394,12 +398,14 @@ def test_kernels_of_a_step_wait_for_the_previous_one(tmp_path: Path, monkeypatch
 
 
 def test_norms_and_rope_have_the_same_arithmetic_for_any_number_of_rows(tmp_path: Path) -> None:
-    """Triton compiles another program where a size is 1 or a multiple of 16."""
+    """Triton compiles another program if a size is 1 or a multiple of 16."""
     from tilegrad.kernels.norm import Outputs
     from tilegrad.kernels.norm import triton_ops as norm
     from tilegrad.kernels.rope import triton_ops as rope
 
-    arithmetic = re.compile(r"\b(?:FFMA|FMUL|FADD|SHFL|MUFU\.RSQ)[.\w]*")  # MUFU.RCP also divides ints
+    arithmetic = re.compile(
+        r"\b(?:FFMA|FMUL|FADD|SHFL|MUFU\.RSQ)[.\w]*"
+    )  # MUFU.RCP is left out because it also divides ints
     table, w = torch.empty(64, 32), torch.empty(256, dtype=torch.bfloat16)
     found: dict[str, set[tuple[str, ...]]] = {"_norm_fwd_kernel": set(), "_rotate_kernel": set()}
     for b, t, packed in ((1, 1, True), (7, 1, True), (4, 16, False)):
@@ -414,11 +420,11 @@ def test_norms_and_rope_have_the_same_arithmetic_for_any_number_of_rows(tmp_path
     assert all(len(programs) == 1 and programs != {()} for programs in found.values())
 
 
-ELSEWHERE = {"_low_rank_kernel", "_sum_parts_kernel"}  # test_ops_low_rank.py
+ELSEWHERE = {"_low_rank_kernel", "_sum_parts_kernel"}  # kernels in test_ops_low_rank.py
 
 
 def test_ci_compiles_every_kernel() -> None:
-    """Every kernel is named by a test here, and every test has a case that is not slow."""
+    """A test here names every kernel, and every test has a case that is not slow."""
     from tilegrad import kernels
 
     folder = Path(kernels.__file__).parent

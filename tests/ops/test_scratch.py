@@ -38,7 +38,7 @@ def refuses_many_rows(problem: Problem) -> str | None:
 
 @pytest.fixture
 def table(monkeypatch: pytest.MonkeyPatch) -> Table:
-    """Two kernels whose buffers have one name: float32 rows of the one, integers of the other."""
+    """Two kernels whose buffers have the same name: one has float32 rows, the other integers."""
     for name, dtype in (("few", torch.float32), ("many", torch.int64)):
         module = ModuleType(f"tilegrad.kernels.test_{name}")
         module.workspace = lambda x, *, backward, dtype=dtype: {"work": ((x.shape[0],), dtype)} if backward else {}  # type: ignore[attr-defined]
@@ -62,7 +62,7 @@ def test_canary_two_kernels_with_one_name_do_not_share_a_buffer(table: Table) ->
         assert mine["work"].data_ptr() == scratch[f"{name}.work"].data_ptr() and mine["work"].shape == (3,)
 
 
-def test_the_scratch_of_several_problems_serves_each(table: Table) -> None:
+def test_the_scratch_of_several_problems_serves_each_of_them(table: Table) -> None:
     for order in ((2, 7), (7, 2)):
         assert table.workspace(*map(form, order), backward=True) == {"few.work": ((7,), torch.float32)}
     assert table.workspace(form(2), form(100), backward=False) == {}
@@ -84,12 +84,12 @@ def test_the_first_row_that_takes_a_problem_runs_and_a_name_runs_or_raises(table
     )
 
 
-def test_names_below_an_owner_and_back() -> None:
+def test_names_get_an_owner_and_lose_it_again() -> None:
     assert below("linear", {"x": 1, "native.y": 2}) == {"linear.x": 1, "linear.native.y": 2}
     assert of("linear", {"linear.x": 1, "linear.native.y": 2, "linear_2.x": 3, "x": 4}) == {"x": 1, "native.y": 2}
 
 
-def test_a_buffer_may_be_larger_but_not_smaller_other_or_strided() -> None:
+def test_a_buffer_may_be_larger_but_not_smaller_strided_or_of_another_dtype() -> None:
     needed: Shapes = {"a": ((2, 3), torch.float32)}
     cpu = torch.device("cpu")
     large = torch.arange(10.0)
@@ -106,7 +106,7 @@ def test_a_buffer_may_be_larger_but_not_smaller_other_or_strided() -> None:
             views(nothing, needed, cpu, "test", kernel="k")
 
 
-def test_rows_per_block() -> None:
+def test_rows_per_block_follow_from_the_size_of_a_row() -> None:
     sizes = {"cpu": 100}
     got = [
         rows_per_block(Form(shape, torch.float32, torch.device("cpu")), sizes)
@@ -115,21 +115,21 @@ def test_rows_per_block() -> None:
     assert got == [7, 10, 1, 1, 100, 100]
 
 
-def test_blocks_cover_all_rows_once_and_whole_ones_are_not_indexed() -> None:
+def test_blocks_cover_all_rows_once_and_a_single_block_is_not_indexed() -> None:
     assert list(blocks(7, 3)) == [slice(0, 3), slice(3, 6), slice(6, 7)] and not list(blocks(0, 3))
     x = torch.arange(4)
     assert rows_of(x, slice(0, 4)) is x
     assert rows_of(x, slice(0, 3)).tolist() == [0, 1, 2] and rows_of(x, slice(1, 4)).tolist() == [1, 2, 3]
 
 
-def test_the_larger_buffer_of_a_name_and_those_of_one_side() -> None:
+def test_union_takes_the_larger_buffer_of_a_name_and_those_of_one_side() -> None:
     a: Shapes = {"x": ((2, 3), torch.int8), "a": ((1,), torch.int8)}
     b: Shapes = {"x": ((7,), torch.int8), "b": ((1,), torch.int64)}
     assert larger(a, b) == {"x": ((7,), torch.int8), "a": a["a"], "b": b["b"]} == larger(b, a)
     assert larger(a, {"x": ((5, 1), torch.int8)})["x"] == a["x"]
 
 
-def test_buffers_one_after_the_other_wherever_theirs_begins() -> None:
+def test_buffers_follow_each_other_at_any_start() -> None:
     layout = Layout({"x": ((2, 3), torch.float32), "y": ((5,), torch.int8)})
     whole = torch.zeros(3 * 256, dtype=torch.uint8)
     found = layout.of(whole[256:])
@@ -137,7 +137,7 @@ def test_buffers_one_after_the_other_wherever_theirs_begins() -> None:
     assert [x.data_ptr() - whole.data_ptr() for x in found.values()] == [256, 512]
 
 
-def test_sums_are_formed_in_float32_or_better() -> None:
+def test_sums_are_computed_in_float32_or_float64() -> None:
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     assert [accumulation_dtype(x) for x in dtypes] == [torch.float64, *3 * [torch.float32]]
 

@@ -1,6 +1,6 @@
-"""Scratch that ops declare, as it is written down: a memory plan holds no number more than a kernel asks for.
+"""The scratch that ops declare equals the sizes written here: a memory plan has no number more than a kernel needs.
 
-That it is enough, every test of an op shows, whose scratch is poisoned and of the declared size. Blocks are of 40 numbers here.
+Every test of an op shows that it is enough, because its scratch is poisoned and of the declared size. Blocks have 40 numbers.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ DECLARED: dict[str, str] = {
 
 
 def told(shapes: Shapes) -> str:
-    """name 4·5 of float32, name 4·5 of another dtype with its name."""
+    """The scratch as text: "name 4·5" for float32, with the name of the dtype for another one."""
     return ", ".join(
         f"{name} {'·'.join(map(str, shape)) or 1}{'' if dtype == torch.float32 else str(dtype).replace('torch.', ' ')}"
         for name, (shape, dtype) in sorted(shapes.items())
@@ -156,7 +156,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_scratch_is_what_is_written_down(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scratch_has_the_sizes_written_here(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     small(monkeypatch)
     assert told(CALLS[name]()) == DECLARED[name]
 

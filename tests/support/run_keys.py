@@ -65,7 +65,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "train.invariant": ("false", "true"),
     "train.seed": ("0", "12345678901"),
     "train.log": ('"auto"', '"none"', '["tensorboard"]', "[]"),
-    "train.epochs": (ABSENT, "none"),  # other values are in tests/train/test_epochs.py
+    "train.epochs": (ABSENT, "none"),  # tests/train/test_schedule.py has other values
     "train.patience": ("0", "7"),  # 7 is more evaluations than a run has, so that none ends early
     "train.init": ("none", '"weights"'),  # a folder of weights of the same model
     "train.freeze": ("[]", '"wte.*"', '["blocks.*.ln?.*", "ln_f.*"]'),
