@@ -229,10 +229,7 @@ class Peer:
         self._last = torch.full((), torch.nan)
 
     def submit(self, tokens: Tensor, targets: Tensor, learning_rate: float) -> None:
-        x, y = (given.to(self.device, non_blocking=True) for given in (tokens, targets))
-        autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
-        with self._attention(), autocast:
-            loss: Tensor = self._forward(x, y)
+        loss = self._mean_loss(tokens, targets)
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for group in self.optimizer.param_groups:
@@ -244,6 +241,18 @@ class Peer:
     def loss(self) -> float:
         """The loss of the last step; waits for it."""
         return float(self._last)
+
+    def evaluate(self, tokens: Tensor, targets: Tensor) -> float:
+        """The mean loss of a batch."""
+        with torch.no_grad():
+            return float(self._mean_loss(tokens, targets))
+
+    def _mean_loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x, y = (given.to(self.device, non_blocking=True) for given in (tokens, targets))
+        autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
+        with self._attention(), autocast:
+            loss: Tensor = self._forward(x, y)
+        return loss
 
     def _attention(self) -> AbstractContextManager[object]:
         return nullcontext() if self.sdpa == "default" else sdpa_kernel(BACKENDS[self.sdpa])

@@ -3,12 +3,15 @@
 docs/figures/training.svg    tokens/s and memory of a training step, against compiled PyTorch
 docs/figures/attention.svg   speed of attention by head dimension, against FlashAttention-4 and cuDNN
 docs/figures/schedules.svg   the learning rate over the steps, by schedule
+
+python docs/charts.py five-minutes PICTURE RUNS…    bits per byte over seconds, from files of `benchmarks.five_minutes --out`
 """
 
 from __future__ import annotations
 
 import html
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import geometric_mean, median
@@ -35,6 +38,11 @@ LINES = """
 .line { stroke: #1f6f8b; stroke-width: 2; fill: none; } .guide { stroke: #59636e; stroke-dasharray: 3 3; }
 @media (prefers-color-scheme: dark) { .line { stroke: #4aa8c7; } .guide { stroke: #9198a1; } }"""
 LABEL, ROW, BAR = 190, 24, 12
+CONTENDERS = {  # of the five-minute bench: a name for readers, a color
+    "nanogpt": ("nanoGPT's form, compiled, AdamW", "#e07a3f"), "nanochat": ("nanochat's form, compiled, Muon", "#8a5fbf"),
+    "adamw": ("tilegrad, AdamW", "#7fb8cc"), "muon": ("tilegrad, Muon", "#1f6f8b"),
+    "muon-fp8": ("tilegrad, Muon, fp8", "#2e9e6b"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +129,45 @@ def schedules() -> str:
     return svg(title, described, parts, top + tall + 28, STYLE + LINES)
 
 
+def five_minutes(paths: list[Path]) -> str:
+    """A curve for each run, without its first tenth, which is too steep to be seen next to the rest."""
+    rows = [json.loads(line) for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
+    runs = [row for row in rows if "curve" in row]
+    if not runs:
+        raise ValueError(f"runs: got {', '.join(map(str, paths))} without a run; accepted: files of --out")
+    left, top, wide, tall = 62, 44, 640, 320
+    end = max(run["seconds"] for run in runs)
+    shown = [p["bits_per_byte"] for run in runs for p in run["curve"] if p["seconds"] >= end / 10]
+    low, high = min(shown), max(shown)
+    title = f"Validation bits per byte over seconds of training, {runs[0]['size']}, {len(runs)} runs"
+    parts = [f'<text class="head" x="8" y="20">{html.escape(title)}</text>']
+    for i in range(5):
+        value, y = high - (high - low) * i / 4, top + tall * i / 4
+        x, seconds = left + wide * i / 4, end * i / 4
+        parts.append(f'<text class="small" x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.3f}</text>')
+        parts.append(f'<line class="guide" x1="{left}" x2="{left + wide}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text class="small" x="{x:.1f}" y="{top + tall + 16}" text-anchor="middle">{seconds:g} s</text>')
+    present = [name for name in CONTENDERS if any(run["contender"] == name for run in runs)]
+    for i, name in enumerate(present):
+        label, color = CONTENDERS[name]
+        for run in (run for run in runs if run["contender"] == name):
+            points = [
+                f"{left + wide * p['seconds'] / end:.1f},"
+                f"{top + tall * (high - p['bits_per_byte']) / ((high - low) or 1.0):.1f}"
+                for p in run["curve"]
+                if p["seconds"] >= end / 10
+            ]
+            parts.append(f'<polyline fill="none" stroke="{color}" stroke-width="1.5" points="{" ".join(points)}"/>')
+        y = top + 14 + ROW * i
+        parts.append(f'<rect x="{left + wide + 16}" y="{y - 6}" width="{BAR}" height="4" fill="{color}"/>')
+        parts.append(f'<text x="{left + wide + 34}" y="{y}">{html.escape(label)}</text>')
+    ends = {name: [run["curve"][-1]["bits_per_byte"] for run in runs if run["contender"] == name] for name in present}
+    described = "At the end: " + "; ".join(
+        f"{CONTENDERS[name][0]}: " + ", ".join(f"{value:.4f}" for value in values) for name, values in ends.items()
+    )
+    return svg(title, described, parts, top + tall + 28, STYLE + LINES)
+
+
 def svg(title: str, described: str, parts: list[str], tall: int, style: str = STYLE) -> str:
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 960 {tall}" width="960" height="{tall}">'
     about = f"<title>{html.escape(title)}</title><desc>{html.escape(described)}</desc><style>{style}</style>"
@@ -158,6 +205,9 @@ def drawn(title: str, names: list[str], panels: list[Panel], source: str) -> str
 
 
 if __name__ == "__main__":
-    (HERE / "figures" / "training.svg").write_text(training(), encoding="utf-8")
-    (HERE / "figures" / "attention.svg").write_text(attention(), encoding="utf-8")
-    (HERE / "figures" / "schedules.svg").write_text(schedules(), encoding="utf-8")
+    if sys.argv[1:2] == ["five-minutes"]:
+        Path(sys.argv[2]).write_text(five_minutes(list(map(Path, sys.argv[3:]))), encoding="utf-8")
+    else:
+        (HERE / "figures" / "training.svg").write_text(training(), encoding="utf-8")
+        (HERE / "figures" / "attention.svg").write_text(attention(), encoding="utf-8")
+        (HERE / "figures" / "schedules.svg").write_text(schedules(), encoding="utf-8")

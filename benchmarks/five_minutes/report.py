@@ -1,0 +1,115 @@
+"""What several runs say: a table with a row for each contender, and the two goals.
+
+bits per byte     the mean over seeds at the end, and the spread: the largest − the smallest
+seconds to …      when a curve, linear between its points, reaches `nanogpt`'s mean at the end; the mean over seeds
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean
+
+from .contenders import CONTENDERS
+from .training import Point, Run
+
+BASELINE, RIVAL = "nanogpt", "nanochat"
+GOAL_S = 150.0
+_GIB = 1 << 30
+HEADER = ("contender", "bits per byte", "spread", "seeds", "seconds to nanogpt's", "tokens", "tokens/s", "peak GiB")
+
+
+def to_json(run: Run) -> str:
+    return json.dumps(asdict(run))
+
+
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """The runs of these files, in which other lines, such as the environment's, are skipped."""
+    found = []
+    for path in paths:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            if "curve" in row:
+                found.append(Run(**row | {"curve": tuple(Point(**point) for point in row["curve"])}))
+    return found
+
+
+def check_comparable(runs: Sequence[Run]) -> None:
+    """Refuse runs of different data, sizes or limits, and two of one seed."""
+    for name in ("data_sha256", "size", "limit"):
+        values = sorted({getattr(run, name) for run in runs})
+        if len(values) > 1:
+            raise ValueError(f"runs: got {name} {values[0]} and {values[1]}; accepted: runs that agree in it")
+    keys = [(run.contender, run.seed) for run in runs]
+    for contender, seed in keys:
+        if keys.count((contender, seed)) > 1:
+            raise ValueError(f"runs: got {contender} with seed {seed} twice; accepted: once")
+
+
+def by_contender(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """In the order of CONTENDERS."""
+    return {name: own for name in CONTENDERS if (own := [run for run in runs if run.contender == name])}
+
+
+def seconds_to(bits_per_byte: float, run: Run) -> float | None:
+    """When the curve first reaches this value; None: never."""
+    for a, b in zip(run.curve, run.curve[1:], strict=False):
+        if b.bits_per_byte <= bits_per_byte:
+            fall = a.bits_per_byte - b.bits_per_byte
+            share = (a.bits_per_byte - bits_per_byte) / fall if fall > 0 else 0.0
+            return a.seconds + max(0.0, share) * (b.seconds - a.seconds)
+    return None
+
+
+def spread(runs: Sequence[Run]) -> float:
+    values = [run.bits_per_byte for run in runs]
+    return max(values) - min(values)
+
+
+def report(runs: Sequence[Run]) -> str:
+    check_comparable(runs)
+    groups = by_contender(runs)
+    baseline = fmean(run.bits_per_byte for run in groups[BASELINE]) if BASELINE in groups else None
+    rows = []
+    for name, own in groups.items():
+        speed = sum(run.tokens for run in own) / sum(run.seconds for run in own)
+        tokens, peak = fmean(run.tokens for run in own), max(run.peak_bytes for run in own)
+        rows.append(
+            [
+                name, f"{fmean(run.bits_per_byte for run in own):.4f}", f"{spread(own):.4f}", str(len(own)),
+                _seconds(_mean_seconds(own, baseline)), f"{tokens:,.0f}", f"{speed:,.0f}", f"{peak / _GIB:.2f}",
+            ]
+        )  # fmt: skip
+    lines = [" | ".join(row) for row in (HEADER, ["---", *["---:"] * (len(HEADER) - 1)], *rows)]
+    return "\n".join([*(f"| {line} |" for line in lines), *_goals(groups, baseline)])
+
+
+def _mean_seconds(runs: Sequence[Run], target: float | None) -> float | None:
+    found = [] if target is None else [seconds_to(target, run) for run in runs]
+    reached = [value for value in found if value is not None]
+    return fmean(reached) if reached and len(reached) == len(found) else None
+
+
+def _seconds(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1f}"
+
+
+def _goals(groups: dict[str, list[Run]], baseline: float | None) -> list[str]:
+    """A line for each goal that these runs can decide."""
+    lines = []
+    for name in ("muon", "muon-fp8"):
+        if name not in groups:
+            continue
+        own = groups[name]
+        if RIVAL in groups:
+            ahead = fmean(run.bits_per_byte for run in groups[RIVAL]) - fmean(run.bits_per_byte for run in own)
+            needed = max(spread(own), spread(groups[RIVAL]))
+            verdict = "met" if ahead > needed else "missed"
+            lines.append(f"{name}: {ahead:+.4f} bits per byte below {RIVAL}; goal: more than {needed:.4f}, {verdict}")
+        if baseline is not None:
+            took = _mean_seconds(own, baseline)
+            verdict = "met" if took is not None and took <= GOAL_S else "missed"
+            lines.append(f"{name}: {_seconds(took)} s to {BASELINE}'s {baseline:.4f}; goal: ≤ {GOAL_S:g} s, {verdict}")
+    return ["", *lines] if lines else []
