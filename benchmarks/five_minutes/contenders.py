@@ -26,7 +26,7 @@ from tilegrad.model.config import ModelConfig
 from ..cases import Case, Problem
 from ..contenders import Contender, Entry, Ours
 from ..peer import Peer, PeerForm
-from .nanochat import HEAD_DIM, MATRIX_RATE, Nanochat
+from .nanochat import HEAD_DIM, MATRIX_RATE, SOFTCAP, Nanochat
 
 
 class Trained(Contender, Protocol):
@@ -52,7 +52,7 @@ class Size:
         """The form of nanochat, with weights in the norms."""
         return replace(
             self.gpt2(vocab_size), n_head=max(1, self.n_embd // HEAD_DIM), norm="rmsnorm", position="rope", qk_norm=True,
-            activation="relu2", bias=False, tie_embeddings=False,
+            activation="relu2", bias=False, tie_embeddings=False, logit_softcap=SOFTCAP,
         )  # fmt: skip
 
 

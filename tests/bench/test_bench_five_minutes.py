@@ -57,6 +57,7 @@ def settings(made: Path, name: str, **given: object) -> Settings:
 # ── the text ──
 
 
+@pytest.mark.skipif(not text.RECORDED.is_file(), reason="nothing is recorded yet")
 def test_every_listed_wheel_has_a_digest() -> None:
     wheels = text.listed(text.WHEELS)
     assert len({wheel.name.lower() for wheel in wheels}) == len(wheels) > 100
