@@ -227,8 +227,8 @@ def read_manifest(path: Path) -> Manifest:
         make_it = "python -m benchmarks.five_minutes.data FOLDER"
         raise ValueError(f"data: got {path.parent}, which has no {path.name}; accepted: a folder that `{make_it}` made")
     content = json.loads(path.read_text(encoding="utf-8"))
-    splits = {split: Split(**content.pop(split)) for split in SPLITS}
-    return Manifest(**content, **splits)
+    train, validation = (Split(**content.pop(split)) for split in SPLITS)
+    return Manifest(**content, train=train, validation=validation)
 
 
 def open_data(folder: Path) -> Data:
