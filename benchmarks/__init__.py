@@ -1,1 +1,1 @@
-"""The project's own benchmarks, next to their dated results: `python -m benchmarks.training --help`. Not part of the wheel."""
+"""Benchmarks of the project, next to their dated results: `python -m benchmarks.training --help`. Not in the wheel."""

@@ -1,20 +1,20 @@
-"""`python -m benchmarks.training --breakdown`: where the milliseconds of a step go, by group, against each group's floor.
+"""`python -m benchmarks.training --breakdown`: the milliseconds of a step by group, compared with the floor of each group.
 
     floor of an op       max(FLOPs / FLOP rate, bytes / byte rate)          rates measured on an H200 (`Rates`)
     floor of a group     the sum over its ops (step_cost.py)
     gaps                 the span of the step − the time in which any kernel runs
 
-The profiler lists the device's kernels in order, with names and times. It knows no ops, because a replayed CUDA graph has none.
-So a kernel's group is found by name:
+The profiler lists the kernels of the device in order, with names and times. It knows no ops, because a replayed CUDA graph has
+none. So the group of a kernel follows from its name:
 
-    a kernel of ours             its source file: a kernel in kernels/norm/ belongs to the norms
-    a GEMM                       before the loss: forward. After it the layout decides, in cuBLAS's column-major terms: TN is
-                                 x wᵀ (recomputed forward), NN or TT is dy w (dgrad), NT is dyᵀ x (wgrad). GEMMs next to a
+    a kernel of tilegrad         its source file decides: a kernel in kernels/norm/ belongs to the norms
+    a GEMM                       before the loss: forward. After the loss the layout decides, in cuBLAS's column-major terms: TN
+                                 is x wᵀ (recomputed forward), NN or TT is dy w (dgrad), NT is dyᵀ x (wgrad). GEMMs next to a
                                  loss kernel belong to the head
-    memset, split-K reduction    the group of their GEMM
-    a kernel of torch            a word in its name
+    memset, split-K reduction    the group of its GEMM
+    a kernel of torch            a word in its name decides
 
-The other kernels are in the group "other", and the report lists their names.
+All other kernels are in the group "other", and the report lists their names.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ GROUPS = (
     "attention backward", "rope", "norms forward", "norms backward", "activation forward", "activation backward", "loss",
     "optimizer", "embeddings", "bias sums", "fp8 scaling", "dropout", "copies", OTHER,
 )  # fmt: skip
-_HOMES = {  # op of ours → its groups: one, or forward and backward
+_HOMES = {  # op of tilegrad → its group, or its groups forward and backward
     "activation": ("activation forward", "activation backward"), "adamw": ("optimizer",),
     "attention": ("attention forward", "attention backward"), "cache_attention": ("attention forward",),
     "column_sum": ("bias sums",), "cross_entropy": ("loss",),
@@ -58,22 +58,22 @@ _LAYOUT = re.compile(r"_([tn]{2})[tn]{0,2}(?=_|\W|$)", re.IGNORECASE)
 _LAYOUTS = {"tn": "forward", "nn": "dgrad", "tt": "dgrad", "nt": "wgrad"}
 _NEXT_TO_A_GEMM = re.compile(r"^memset|splitk.?reduce|split_k_reduce", re.IGNORECASE)
 _NEXT_TO = "next to a GEMM"
-_PASSED = ("loss", "copies", _NEXT_TO, OTHER)  # between the head's forward and its loss
-_WORDS = (  # words in the names of kernels that are not ours; the first match counts
+_PASSED = ("loss", "copies", _NEXT_TO, OTHER)  # groups that may run between the forward of the head and the loss
+_WORDS = (  # words in the names of torch's kernels; the first match counts
     (r"fmha|flash|sdpa|mha_|attention", ("attention forward", "attention backward")),
     (r"layer_?norm|rms_?norm|LayerNorm|GammaBeta", ("norms forward", "norms backward")),
     (r"softmax|nll_loss|cross_entropy|log_sum|logsumexp", ("loss",)),
     (r"adam|multi_tensor|lpnorm|linalg_vector_norm|NormTwoOps|NormOps", ("optimizer",)),
     (r"gelu|silu|tanh_kernel|relu|swiglu|sigmoid", ("activation forward", "activation backward")),
     (r"embedding|index_?select|indexSelect|index_add|indexFunc|gather|scatter|index_put|index_elementwise", ("embeddings",)),
-    (r"radix_sort|reverse_indices", ("embeddings",)),  # they sort tokens for the gradient
+    (r"radix_sort|reverse_indices", ("embeddings",)),  # these kernels sort tokens for the gradient
     (r"float8|fp8|e4m3|amax|abs_max", ("fp8 scaling",)),
     (r"^memcpy|copy_kernel|CatArray|direct_copy|bfloat16_copy", ("copies",)),
 )  # fmt: skip
 
 
 class Rates(NamedTuple):
-    """The rates in a floor, measured on an H200: 690 TFLOP/s of a bfloat16 GEMM, and 4.3 TB/s."""
+    """The rates of floors, measured on an H200: 690 TFLOP/s of a bfloat16 GEMM, and 4.3 TB/s."""
 
     flops: float = 690e12
     bytes: float = 4.3e12
@@ -90,7 +90,7 @@ class Launch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GroupTime:
-    """A group of one step; floor_ms is None if a step needs no such op, or if its floor is unknown."""
+    """The time of a group in one step. floor_ms is None if a step needs no op of this group, or if the floor is unknown."""
 
     group: str
     ms: float
@@ -116,7 +116,7 @@ class Breakdown:
 
 @cache
 def our_kernels() -> Mapping[str, str]:
-    """Kernel → its op, found in the sources: an op is in kernels/<op>.py or kernels/<op>/."""
+    """kernel → its op, found in the sources: an op is in kernels/<op>.py or kernels/<op>/."""
     root = Path(kernels.__path__[0])
     found = {}
     for path in sorted(root.rglob("*.py")):
@@ -127,8 +127,8 @@ def our_kernels() -> Mapping[str, str]:
 
 
 def group_of(name: str, *, backward: bool) -> str:
-    """The group of a kernel by its name alone. `backward`: whether the kernel runs after the loss. A GEMM counts as a
-    block's."""
+    """The group of a kernel by its name alone. `backward`: whether the kernel runs after the loss. A GEMM counts as a GEMM of
+    the blocks."""
     own = our_kernels().get(name)
     if own == "linear":
         return _gemm(name, backward=backward)
@@ -156,11 +156,12 @@ def _gemm(name: str, *, backward: bool) -> str:
 def groups_of(names: Sequence[str]) -> list[str]:
     """The group of each kernel of a step, in the order of the device.
 
-    A chunk of the head runs a forward GEMM, loss kernels, dgrad and wgrad. So the last forward GEMM before a loss kernel is the
-    head's, and so are the first dgrad and wgrad after it. A loss kernel after a backward sums the results of the chunks.
+    A chunk of the head runs a forward GEMM, loss kernels, dgrad and wgrad. So the last forward GEMM before a loss kernel
+    belongs to the head, and so do the first dgrad and wgrad after it. A loss kernel after a backward sums the results of the
+    chunks.
     """
     groups: list[str] = []
-    expected: set[str] = set()  # the head's GEMMs that must follow the last loss kernel
+    expected: set[str] = set()  # GEMMs of the head that must follow the last loss kernel
     seen_loss = False
     for name in names:
         group = group_of(name, backward=seen_loss)
@@ -174,14 +175,14 @@ def groups_of(names: Sequence[str]) -> list[str]:
             if kind in expected:
                 expected.remove(kind)
                 group = f"head {kind}"
-        elif group in ("embeddings", "optimizer"):  # they end a backward and a step
+        elif group in ("embeddings", "optimizer"):  # these groups end a backward and a step
             seen_loss, expected = False, set()
         groups.append(group)
     return _with_their_gemm(names, groups)
 
 
 def _with_their_gemm(names: Sequence[str], groups: list[str]) -> list[str]:
-    """The groups, with each memset in the group of the next kernel, and each split-K reduction in that of the previous one."""
+    """The groups, with each memset in the group of the next kernel, and each split-K reduction in that of the kernel before."""
     out = list(groups)
     for i, group in enumerate(groups):
         if group != _NEXT_TO:
@@ -196,7 +197,7 @@ def _with_their_gemm(names: Sequence[str], groups: list[str]) -> list[str]:
 
 
 def floors(demands: Mapping[str, Sequence[Demand]], rates: Rates, *, fp8: bool = False) -> dict[str, float]:
-    """Group → its floor in milliseconds. fp8: the blocks' forward linears run at the float8 rate."""
+    """group → its floor in milliseconds. fp8: the forward of the linear layers of the blocks runs at the float8 rate."""
     return {
         group: 1e3
         * sum(
@@ -208,7 +209,7 @@ def floors(demands: Mapping[str, Sequence[Demand]], rates: Rates, *, fp8: bool =
 
 
 def break_down(launches: Sequence[Launch], floors_ms: Mapping[str, float], steps: int = 1) -> Breakdown:
-    """Time of each group per step, from the launches of `steps` back-to-back steps."""
+    """The time of each group per step, from the launches of `steps` back-to-back steps."""
     ordered = sorted(launches, key=lambda launch: launch.start_us)
     groups = groups_of([launch.name for launch in ordered])
     ms: defaultdict[str, float] = defaultdict(float)
@@ -253,7 +254,7 @@ def report(breakdown: Breakdown, rates: Rates) -> str:
 
 
 def launches_of(step: Thunk, steps: int) -> list[Launch]:
-    """The device's kernels of `steps` calls of `step`, by torch's profiler."""
+    """The kernels of the device in `steps` calls of `step`, by torch's profiler."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         for _ in range(steps):

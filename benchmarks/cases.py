@@ -1,7 +1,7 @@
 """The training steps that `python -m benchmarks.training` measures, with their goals against PyTorch, which is compiled on a
 GPU and eager on a CPU.
 
-A case is one way for tilegrad to run a problem; the peers run the problem as one batch. Cases of one problem are measured
+A case is one way in which tilegrad runs a problem; the peers run the problem as one batch. Cases of one problem are measured
 together, against the same peers.
 """
 
@@ -16,12 +16,12 @@ from tilegrad.model.layer import FULL, HeadProducts, Linear, States
 from .step_cost import step_flops
 
 _GIB = 1 << 30
-VOCAB_SIZE = 50304  # GPT-2's 50257, rounded up to a multiple of 128 as nanoGPT and llm.c do
+VOCAB_SIZE = 50304  # 50257, the size of GPT-2's vocabulary, rounded up to a multiple of 128 as in nanoGPT and llm.c
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A model, and a step's batch of B sequences of T tokens."""
+    """A model, and the batch of a step: B sequences of T tokens."""
 
     config: ModelConfig
     batch_size: int
@@ -39,9 +39,9 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """speed    the goal: at least this many times the peer's tokens/s
-    aim      the speed that we hope for
-    memory   the goal: at most this many times the peer's peak bytes
+    """speed    the goal: at least this many times the tokens/s of the peer
+    aim      a higher speed that we aim at; it is no goal
+    memory   the goal: at most this many times the peak bytes of the peer
 
     The peer is eager on a CPU and compiled on a GPU."""
 
@@ -81,7 +81,7 @@ def _qwen_form(
 
 
 def _qwen(size: str, config: ModelConfig, micro_batches: int, states: States = FULL) -> list[Case]:
-    """Qwen2.5's shape, 262,144 tokens a step in micro-batches; its peers are those of large_peers.py."""
+    """Cases with a shape of Qwen2.5 and 262,144 tokens a step in micro-batches. Their peers are in large_peers.py."""
     problem = Problem(config, 256, 1024)
     levels: dict[str, tuple[Linear, HeadProducts]] = {
         "": ("plain", "plain"), "-fp8": ("fp8", "plain"), "-fp8-all": ("fp8-all", "plain"),
@@ -96,7 +96,7 @@ def _qwen(size: str, config: ModelConfig, micro_batches: int, states: States = F
 LEAN = States("bfloat16", "none", "bfloat16")
 _B64, _B16 = _gpt2("gpt2", 64), _gpt2("gpt2", 16)
 _XL = _gpt2("gpt2-xl", 8)
-_LLAMA = Problem(replace(PRESETS["llama-135m"], vocab_size=32000, block_size=1024), 16, 1024)  # MobileLLM's 125M
+_LLAMA = Problem(replace(PRESETS["llama-135m"], vocab_size=32000, block_size=1024), 16, 1024)  # as MobileLLM 125M
 CASES: dict[str, Case] = {
     case.name: case
     for case in (
@@ -129,7 +129,7 @@ CASES: dict[str, Case] = {
 
 
 def cases_of(names: list[str] | None, device: str) -> list[Case]:
-    """The cases of these names, in the table's order; None: all cases of this device that have a goal."""
+    """The cases with these names, in the order of the table. None: all cases of this device that have a goal."""
     unknown = sorted(set(names or ()) - CASES.keys())
     if unknown:
         raise ValueError(f"case: got {unknown[0]!r}; accepted: {', '.join(CASES)}")

@@ -1,8 +1,9 @@
 """The contenders of a training benchmark. Each has a process of its own, which lives while its problem is measured.
 
-So memory is measured alone and speed is interleaved: one process works at a time, when it is asked. On a CPU both depend on
-malloc. Where speed is measured it keeps freed pages, because eager PyTorch would have page faults in every step. Where memory
-is measured it returns them. All contenders begin with the same parameters and read the same stream of random tokens.
+So the memory of each contender is measured alone, and their speeds are measured in turn: only one process works at a time. On
+a CPU both depend on malloc. Where speed is measured, malloc keeps freed pages, because eager PyTorch would have page faults in
+every step. Where memory is measured, malloc returns freed pages. All contenders begin with the same parameters and read the
+same stream of random tokens.
 
     start     builds the model and trains CHECK_STEPS steps on one fixed batch; the losses must fall alike (`disagreement`)
     run       back-to-back steps on new tokens, with a learning rate so small that the loss does not change
@@ -54,16 +55,16 @@ MALLOC = {  # torch's aarch64 builds have mimalloc, others use glibc's malloc
         "MALLOC_TOP_PAD_": str(1 << 26),
         "MIMALLOC_PURGE_DELAY": "-1",
     },
-    "return": {"MIMALLOC_PURGE_DELAY": "0"},  # glibc does so for large blocks by default
+    "return": {"MIMALLOC_PURGE_DELAY": "0"},  # glibc returns large blocks by default
 }
-FAULTS_BYTES = 1 << 26  # bytes of page faults in a step, above which a note says that malloc did not keep pages
+FAULTS_BYTES = 1 << 26  # with more bytes of page faults in a step, a note says that malloc did not keep pages
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 CURVE_PEAK, CURVE_FLOOR, CURVE_WARMUP = 6e-4, 6e-5, 0.1  # learning rate of `curve`; warm-up as a share of its steps
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A contender: who runs which case."""
+    """A contender (tilegrad or a peer, by `kind`), and the case that it runs."""
 
     kind: Kind
     case: Case
@@ -93,7 +94,7 @@ class Contender(Protocol):
 
 
 class Ours:
-    """The engine's step, in the case's micro-batches."""
+    """The step of an engine, in the micro-batches of the case."""
 
     def __init__(self, entry: Entry) -> None:
         case, problem = entry.case, entry.case.problem
@@ -172,8 +173,8 @@ class Measured:
             self.started["sdpa"] = self.contender.backend
 
     def _peak(self, prefix: str = "") -> dict[str, int | None]:
-        """Peak bytes since the last call: of tensors, and of the memory that torch reserved for them. On a CPU: peak resident
-        bytes beyond those after the imports."""
+        """Peak bytes since the last call: those of tensors, and those of the memory that torch reserved for them. On a CPU: the
+        peak of resident bytes, without those that were resident after the imports."""
         if self.device.type != "cuda":
             peak = resident_bytes("VmHWM") - self._resident_before
             return {f"{prefix}allocated_bytes": peak, f"{prefix}reserved_bytes": None}
@@ -215,7 +216,8 @@ class Measured:
 
 
 def resident_bytes(field: str) -> int:
-    """Resident bytes of this process: VmRSS now, VmHWM at its peak. getrusage's maximum is inherited from the parent."""
+    """Resident bytes of this process: VmRSS now, VmHWM at the peak. The maximum of getrusage is not used, because a process
+    inherits it from its parent."""
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) << 10
@@ -223,9 +225,9 @@ def resident_bytes(field: str) -> int:
 
 
 def disagreement(losses: Sequence[float], reference: Sequence[float], *, same_optimizer: bool = True) -> str:
-    """'' if the losses begin alike and fall alike, else the difference. The first losses may differ by FALL_TOLERANCE / 10 of
-    the loss, the falls over the check's steps by FALL_TOLERANCE of the reference's fall. With same_optimizer=False the losses
-    must begin alike, and any fall will do."""
+    """A sentence about the difference if the losses do not begin alike and fall alike, else "". The first losses may differ by
+    FALL_TOLERANCE / 10 of the loss, and the falls over the steps of the check by FALL_TOLERANCE of the fall of the reference.
+    With same_optimizer=False the losses must begin alike, and fall by any amount."""
     fall, expected = (values[0] - values[-1] for values in (losses, reference))
     if not abs(losses[0] - reference[0]) <= FALL_TOLERANCE / 10 * abs(reference[0]):
         return f"the first loss is {losses[0]:.4f}, the peer's {reference[0]:.4f}"
@@ -243,8 +245,8 @@ def disagreement(losses: Sequence[float], reference: Sequence[float], *, same_op
 
 
 class Worker:
-    """A contender's process. `ask` sends a request, `answer` waits for the result: {"failed": why} if the process failed or
-    took too long."""
+    """The process of a contender. `ask` sends a request, `answer` waits for the result: {"failed": why} if the process failed
+    or took too long."""
 
     def __init__(self, entry: Entry) -> None:
         context = multiprocessing.get_context("spawn")
@@ -277,7 +279,7 @@ class Worker:
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Inside, new processes inherit these variables instead of this process's settings of malloc."""
+    """In this context, new processes inherit these variables instead of the malloc settings of this process."""
     ours = dict(os.environ)
     for name in [name for name in os.environ if name.startswith(("MALLOC_", "MIMALLOC_"))]:
         del os.environ[name]
@@ -290,7 +292,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _work(there: Connection, entry: Entry) -> None:
-    warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # torch, on a CPU without bf16 instructions
+    warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # torch warns on a CPU without bf16 instructions
     os.dup2(sys.stderr.fileno(), 1)  # stdout is for the report
     try:
         measured = Measured(entry)

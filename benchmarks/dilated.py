@@ -1,15 +1,15 @@
-"""Dilated attention against the gather-based formulation on SDPA: forward + backward, interleaved in one process.
+"""Dilated attention, compared with the usual formulation by gathers on SDPA: forward + backward, interleaved in one process.
 
     ours       tilegrad.dilated_attention, with buffers from torch's allocator
-    managed    the same with an AttentionBufferManager
-    captured   ours as one replayed CUDA graph: the time of the device, without launches
-    gather …   gathered.py on each of SDPA's backends
+    managed    tilegrad.dilated_attention, with an AttentionBufferManager
+    captured   `ours` as one replayed CUDA graph: the time of the device, without launches
+    gather …   gathered.py on each backend of SDPA
 
-Ours is checked against the float64 oracle before it is timed, on a small ragged problem with the same heads and rates. If the
-check fails, nothing is timed. Times are medians of rounds, in each of which everything runs once; a ratio is the median of the
-rounds' ratios. Memory is the peak of a forward + backward beyond q, k, v, y, their gradients and earlier allocations. torch's
-allocator counts it on CUDA, including a manager's cache, which starts empty; on a CPU it is not measured. The hit rate is the
-manager's from the third iteration on.
+`ours` is checked against the float64 oracle before it is timed, on a small ragged problem with the same heads and rates. If the
+check fails, nothing is timed. Times are medians of rounds, in each of which every contender runs once; a ratio is the median of
+the ratios of the rounds. Memory is the peak of a forward + backward without q, k, v, y, their gradients and earlier
+allocations. torch's allocator counts it on CUDA, including the cache of a manager, which starts empty; on a CPU it is not
+measured. The hit rate is that of the manager from the third iteration on.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ LENGTHS = {"cuda": (32768, 65536, 131072, 262144, 524288), "cpu": (4096, 8192, 1
 CPU_SEGMENTS = (256, 1024, 4096)
 HEADS, HEAD_DIM = 16, 64
 FLAT = 0.20  # the most by which the time per token may vary over the lengths
-FASTER, MEMORY, MANAGED, HIT_RATE = 1.3, 0.5, 0.95, 0.95  # goals: the first two against gather, the others against ours
+# Goals: the first two against gather, the third against `ours`.
+FASTER, MEMORY, MANAGED, HIT_RATE = 1.3, 0.5, 0.95, 0.95
 CHECKED_TOKENS = 150
 ERRORS_OF_A_PEER = (RuntimeError, NotImplementedError)
 
@@ -68,7 +69,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the result; without a result `note` says why."""
+    """One row of the result; if there is no result, `note` says why."""
 
     mode: str
     t: int
@@ -82,7 +83,7 @@ class Row:
 
 
 def check(problem: Problem, dtype: torch.dtype, device: torch.device) -> str:
-    """'' if the closeness rule holds for a short sequence with a partial segment in every branch, else its complaints."""
+    """The complaints of the closeness rule about a short sequence with a partial segment in every branch; "" if it holds."""
     t = CHECKED_TOKENS
     segments = [
         max(1, s * t // (2 * max(problem.segments))) + r for s, r in zip(problem.segments, problem.rates, strict=True)
@@ -137,7 +138,7 @@ def _extra_bytes(step: Thunk, device: torch.device, returned_bytes: int) -> int 
 
 
 def _hit_rate(step: Thunk, manager: AttentionBufferManager) -> float:
-    """The manager's hit rate from the third iteration on."""
+    """The hit rate of the manager from the third iteration on."""
     counts = []
     for steps in (2, 4):
         for _ in range(steps):
@@ -199,7 +200,7 @@ def measure(
 
 
 def _ratio(rows: Sequence[Row], mode: str, t: int, over: str, under: str) -> float | None:
-    """The median over rounds of the time of `over` / the time of `under`."""
+    """The median over rounds of (time of `over`) / (time of `under`)."""
     found = {row.kernel: row.rounds_ms for row in rows if (row.mode, row.t) == (mode, t) and row.rounds_ms}
     if over not in found or under not in found:
         return None
@@ -207,7 +208,7 @@ def _ratio(rows: Sequence[Row], mode: str, t: int, over: str, under: str) -> flo
 
 
 def _spread(rows: Sequence[Row], mode: str, kernel: str) -> float:
-    """The time per token of the slowest T / that of the fastest, minus 1."""
+    """(time per token of the slowest T) / (time per token of the fastest T) − 1."""
     found = [x for row in rows if (row.mode, row.kernel) == (mode, kernel) and (x := row.ns_per_token) is not None]
     return max(found) / min(found) - 1
 
@@ -217,7 +218,7 @@ def _gib(n: int | None) -> str:
 
 
 def report(rows: Sequence[Row]) -> str:
-    """The table, and below it each goal with its result."""
+    """The table, followed by each goal with its result."""
     lines = []
     for row in rows:
         if row.ms is None:
@@ -264,7 +265,8 @@ def bench_dilated(
     batch_size: int = 1, causal: bool = False, peers: Sequence[str] | None = None, repeats: int = 10, json: bool = False,
     out: str | None = None,
 ) -> int:  # fmt: skip
-    """Prints times, memory and ratios (or JSON lines); `out` appends the JSON lines to a file. Exit code 1 if ours is wrong."""
+    """Prints times, memory and ratios (or JSON lines), and appends the JSON lines to the file `out`. Returns the exit code, 1
+    if the results of tilegrad are wrong."""
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = dtype or ("bfloat16" if where.type == "cuda" else "float32")
     kind = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}.get(dtype)

@@ -1,4 +1,4 @@
-"""Joules of the first GPU since its driver was loaded, by NVML."""
+"""The energy that a GPU has used, by NVML."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 
 
 def joules() -> float | None:
-    """None where there is no NVML, or the GPU does not count."""
+    """Joules of the first GPU since its driver was loaded; None if there is no NVML, or the GPU does not measure its energy."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:

@@ -1,20 +1,21 @@
-"""Fine-tuning against transformers + Liger + PEFT: `python -m benchmarks.finetune`, on a GPU.
+"""Fine-tuning, compared with transformers + Liger + PEFT: `python -m benchmarks.finetune`, on a GPU.
 
-Two trainings of Qwen2.5's shapes, with random weights in bfloat16: adapters of rank 16 on all linear layers, and all weights.
-Each contender has its own process, so that its memory is measured alone. In a round each contender runs back-to-back steps for
-`seconds`; every other round reverses their order. The two trainings are measured in separate rounds.
+Two trainings of models with the shapes of Qwen2.5 and random weights in bfloat16: one trains adapters of rank 16 on all linear
+layers, the other all weights. Each contender has a process of its own, so that its memory is measured alone. In a round each
+contender runs back-to-back steps for `seconds`; every other round reverses their order. The two trainings are measured in
+separate rounds.
 
-    ours              the engine's step with `lora`, captured
-    ours, all saved   the same with no activation recomputed
-    ours, budget      the same within --budget GiB (default: `checkpointed_gib` of the shape)
+    ours              a step of the engine with `lora`, captured
+    ours, all saved   `ours` without recomputation
+    ours, budget      `ours` within --budget GiB (default: `checkpointed_gib` of the shape)
     peer              a step of PEFT with Liger's kernels, SDPA and fused AdamW, as users run it
-    peer, checkpoint  the same with gradient checkpointing
-    ours, weights     the engine's step that trains all weights, with float32 masters and moments
-    ours, lean        the same with bfloat16 moments and gradients, and without masters
+    peer, checkpoint  `peer` with gradient checkpointing
+    ours, weights     a step of the engine that trains all weights, with float32 masters and moments
+    ours, lean        `ours, weights` with bfloat16 moments and gradients, and without masters
     peer, weights     a step of transformers with Liger's kernels; weights, gradients and moments are bfloat16
 
-    tokens/s          the median over rounds          ratio       the median over rounds of our tokens/s / the peer's
-    peak GiB          torch.cuda.max_memory_allocated of the contender's own process
+    tokens/s          the median over rounds          ratio       the median over rounds of (our tokens/s) / (the peer's)
+    peak GiB          torch.cuda.max_memory_allocated in the process of the contender
 
 The peer needs transformers, liger_kernel and peft; without them, or on a CPU, it does not run. --tiny is a quick test on a CPU.
 """
@@ -46,14 +47,14 @@ RANK, ALPHA = 16, 32
 PEER_PACKAGES = ("transformers", "liger_kernel", "peft")
 HEADER = ("shape", "contender", "tokens/s", "peak GiB", "ratio")
 WARM_STEPS = 4
-EVERYTHING = 1000.0  # GiB: a budget for which nothing is recomputed
-UNPLANNED_BYTES = 40 << 20  # cuBLAS's workspace and the staged batch, which a budget does not count
+EVERYTHING = 1000.0  # GiB: a budget with which nothing is recomputed
+UNPLANNED_BYTES = 40 << 20  # the workspace of cuBLAS and the staged batch, which a budget does not count
 _GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A model's sizes, its batch, and the GiB that the peer takes with gradient checkpointing."""
+    """The sizes of a model, its batch, and the GiB that the peer takes with gradient checkpointing."""
 
     n_embd: int
     ffn_dim: int
@@ -136,7 +137,8 @@ def contender(name: str, shape: Shape, device: str, budget: float) -> Step:
 
 
 def serve(pipe: Connection, name: str, shape: Shape, device: str, budget: float) -> None:
-    """Build a contender, then answer each number of seconds with (tokens/s, peak bytes). An error is answered as text."""
+    """Build a contender. Then read numbers of seconds from the pipe, and answer each with (tokens/s, peak bytes), or with the
+    text of an error."""
     try:
         step = contender(name, shape, device, budget)
         for _ in range(WARM_STEPS):
@@ -170,7 +172,7 @@ def _wait(device: str) -> None:
 def measure(
     shape: Shape, device: str, names: list[str], rounds: int, seconds: float, budget: float
 ) -> tuple[dict[str, list[tuple[float, int]]], dict[str, str]]:
-    """(tokens/s, peak bytes) of each contender in each round, and the error of each contender that failed."""
+    """(contender → (tokens/s, peak bytes) of each round, contender that failed → its error)"""
     spawn, workers, failed = multiprocessing.get_context("spawn"), {}, {}
     for name in names:
         mine, theirs = spawn.Pipe()

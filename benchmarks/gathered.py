@@ -1,9 +1,9 @@
-"""Dilated attention as it is usually written: copy the dilated positions out, run SDPA on the copies, copy the results back.
+"""Dilated attention in its usual formulation: copy the dilated positions out, run SDPA on the copies, copy the results back.
 
-x (B, T, H, D) is viewed as (B, segments, L, r, H, D). "head_groups" takes place `offset` of each r for its group of heads.
-"longnet" takes the diagonal of (r, heads of a block of r), as LongNet's code does. Its branches are mixed by the softmax of
-their logsumexps. As in LongNet's code, no gradient passes through the logsumexps, because SDPA does not compute it. T must be a
-multiple of the segments, and segments and heads multiples of the rates.
+x (B, T, H, D) is viewed as (B, segments, L, r, H, D). "head_groups" takes position `offset` of each r for its group of heads.
+"longnet" takes the diagonal of (r, heads of a block of r), as the code of LongNet does. Its branches are mixed by the softmax
+of their logsumexps. As in the code of LongNet, no gradient passes through the logsumexps, because SDPA does not compute it. T
+must be a multiple of the segment lengths, and segment lengths and heads must be multiples of the rates.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def backends_on(device: torch.device) -> tuple[str, ...]:
 
 
 def _with_lse(backend: str, *, causal: bool) -> Attend:
-    """A function that returns (o, lse) by an SDPA backend; the public function does not return lse."""
+    """A function that returns (o, lse) from an SDPA backend; SDPA's public function does not return lse."""
     aten = torch.ops.aten
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,7 +75,7 @@ def _by_mix(
         s = min(segment, t)
 
         def taken(x: Tensor, s: int = s, r: int = r) -> Tensor:
-            """x as (B, segments, L, H/r, r, D…): head c·r + j takes place j of each r."""
+            """x as (B, segments, L, H/r, r, D…): head c·r + j takes position j of each r."""
             b, _, h, *rest = x.shape
             seen = x.view(b, -1, s // r, r, h // r, r, *rest)
             return seen.diagonal(dim1=3, dim2=5).movedim(-1, 4)
@@ -105,5 +105,5 @@ def gathered(
     *,
     causal: bool,
 ) -> Tensor:
-    """y (B, T, H, D) of q, k, v (B, T, H, D)."""
+    """Dilated attention: q, k, v (B, T, H, D) → y (B, T, H, D)."""
     return (_by_groups if mode == "head_groups" else _by_mix)(q, k, v, segments, rates, backend, causal=causal)

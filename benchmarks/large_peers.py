@@ -1,7 +1,8 @@
-"""Peers of a step that accumulates: transformers' model with Liger's kernels, or with torchao's float8 under torch.compile.
+"""Peers of a step with several micro-batches: a model of transformers with Liger's kernels, or with torchao's float8 under
+torch.compile.
 
-Weights, gradients and moments are bfloat16, the loss of `liger` is fused with the head, AdamW is fused. Parameters are those
-that the engine begins with.
+Weights, gradients and moments are bfloat16, the loss of `liger` is fused with the head, AdamW is fused. The initial parameters
+are those of the engine.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tilegrad.pretrained.families import theirs
 
 
 def initial(config: ModelConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """The engine's first parameters, one after the other, under transformers' names."""
+    """Yields the initial parameters of the engine, one after the other, with their names in transformers."""
     generator = torch.Generator().manual_seed(seed)
     for p in declare(config, 1, 1, torch.float32, "cpu").in_draw_order:
         x = torch.empty(p.master.shape)
@@ -28,7 +29,7 @@ def initial(config: ModelConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
 
 
 class LargePeer:
-    """One step is `micro_batches` backwards, clipping and AdamW."""
+    """A peer whose step has `micro_batches` backwards, then clipping and AdamW."""
 
     def __init__(self, config: ModelConfig, micro_batches: int, *, seed: int, torchao: bool, device: str) -> None:
         transformers = import_module("transformers")

@@ -1,16 +1,16 @@
-"""tilegrad.linear_cross_entropy against its peers: forward + backward of the mean loss, interleaved in one process.
+"""tilegrad.linear_cross_entropy, compared with its peers: forward + backward of the mean loss, interleaved in one process.
 
     tilegrad         tilegrad.linear_cross_entropy, dw summed in float32
-    liger            LigerFusedLinearCrossEntropyFunction of liger_kernel with its defaults (dw summed in w's dtype)
-    liger float32    the same with accum_dtype=float32
+    liger            LigerFusedLinearCrossEntropyFunction of liger_kernel with its defaults (dw summed in the dtype of w)
+    liger float32    `liger` with accum_dtype=float32
     torch.compile    F.linear and F.cross_entropy on all logits
 
-A peer that is not installed or fails is left out, with the reason. Times are medians of rounds, in each of which everything
-runs once, with the smallest and largest; a ratio is the median of the rounds' ratios. Memory is torch's peak of one forward +
-backward, including x and w, after the gradients were deleted; on a CPU it is not measured. The gradients of each contender are
-checked on a smaller shape by the closeness rule, with the bounds of our algorithm. A peer that rounds (p − 1) / n to bfloat16
-breaks the rule if 1 / n is not a bfloat16 number: (p − 1) / n is the same for all improbable targets, so its rounding error
-scales the whole gradient.
+A peer that is not installed or fails is left out, with the reason. In a round every contender runs once. Times are medians over
+the rounds, with the smallest and the largest; a ratio is the median of the ratios of the rounds. Memory is torch's peak of one
+forward + backward, including x and w, after the gradients were deleted; on a CPU it is not measured. The gradients of each
+contender are checked on a smaller shape by the closeness rule, with the bounds of tilegrad's algorithm. A peer that rounds (p −
+1) / n to bfloat16 breaks the rule if 1 / n is not a bfloat16 number: (p − 1) / n is the same for all improbable targets, so its
+rounding error scales the whole gradient.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def contenders() -> dict[str, Loss]:
 
 
 def build(shape: tuple[int, int, int], device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Leaves x (N, C) and w (V, C), and targets (N,), a tenth of which is ignored."""
+    """Leaf tensors x (N, C) and w (V, C), and targets (N,), of which a tenth is ignored."""
     n, c, v = shape
     generator = torch.Generator(device).manual_seed(0)
     x = torch.randn(n, c, generator=generator, device=device, dtype=dtype).requires_grad_()
@@ -77,7 +77,7 @@ def step(loss: Loss, x: Tensor, w: Tensor, targets: Tensor) -> None:
 
 
 def disagreement(loss: Loss, shape: tuple[int, int, int], device: torch.device, dtype: torch.dtype) -> str:
-    """'' if dx and dw satisfy the closeness rule, else its complaints."""
+    """The complaints of the closeness rule about dx and dw; "" if it holds."""
     x, w, targets = build(shape, device, dtype)
     step(loss, x, w, targets)
     assert x.grad is not None and w.grad is not None
@@ -89,7 +89,7 @@ def disagreement(loss: Loss, shape: tuple[int, int, int], device: torch.device, 
 
 
 def peak_bytes(thunk: Thunk, leaves: Sequence[Tensor]) -> int:
-    """The allocator's peak during one call, earlier allocations included."""
+    """The peak of the allocator during one call, with earlier allocations."""
     for leaf in leaves:
         leaf.grad = None
     torch.cuda.empty_cache()
@@ -102,7 +102,8 @@ def peak_bytes(thunk: Thunk, leaves: Sequence[Tensor]) -> int:
 def bench_linear_cross_entropy(
     device: str | None = None, dtype: str = "bfloat16", repeats: int = 20, *, tiny: bool = False
 ) -> int:
-    """Prints the table and whether the goals are reached. Returns 1 if our gradients break the closeness rule, else 0."""
+    """Prints the table and whether the goals are reached. Returns the exit code, 1 if tilegrad's gradients break the closeness
+    rule."""
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     kind, number = "tiny" if tiny else "full", getattr(torch, dtype)
     x, w, targets = build(SHAPES[kind], where, number)

@@ -1,12 +1,12 @@
-"""`python -m benchmarks.training --losses`: the losses of ours and of the peer, from the same parameters, on a text.
+"""`python -m benchmarks.training --losses`: the losses of tilegrad and of a peer, from the same parameters, on a text.
 
-There are two seeds. A seed determines the initial parameters and the order of the text's windows, for both contenders. With
-ours̄ and peer̄ the mean losses over blocks of BLOCK steps,
+There are two seeds. A seed determines the initial parameters and the order of the windows of the text, for both contenders. Let
+ours̄ and peer̄ be the mean losses over blocks of BLOCK steps.
 
     gap(seed)   rms over blocks of ours̄(seed) − peer̄(seed)         spread   rms over blocks of peer̄(0) − peer̄(1)
 
-The curves agree if both gaps are at most the spread: then a change of the contender is no larger than a change of the seed.
-The peer has the engine's tanh GELU, because with another GELU it would be another function.
+The curves agree if both gaps are at most the spread: another contender then changes the losses no more than another seed. The
+peer uses the tanh GELU of the engine, because with another GELU the model would be another function.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BLOCK = 25
 
 @dataclass(frozen=True, slots=True)
 class Curves:
-    """Losses by step, a tuple for each seed."""
+    """The losses of all steps, a tuple for each seed."""
 
     peer_name: str
     ours: tuple[tuple[float, ...], ...]
@@ -52,13 +52,14 @@ def block_means(losses: Sequence[float]) -> list[float]:
 
 
 def distance(a: Sequence[float], b: Sequence[float]) -> float:
-    """Root mean square over blocks of the difference of their means."""
+    """The root mean square over blocks of the difference of the block means."""
     squares = [(x - y) ** 2 for x, y in zip(block_means(a), block_means(b), strict=True)]
     return math.sqrt(fmean(squares))
 
 
 def measure_curves(case: Case, peer: Kind | Case, limit_s: float, steps: int) -> Curves:
-    """Runs all four at once, each in its own process, because nothing is timed. peer: a peer, or another case of ours."""
+    """Runs two contenders with two seeds each, all four at once in processes of their own, because nothing is timed. peer: a
+    peer, or another case of tilegrad."""
     if steps < BLOCK:
         raise ValueError(f"steps: got {steps}; accepted: an int ≥ {BLOCK}, one block")
     form = PeerForm(gelu="tanh")

@@ -1,19 +1,21 @@
-"""`python -m benchmarks.masks`: interval masks and head dimension 512, each against what it must not be slower than.
+"""`python -m benchmarks.masks`: interval masks and head dimension 512, compared with other calls for the same masks.
 
+    problem                 call of tilegrad                  compared with
     documents               8 documents as intervals          the same documents as packed sequences
-    ragged documents        8 of several lengths              likewise
-    documents, not causal   the same 8                        likewise
-    causal                  causal written as intervals       causal=True
+    ragged documents        8 documents of several lengths    the same documents as packed sequences
+    documents, not causal   the same 8 documents              the same documents as packed sequences
+    causal                  causal as intervals               causal=True
     prefix                  a prefix of a quarter             CUDA: FlexAttention, compiled, with its own block mask
-    shared question         a quarter, and 4 answers          likewise
-    wide                    head dimension 512, causal, on T / 8 and T / 2 tokens; SDPA's fastest backend that runs it
+    shared question         a quarter, and 4 answers          CUDA: FlexAttention, compiled, with its own block mask
+    wide                    head dimension 512, causal        the backends of SDPA that run it, on T / 8 and T / 2 tokens
 
-On a CPU all but `wide` run against SDPA too, with the same mask as a bool matrix.
+On a CPU all but `wide` are also compared with SDPA, with the same mask as a bool matrix.
 
-All are called through the public functions: forward, backward, and both, interleaved in one process; q, k and v are
-(B, H, T, D) views of (B, T, H, D), as models have them. On CUDA causal=True is also timed as the named kernel "triton", because
-by itself it is Hopper's. A ratio is the median over rounds of their time over ours [quartiles]; the bar is what it must reach.
-Ours is held to the float64 oracle before, on as many tokens as whole matrices allow; if that fails there is no time.
+All contenders are called through their public functions: forward, backward, and both, interleaved in one process; q, k and v
+are (B, H, T, D) views of (B, T, H, D), as in models. On CUDA causal=True is also timed with the kernel "triton", because by
+default the Hopper kernel runs. A ratio is the median over rounds of (time of the other call) / (time of tilegrad), with
+quartiles. `bar` is the goal of a ratio. The results of tilegrad are first checked against the float64 oracle, on as many tokens
+as whole matrices allow; if the check fails, nothing is timed.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A call of each kind: B sequences of T tokens."""
+    """The mask and the sizes of a problem: B sequences of T tokens."""
 
     name: str
     b: int
@@ -81,7 +83,7 @@ class Problem:
         return [x.transpose(1, 2) for x in new]
 
     def ends(self) -> list[int]:
-        """Where each document, or the question and each answer, ends; 0 first."""
+        """0, then the end of each document, or of the question and each answer."""
         t, question = self.t, self.t // 4
         if self.name == "documents":
             return [t * n // 8 for n in range(9)]
@@ -90,7 +92,7 @@ class Problem:
         return [0, *(round(t * x) for x in (0.04, 0.17, 0.23, 0.45, 0.58, 0.66, 0.91)), t]
 
     def options(self, device: torch.device) -> AttentionOptions:
-        """Ours."""
+        """The options of tilegrad's call."""
         if self.name == "wide":
             return {"causal": True}
         if self.name in ("causal", "prefix"):
@@ -108,7 +110,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the result; `note` says why there is none. kernel: which of ours ran, for ours."""
+    """One row of the result. `note` says why there is no result. kernel: for tilegrad, the kernel that ran."""
 
     problem: str
     t: int
@@ -116,7 +118,7 @@ class Row:
     call: str
     direction: str
     ms: float | None = None
-    ratio: float | None = None  # its time over ours
+    ratio: float | None = None  # (time of this call) / (time of tilegrad)
     quartiles: tuple[float, float] | None = None
     bar: float | None = None
     kernel: str = ""
@@ -136,7 +138,7 @@ def ours(problem: Problem, device: torch.device) -> Attend:
 
 
 def check(problem: Problem, dtype: torch.dtype, device: torch.device) -> str:
-    """'' if the closeness rule holds for ours on few tokens, else its complaints."""
+    """The complaints of the closeness rule about tilegrad on few tokens; "" if it holds."""
     small = Problem(problem.name, 1, 2, min(problem.t, CHECKED_TOKENS), problem.d)
     *leaves, do = small.tensors(dtype, device)
     for x in leaves:
@@ -167,7 +169,7 @@ def _packed(problem: Problem, device: torch.device) -> Attend:
 
 
 def _sdpa_bool(problem: Problem, device: torch.device) -> Attend:
-    """SDPA with the same mask as a matrix."""
+    """SDPA with the same mask as a bool matrix."""
     options, row = problem.options(device), torch.arange(problem.t, device=device)
     intervals = options["intervals"]
     assert intervals is not None
@@ -181,7 +183,7 @@ def _flex(problem: Problem, device: torch.device) -> Attend:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     torch._dynamo.reset()
-    torch._functorch.config.donated_buffer = False  # the backward runs more than once
+    torch._functorch.config.donated_buffer = False  # because the backward runs more than once
     t, ends = problem.t, problem.ends()
     of = torch.bucketize(torch.arange(t, device=device), torch.tensor(ends[1:], device=device), right=True)
 
@@ -207,7 +209,8 @@ def _sdpa(backend: SDPBackend) -> Attend:
 
 
 def theirs(problem: Problem, device: torch.device) -> dict[str, Attend]:
-    """What ours is compared with, by name; "causal triton" is that kernel of ours, where the table would take Hopper's."""
+    """name → call with which tilegrad's is compared. "causal triton" is tilegrad's Triton kernel, where the table would choose
+    the Hopper kernel."""
     on_cuda = device.type == "cuda"
     if problem.name == "wide":
         return {name: _sdpa(backend) for name, backend in BACKENDS.items()}
@@ -234,7 +237,7 @@ def measure(problem: Problem, dtype: torch.dtype, device: torch.device, repeats:
     for name in list(attends)[1:]:
         try:
             torch.autograd.grad(attends[name](*leaves), leaves, do)
-        except ERRORS_OF_A_PEER as error:  # no backend for this head dimension, or out of memory
+        except ERRORS_OF_A_PEER as error:  # there is no backend for this head dimension, or not enough memory
             rows.append(Row(*about, name, "", note=str(error).splitlines()[0][:80]))
             del attends[name]
 
@@ -279,7 +282,8 @@ def bench_masks(
     *, device: str | None = None, dtype: str | None = None, tokens: int | None = None, heads: int | None = None,
     head_dim: int | None = None, names: Sequence[str] | None = None, repeats: int = REPEATS, out: str | None = None,
 ) -> int:  # fmt: skip
-    """Prints the table; `out` appends it as JSON lines to a file. Exit code 1 if ours is wrong."""
+    """Prints the table, and appends it as JSON lines to the file `out`. Returns the exit code, 1 if the results of tilegrad are
+    wrong."""
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     kind = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
     chosen = kind[dtype or ("bfloat16" if where.type == "cuda" else "float32")]

@@ -1,7 +1,7 @@
 """`python -m benchmarks.ops`: bytes per second of each kernel of the ops that are bound by memory, compared with a copy.
 
-The bytes are those that an op must read and write, each counted once, so a kernel with several passes reaches a lower rate.
-Shapes are GPT-2's: C = 768 for norms, F = 3072 for activations, N = B·T rows. Kernels of one op run interleaved.
+The bytes are those that an op must read and write, each counted once, so a kernel with several passes reaches a lower rate. The
+shapes are those of GPT-2: C = 768 for norms, F = 3072 for activations, N = B·T rows. Kernels of one op run interleaved.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 25}
 
 @dataclass(frozen=True)
 class Case:
-    """A call of an op. `run(kernel, scratch)` calls it, `workspace(kernel)` declares its scratch."""
+    """A call of an op. `run(kernel, scratch)` runs a kernel, `workspace(kernel)` declares its scratch."""
 
     op: str
     columns: int
@@ -159,14 +159,14 @@ FAMILIES = (norms, column_sums, activations)
 
 
 def copy_bytes_per_s(device: torch.device) -> float:
-    """Bytes per second of a large copy, read plus written."""
+    """Bytes per second of a large copy. Bytes read and bytes written both count."""
     source, target = (torch.empty(COPY_BYTES[device.type], dtype=torch.uint8, device=device) for _ in range(2))
     ms = interleaved({"copy": lambda: target.copy_(source)}, 10, device)["copy"]
     return 2e3 * source.numel() / median(ms)
 
 
 def measure(case: Case, n: int, copy: float, repeats: int, device: torch.device) -> Iterator[Row]:
-    """A row for each kernel that accepts the call without being named."""
+    """Yields a row for each kernel that accepts the call, except kernels that run only by name."""
     thunks: dict[str, Callable[[], object]] = {}
     for kernel in case.kernels.rows:
         if kernel.by_name_only is None and kernel.refuses(case.problem) is None:
@@ -192,7 +192,7 @@ def bench_ops(
     *, device: str | None = None, dtype: str = "bfloat16", repeats: int = 20, rows: Sequence[int] | None = None,
     json: bool = False,
 ) -> int:  # fmt: skip
-    """Prints times and bytes per second of every kernel, or JSON lines; the exit code is 0."""
+    """Prints times and bytes per second of every kernel, or JSON lines. Returns the exit code 0."""
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     kind = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}.get(dtype)
     if kind is None:

@@ -1,14 +1,15 @@
-"""Packed rows against padded rows of the same conversations: `python -m benchmarks.packing`, on a GPU and on a CPU.
+"""Packed rows, compared with padded rows of the same conversations: `python -m benchmarks.packing`, on a GPU and on a CPU.
 
-Lengths of conversations are drawn from an exponential distribution with mean T/4 and cut at T. Steps of the Engine:
+The lengths of conversations are drawn from an exponential distribution with mean T/4 and cut at T. The contenders are steps of
+an engine:
 
     padded   each conversation is a row of T tokens; the rest of the row has no targets
     packed   conversations fill rows first-fit, at most `documents` in a row, with their ends in cu_seqlens
-    whole    each row is one sequence of T tokens: the cost if attention spans the whole row
+    whole    each row is one sequence of T tokens: the time if attention spans the whole row
 
-    tokens/s   tokens of conversations / seconds: the median over rounds, which are interleaved
-    speed      the median over rounds of tokens/s / tokens/s of padded
-    fill       tokens of conversations / tokens of rows
+    tokens/s   (tokens of conversations) / seconds: the median over rounds, which are interleaved
+    speed      the median over rounds of tokens/s / (tokens/s of `padded`)
+    fill       (tokens of conversations) / (tokens of rows)
 
 Before anything is timed, the packed loss of some conversations is compared with their padded loss.
 """
@@ -35,8 +36,8 @@ from tilegrad.model.config import PRESETS
 from tilegrad.text.environment import environment
 from tilegrad.text.table import table
 
-GOAL = 2.5  # packed over padded
-STEPS = 8  # different batches of each contender
+GOAL = 2.5  # the least speed of `packed`
+STEPS = 8  # number of different batches of each contender
 MODELS = {
     "tiny": PRESETS["tiny"],
     "llama-135m": PRESETS["llama-135m"],
@@ -49,7 +50,7 @@ MODELS = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One contender. `speed` is relative to padded; `bytes` are those that its engine plans."""
+    """The result of one contender. `speed` is relative to `padded`; `bytes` is the memory that its engine plans."""
 
     name: str
     fill: float
@@ -60,7 +61,7 @@ class Row:
 
 
 def conversations(config: ModelConfig, seq_len: int, tokens: int, generator: torch.Generator) -> list[Tensor]:
-    """Random token rows of at most seq_len, with a mean of seq_len / 4, `tokens` in all or a few more."""
+    """Conversations of random tokens, each of at most seq_len, seq_len / 4 on average, and with at least `tokens` in all."""
     found: list[Tensor] = []
     while sum(map(len, found)) < tokens:
         drawn = -seq_len / 4 * float(torch.rand((), generator=generator).clamp_min(1e-9).log())
@@ -70,7 +71,7 @@ def conversations(config: ModelConfig, seq_len: int, tokens: int, generator: tor
 
 
 def batch_of(rows: Sequence[Sequence[Tensor]], seq_len: int) -> Batch:
-    """Each row has its conversations end to end, then padding as a document without targets."""
+    """The batch of these rows. Each row has its conversations end to end, then padding as a document without targets."""
     tokens = torch.zeros(len(rows), seq_len, dtype=torch.int64)
     targets, ends = torch.full_like(tokens, -1), [0]
     for r, row in enumerate(rows):
@@ -135,7 +136,8 @@ def contenders(
 
 
 def disagreement(padded: Contender, packed: Contender, batch_size: int, seq_len: int, dtype: torch.dtype) -> str:
-    """ "" if the packed loss of a batch equals the loss of its conversations in padded rows."""
+    """A sentence about the difference if the packed loss of a batch is not the loss of its conversations in padded rows, else
+    ""."""
     batch, _ = packed.batches[0]
     assert batch.cu_seqlens is not None
     spans = [slice(a, z) for a, z in pairwise(batch.cu_seqlens.tolist())]
@@ -167,7 +169,7 @@ def bench_packing(
         print(f"WRONG: {complaint}")
         return 1
     for each in made:
-        each.run(min(seconds, 1.0))  # compiles, captures
+        each.run(min(seconds, 1.0))  # the first run compiles and captures
     found: dict[str, list[tuple[float, float]]] = {each.name: [] for each in made}
     for i in range(rounds):
         for each in made[:: -1 if i % 2 else 1]:

@@ -1,14 +1,14 @@
-"""The peer of a training step: the same model as plain PyTorch, eager or under `torch.compile`.
+"""The peer of a training step: the same model in PyTorch, eager or under `torch.compile`.
 
-It trains as nanoGPT does: float32 parameters under `torch.autocast`, `F.scaled_dot_product_attention`, one fused linear for q,
-k, v, a tied head, cross-entropy on all logits at once, `clip_grad_norm_`, fused AdamW. With GQA, k and v are repeated if torch
-then selects a better kernel. Two of nanoGPT's choices differ from the engine's:
+The peer trains as nanoGPT does: float32 parameters under `torch.autocast`, `F.scaled_dot_product_attention`, one fused linear
+layer for q, k, v, a tied head, cross-entropy on all logits at once, `clip_grad_norm_`, fused AdamW. With GQA, k and v are
+repeated if torch then selects a better kernel. Two choices of nanoGPT differ from those of the engine:
 
                  nanoGPT                       like for like
     GELU         exact (erf)                   tanh, as in the engine
     residual     float32 (autocast leaves it)  bfloat16, as in the engine
 
-Parameters have the engine's names, so that both begin with the same values.
+Parameters have the same names as in the engine, so that both begin with the same values.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ Gelu = Literal["exact", "tanh"]
 Residual = Literal["float32", "bfloat16"]
 Sdpa = Literal["default", "cudnn", "flash"]
 _SIZES = {"vocab_size", "block_size", "n_layer", "n_head", "n_embd", "n_kv_head", "ffn_dim"}
-# the keys of a config that the peer reads; the others must have their defaults
+# the keys of a config that the peer reads; all other keys must have their defaults
 _READ = _SIZES | {"activation", "norm", "position", "bias", "tie_embeddings", "norm_eps", "rope_theta"}
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
 
 @dataclass(frozen=True, slots=True)
 class PeerForm:
-    """The peer's options; the defaults are nanoGPT's. sdpa="default": the kernel that torch selects."""
+    """The options of the peer; the defaults are those of nanoGPT. sdpa="default": the kernel that torch selects."""
 
     gelu: Gelu = "exact"
     residual: Residual = "float32"
@@ -51,7 +51,7 @@ LIKE_FOR_LIKE = PeerForm(gelu="tanh", residual="bfloat16")
 
 
 def initial_parameters(config: ModelConfig, seed: int) -> dict[str, Tensor]:
-    """The engine's initial parameters for this seed, in float32 on the CPU."""
+    """The initial parameters of the engine for this seed, in float32 on the CPU."""
     generator = torch.Generator().manual_seed(seed)
     params = {}
     for name, p in declare(config, 1, 1, torch.float32, "cpu").params.items():
@@ -61,7 +61,7 @@ def initial_parameters(config: ModelConfig, seed: int) -> dict[str, Tensor]:
 
 
 def sdpa_backend(config: ModelConfig, batch_size: int, seq_len: int, device: torch.device, *, gqa: bool) -> str:
-    """The name of the kernel that torch selects here, such as CUDNN_ATTENTION; gqa: k and v keep their own number of heads."""
+    """The name of the kernel that torch selects, such as CUDNN_ATTENTION. gqa: k and v keep their number of heads."""
     heads = config.kv_heads if gqa else config.n_head
     q, k = (
         torch.empty(batch_size, h, seq_len, config.head_dim, dtype=torch.bfloat16, device=device, requires_grad=True)
@@ -72,7 +72,7 @@ def sdpa_backend(config: ModelConfig, batch_size: int, seq_len: int, device: tor
 
 
 def apart(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The engine's parameters or gradients, up and gate as two."""
+    """The parameters or gradients of the engine, with up and gate as two tensors."""
     found: dict[str, Tensor] = {}
     for name, x in params.items():
         if ".up_gate." in name:
@@ -119,7 +119,7 @@ class Attention(nn.Module):
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Halves of D as real and imaginary parts, times cos + i·sin.       x (B, H, T, D)   cos, sin (T, D/2) float32"""
+    """x · (cos + i·sin), with the halves of D as real and imaginary parts.       x (B, H, T, D)   cos, sin (T, D/2) float32"""
     real, imag = x.chunk(2, dim=-1)
     return torch.cat([real * cos - imag * sin, imag * cos + real * sin], -1).to(x.dtype)
 
@@ -180,8 +180,8 @@ class PeerModel(nn.Module):
             self.lm_head.weight = self.wte.weight
 
     def load(self, params: Mapping[str, Tensor]) -> None:
-        """Copies the engine's parameters, which have the same names, except that up and gate are two layers here."""
-        own = dict(self.named_parameters())  # a tied weight is listed once, as wte's
+        """Copies parameters of the engine, which have the same names, except that up and gate are two layers here."""
+        own = dict(self.named_parameters())  # a tied weight is listed once, as the weight of wte
         params = apart(params)
         if own.keys() != params.keys():
             other = ", ".join(sorted(own.keys() ^ params.keys()))
@@ -206,7 +206,7 @@ class PeerModel(nn.Module):
 
 
 class Peer:
-    """The peer's training step: forward, backward, clipping to norm 1, AdamW. Copies from pinned memory do not block."""
+    """The training step of the peer: forward, backward, clipping to norm 1, AdamW. Copies from pinned memory do not block."""
 
     def __init__(
         self, config: ModelConfig, batch_size: int, seq_len: int, device: torch.device, *, seed: int, form: PeerForm,

@@ -9,22 +9,23 @@ from tilegrad.model.config import ModelConfig
 
 
 class Demand(NamedTuple):
-    """FLOPs and bytes of one op, or of several that are alike."""
+    """FLOPs and bytes of one op, or of several similar ops together."""
 
     flops: float
     bytes: float
 
 
 def linears(config: ModelConfig) -> list[tuple[int, int]]:
-    """(inputs, outputs) of a block's linears."""
+    """(inputs, outputs) of each linear layer of a block."""
     c, f, d = config.n_embd, config.ffn, config.head_dim
     up = [(c, f)] * (2 if config.activation == "swiglu" else 1)
     return [(c, (config.n_head + 2 * config.kv_heads) * d), (config.n_head * d, c), *up, (f, c)]
 
 
 def step_flops(config: ModelConfig, batch_size: int, seq_len: int) -> int:
-    """FLOPs of a training step for MFU: three times the forward's linears, head and (causal) attention. The backward counts as
-    two forwards, even if activations are recomputed. Norms, activations and the optimizer are not counted."""
+    """FLOPs of a training step for MFU: three times those of the linear layers, the head and (causal) attention in the forward.
+    The backward counts as two forwards, even if activations are recomputed. Norms, activations and the optimizer are not
+    counted."""
     n, c = batch_size * seq_len, config.n_embd
     products = config.n_layer * sum(i * o for i, o in linears(config)) + config.vocab_size * c
     left = None if config.window is None else config.window - 1
@@ -39,10 +40,10 @@ def step_demands(
 ) -> dict[str, list[Demand]]:
     """The least work of each op of a step, in the groups of breakdown.py.     N = B·T rows   e = element_bytes
 
-    A linear reads or writes each of its three matrices once; weight gradients are float32. A residual addition and the next
-    norm are one pass. The norm's backward writes the norm's output again, the activation's backward the activation. The
-    gradient of the logits overwrites them. AdamW reads w, g, m, v and writes w, m, v and the compute copy; the clip reads g.
-    Bias gradients add nothing.
+    A linear layer reads or writes each of its three matrices once; weight gradients are float32. A residual addition and the
+    next norm are one pass. The backward of a norm writes the output of the norm again, that of an activation writes the
+    activation. The gradient of the logits overwrites the logits. AdamW reads w, g, m, v and writes w, m, v and the compute
+    copy; the clip reads g. Bias gradients are not counted.
     """
     n, e, layers = batch_size * seq_len, element_bytes, config.n_layer
     c, f, v, d = config.n_embd, config.ffn, config.vocab_size, config.head_dim
@@ -61,7 +62,7 @@ def step_demands(
     hidden = 2 if config.activation == "swiglu" else 1
     norms = 2 * layers + 1
     rope = 2 * e * n * (config.n_head + config.kv_heads) * d if config.position == "rope" else 0
-    copy = 0 if e == 4 else e  # bytes of a parameter's copy in the compute dtype
+    copy = 0 if e == 4 else e  # bytes of the copy of a parameter in the compute dtype
     return {
         "GEMM forward": forward * layers,
         "GEMM dgrad": forward * layers,

@@ -1,17 +1,17 @@
-"""A whole training step against the same model in PyTorch: `python -m benchmarks.training`, on a GPU and on a CPU.
+"""A whole training step, compared with the same model in PyTorch: `python -m benchmarks.training`, on a GPU and on a CPU.
 
 Contenders run in processes of their own (contenders.py) and are interleaved: in a round each runs back-to-back steps on
 new tokens for `seconds`, in an order that is reversed every other round. A power-capped card slows down under load, so the
 runs must be long.
 
-    tokens/s    tokens of a round's steps / its seconds; the median over rounds
-    speed       the median over rounds of ours / the peer's
+    tokens/s    (tokens of the steps of a round) / (its seconds); the median over rounds
+    speed       the median over rounds of (tokens/s of tilegrad) / (tokens/s of the peer)
     J/token     joules of the GPU by NVML (energy.py)
     MFU         FLOPs of a step (step_cost.py step_flops) · steps/s / PEAK_FLOPS
-    memory      torch.cuda.max_memory_allocated and …_reserved of the contender's own process, over the timed steps; on a CPU
-                the peak of resident bytes − those after the imports, in a process whose malloc returns freed pages
+    memory      torch.cuda.max_memory_allocated and …_reserved in the process of the contender, over the timed steps; on a CPU
+                (peak of resident bytes) − (resident bytes after the imports), in a process whose malloc returns freed pages
 
-A contender whose loss does not fall as the first peer's loss does gets no speed (contenders.py disagreement).
+A contender gets no speed if its loss does not fall as that of the first peer (contenders.py disagreement).
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from .peer import LIKE_FOR_LIKE, PeerForm
 from .step_cost import step_demands
 from .training_plots import Drawn, draw
 
-PEAK_FLOPS = 989.5e12  # NVIDIA's number for H100 and H200 SXM: bfloat16 without sparsity
+PEAK_FLOPS = 989.5e12  # the number that NVIDIA gives for H100 and H200 SXM: bfloat16 without sparsity
 PEERS: tuple[Kind, ...] = ("compiled", "eager")
-EVERY_PEER: tuple[Kind, ...] = (*PEERS, "liger", "torchao")  # the last two for Qwen2.5's shapes, by name
+EVERY_PEER: tuple[Kind, ...] = (*PEERS, "liger", "torchao")  # the last two run only by name, for the shapes of Qwen2.5
 GOAL_PEER: dict[str, Kind] = {"cuda": "compiled", "cpu": "eager"}  # device → the peer of the goals
 LIMIT_S = 400.0
 TITLE = "# Training step"  # the first line of the file --out
@@ -83,11 +83,11 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One contender's figures. A missing one is None, and `note` says why."""
+    """The results of one contender. A missing result is None, and `note` says why."""
 
     case: str
     contender: Kind
-    tokens_per_s: tuple[float, ...] = ()  # one for each round
+    tokens_per_s: tuple[float, ...] = ()  # one value for each round
     flops_per_token: float = 0.0
     mfu: float | None = None
     allocated_bytes: int | None = None
@@ -98,8 +98,8 @@ class Row:
     start_s: float | None = None
     sdpa: str | None = None
     clocks: tuple[str, ...] = ()  # SM clock, power, and whether it is capped, in the middle of each round
-    page_faults: float = 0.0  # in a step, on a CPU
-    joules_per_token: float | None = None  # by NVML
+    page_faults: float = 0.0  # page faults in a step, on a CPU
+    joules_per_token: float | None = None  # joules by NVML
     note: str = ""
     wrong: bool = False
 
@@ -110,7 +110,8 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """Ours / a peer's: tokens/s and peak allocated bytes, with the case's goals if they are against this peer."""
+    """(value of tilegrad) / (value of a peer) for tokens/s and for peak allocated bytes, with the goals of the case if they are
+    against this peer."""
 
     case: str
     peer: Kind
@@ -152,7 +153,7 @@ def measure(problem: Problem, cases: Sequence[Case], settings: Settings) -> list
 
 
 def _resident(entry: Entry, settings: Settings) -> Answer:
-    """Peak bytes of a contender on a CPU, measured in another process, which only starts and ends."""
+    """The peak bytes of a contender on a CPU, measured in another process, which only starts and ends."""
     worker = Worker(replace(entry, malloc="return"))
     try:
         answer = _progress(worker, worker.answer(settings.limit_s), "measured alone")
@@ -197,7 +198,7 @@ def row_of(
 
 
 def ratios(rows: Sequence[Row], cases: Sequence[Case], peers: Iterable[Kind]) -> list[Ratio]:
-    """Ratios of ours to each peer, for rows of one problem."""
+    """The ratios of tilegrad to each peer, for the rows of one problem."""
     found = []
     for case in cases:
         ours = next(row for row in rows if row.contender == "ours" and row.case == case.name)
@@ -353,7 +354,7 @@ def breakdowns_report(cases: Sequence[Case], settings: Settings) -> Report:
 
 
 def losses_report(cases: Sequence[Case], settings: Settings, steps: int, against: str | None = None) -> Report:
-    """against: a case of ours to compare with, instead of the first peer."""
+    """The loss curves of the cases. against: another case of tilegrad to compare with, instead of the first peer."""
     if not settings.peers and against is None:
         raise ValueError("peers: got none; accepted: the one to compare loss curves with, compiled or eager")
     found: dict[str, Curves] = {}
@@ -369,8 +370,8 @@ def bench_training(
     *, cases: Sequence[str] | None = None, settings: Settings | None = None, breakdown: bool = False, losses: bool = False,
     steps: int = 500, against: str | None = None, json: bool = False, out: Path | None = None, plot: Path | None = None,
 ) -> int:  # fmt: skip
-    """Prints tables or JSON lines (the environment, then the results); `out` gets both, `plot` a picture. The exit code is 1
-    if a contender of ours failed or was wrong, or if loss curves do not agree."""
+    """Prints tables or JSON lines (the environment, then the results). The file `out` gets both, the file `plot` a picture.
+    Returns the exit code, 1 if a case of tilegrad failed or was wrong, or if loss curves do not agree."""
     settings = Settings() if settings is None else settings
     if out is not None:
         check_replaceable(out, TITLE)

@@ -20,7 +20,7 @@ _COLORS = {"ours": "#1f6f8b", "compiled": "#e07a3f", "eager": "#b8b8b8"}
 
 
 def draw(found: Drawn, about: Mapping[str, object], path: Path) -> None:
-    """Rows as bars, {case: Breakdown} as bars with floors, {case: Curves} as lines."""
+    """Draw rows as bars, {case: Breakdown} as bars with floors, {case: Curves} as lines."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,10 +1,11 @@
 """`python -m benchmarks.tune`: times candidate tiles of the Triton kernels and writes kernels/attention/triton/tiles.py.
 
 Every candidate is compiled first, in as many processes as there are cores; Triton caches compiled kernels on disk. Then all
-are timed interleaved at T = 4096 and 16k tokens (float32: 2048 and 4k), hidden 2048. A kernel's time is the time of an op that
-needs only this kernel: the forward, or a backward for dk and dv, for dk, for dv or for dq, minus the delta kernel with which
-every backward begins. dk and dv become separate passes if that is faster. A tile that does not fit the device is left out, and
-one that spills registers is used only if all others do. The chosen tiles must pass the check against the oracle.
+candidates are timed interleaved at T = 4096 and 16k tokens (float32: 2048 and 4k), hidden 2048. The time of a kernel is the
+time of an op that needs only this kernel: the forward, or a backward for dk and dv, for dk, for dv or for dq, minus the time of
+the delta kernel with which every backward begins. dk and dv become separate passes if that is faster. A tile that does not fit
+the device is left out, and a tile that spills registers is used only if all tiles do. The chosen tiles must pass the check
+against the oracle.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def candidates(bits: int, head_dim: int) -> dict[str, tuple[Tile, ...]]:
 
 
 def with_tile(row: Tiles, kernel: str, tile: Tile) -> Tiles:
-    """`row` with one tile changed. If the tile is for dk or dv alone, they become separate passes."""
+    """`row` with one tile changed. If the tile is for dk or dv alone, dk and dv become separate passes."""
     apart = tile if kernel in ("dk", "dv") else None
     return row._replace(dk=apart, dv=apart)._replace(**{kernel: tile})
 
@@ -77,7 +78,7 @@ def shape_for(key: Key) -> Shape:
 
 
 def _thunk(inputs: Inputs, kernel: str) -> Thunk:
-    """A call that runs this kernel and no other with GEMMs; 'delta' is a backward without GEMMs."""
+    """A call that runs this kernel and no other kernel with GEMMs; for "delta" a backward without GEMMs."""
     forward, _, out = inputs.ours("triton")
     if kernel == "fwd":
         return forward
@@ -94,7 +95,8 @@ def _thunk(inputs: Inputs, kernel: str) -> Thunk:
 
 
 def compile_tile(key: Key, row: Tiles, kernel: str, dtype: torch.dtype, device: str) -> tuple[int, str]:
-    """(words spilled, error), in a process of its own; the compiled kernel stays in Triton's cache on disk."""
+    """Compile a kernel with a tile, and return (words spilled, error). Runs in a process of its own; the compiled kernel stays
+    in Triton's cache on disk."""
     from triton.runtime.errors import OutOfResources
 
     from tilegrad.kernels.attention.triton.fit import fits
@@ -111,7 +113,7 @@ def compile_tile(key: Key, row: Tiles, kernel: str, dtype: torch.dtype, device: 
 
 
 def tune_tiles(device: torch.device, dtype: torch.dtype, head_dims: tuple[int, ...] = (64, 128, 256)) -> int:
-    """Times every candidate, prints the best of each kernel and rewrites the table of tiles.py."""
+    """Times every candidate, prints the best tile of each kernel and rewrites the table of tiles.py."""
     from tilegrad.kernels.attention.triton.fit import architecture, product_bits
 
     if device.type != "cuda":
@@ -160,7 +162,8 @@ def tune_tiles(device: torch.device, dtype: torch.dtype, head_dims: tuple[int, .
 
 
 def _taken(row: Tiles, best: dict[str, tuple[float, Tile]]) -> Tiles:
-    """The row with the best tiles. dk and dv are separate only if both were timed and together take less time than dkdv."""
+    """The row with the best tiles. dk and dv are separate passes only if both were timed and together take less time than
+    dkdv."""
     for kernel, (_, tile) in best.items():
         if kernel not in ("dk", "dv"):
             row = row._replace(**{kernel: tile})
@@ -179,7 +182,7 @@ def _run_with(key: Key, row: Tiles, run: Thunk) -> Thunk:
 
 
 def _rewritten(lines: list[str]) -> Iterator[str]:
-    """The lines of tiles.py, with the rows between its two marks replaced by those of TABLE."""
+    """The lines of tiles.py, with the rows of TABLE instead of those between the two marks."""
     inside = False
     for line in lines:
         if line.strip() == "# table begins":
