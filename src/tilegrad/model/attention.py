@@ -1,11 +1,11 @@
 """The attention branch of a block, between its norm and the residual stream.
 
     dense      qkv = x W_qkv' + b         o = attention(rope(q), rope(k), v)      y = o W_proj' + b
-    per_head   each head's q, k, v come from its own D channels of x              the rest as in dense
+    per_head   q, k, v of a head come from its own D channels of x                o and y as in dense
     qk_norm    q, k, v = x W_q' + b, …    q, k = rmsnorm(q), rmsnorm(k) by head, before rope
 
     do = dy W_proj      dq, dk, dv = attention's backward      rope rotates dq, dk back      dx = Σ over q, k, v of their dx
-Saved: x (the norm's output), q k v after rope, o, lse; with qk_norm also q and k before their norm.
+Saved: x (the output of the norm), q, k and v after rope, o, lse; with qk_norm also q and k before their norm.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .linear import LinearLayer
 from .lora import Adapter
 
 _SCORES = {f"tiled.{name}": BufferType.SCORES for name in ("s", "dp", "tanh")} | {"tiled.masked_out": BufferType.MASK}
-_TYPES = _SCORES | below("attention", _SCORES) | dict.fromkeys(BUFFERS, BufferType.COMM)  # types of attention's scratch
+_TYPES = _SCORES | below("attention", _SCORES) | dict.fromkeys(BUFFERS, BufferType.COMM)  # types of its scratch
 
 
 def mask_of(config: ModelConfig, block: int, seed: Buffer | None = None) -> Mask:
@@ -51,12 +51,12 @@ def mask_of(config: ModelConfig, block: int, seed: Buffer | None = None) -> Mask
 
 
 def _band(window: int | None) -> tuple[int, None] | None:
-    """A mask's window (left, right) from the config's, which counts the token itself."""
+    """The window (left, right) of a mask, from the window of the config, which counts the token itself."""
     return None if window is None else (window - 1, None)
 
 
 def packed_mask(mask: Mask, packed: Packed, longest: int) -> Mask:
-    """The mask inside each document of packed rows."""
+    """The mask for packed rows, which applies inside each document."""
     ends = packed.cu_seqlens
     return replace(mask, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=longest, max_seqlen_k=longest)
 
@@ -67,7 +67,7 @@ class Rope:
 
     cos: Buffer
     sin: Buffer
-    positions: Buffer | None  # of packed rows or of a decoder's step
+    positions: Buffer | None  # positions of the tokens, for packed rows or the step of a decoder
     rotated: int
     head_dim: int
     context: Ranks | None
@@ -93,7 +93,7 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class HeadNorm:
-    """y = rmsnorm(x) by head, of q or of k        x, y, dy, dx (N, H·D), seen as (N·H, D)   w (D,)   rstd (N·H,)"""
+    """y = rmsnorm(x) by head, for q or k        x, y, dy, dx (N, H·D), viewed as (N·H, D)   w (D,)   rstd (N·H,)"""
 
     w: Param
     x: Buffer
@@ -133,10 +133,10 @@ class HeadNorm:
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """The keys and values that a decoder keeps of one block.       k, v (B, Hkv, capacity, D)
+    """The cache of keys and values of one block in a decoder.       k, v (B, Hkv, capacity, D)
 
     slots      (N,) int64, in a prefill: sequence · capacity + position of each row
-    positions  (B,) int64, in a step: tokens of each sequence in the cache
+    positions  (B,) int64, in a step: the number of tokens of each sequence in the cache
     """
 
     k: Buffer
@@ -167,7 +167,7 @@ class Cache:
         return cls(k, v, None, positions, c.n_head, c.kv_heads, at.scratch("cache_attention", shapes))
 
     def write(self, qkv: tuple[Buffer, ...]) -> None:
-        """Keeps the keys and values of the prompts."""
+        """Writes the keys and values of the prompts into the cache."""
         if self.slots is not None:
             k, v = qkv[1:] if len(qkv) == 3 else (qkv[0], None)
             cache_write_fwd(
@@ -175,7 +175,7 @@ class Cache:
             )
 
     def attend(self, qkv: tuple[Buffer, ...], mask: Mask, *, o: Buffer) -> None:
-        """Adds the new token's k and v to the cache, and attends to the cache."""
+        """Adds k and v of the new tokens to the cache, and attends to the cache."""
         q, k, v = qkv if len(qkv) == 3 else (qkv[0], None, None)
         assert self.positions is not None
         cache_attention_fwd(
@@ -196,7 +196,7 @@ class Cache:
 def _scratch(
     at: Declare, mask: Mask, bands: Iterable[tuple[int, None] | None], name: str, *, backward: bool
 ) -> Scratch:
-    """Scratch for any of the bands that a step may have."""
+    """Scratch that is large enough for every band that a step may have."""
     c = at.config
     shapes: Shapes = {}
     for band in bands:
@@ -220,10 +220,10 @@ def _scratch(
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """x, y (N, C)   o (N, Hq·D)   qkv (N, (Hq + 2·Hkv)·D) for dense, else three of (N, H·D)   lse (B, Hq, T)
+    """x, y (N, C)   o (N, Hq·D)   qkv (N, (Hq + 2·Hkv)·D) for dense, else three buffers (N, H·D)   lse (B, Hq, T)
 
     Attention and rope view qkv and o as (B, T, …). context: the ranks that share each sequence. With packed rows the mask
-    has cu_seqlens, and the memory of lse is (Hq, N).
+    has cu_seqlens, and lse is (Hq, N) in memory.
     """
 
     projections: tuple[LinearLayer, ...]  # qkv, or q, k, v
@@ -233,12 +233,12 @@ class AttentionLayer:
     o: Buffer
     do: Buffer
     lse: Buffer
-    norms: tuple[HeadNorm, ...]  # of q and k, or none
-    adapter: Adapter | None  # of the projections
+    norms: tuple[HeadNorm, ...]  # the norms of q and k, or none
+    adapter: Adapter | None  # the adapter of the projections
     proj_adapter: Adapter | None
     rope: Rope | None
     mask: Mask
-    cache: Cache | None  # of a decoder
+    cache: Cache | None  # the cache of a decoder
     n_head: int
     n_kv_head: int
     deterministic: bool
@@ -336,7 +336,7 @@ class AttentionLayer:
             projection.backward_input(dy, dx=dx, accumulate=i > 0, adapter=None if i else self.adapter)
 
     def backward_weight(self, x: Buffer) -> None:
-        """The gradients of the projections to q, k and v, after `backward`."""
+        """The weight and bias gradients of the projections to q, k and v. Called after `backward`."""
         for projection, dy in zip(self.projections, self.dprojected, strict=True):
             projection.backward_weight(dy, x)
         if self.adapter is not None:
@@ -350,12 +350,13 @@ class AttentionLayer:
 
     @property
     def capturable(self) -> bool:
-        """Whether a CUDA graph can capture this layer: kernel `tiled` reads the ends of packed documents on the host."""
+        """Whether a CUDA graph can capture this layer. It can't if the kernel `tiled` runs on packed rows, because it reads the
+        ends of documents on the host."""
         return self.mask.cu_seqlens_q is None or not any("tiled." in name for name in self.forward_scratch)
 
     @property
     def dprojected(self) -> tuple[Buffer, ...]:
-        """The gradients of the projections' outputs."""
+        """The gradients of the outputs of the projections."""
         return (*(norm.dx for norm in self.norms), *self.dqkv[len(self.norms) :])
 
     def project(self, x: Buffer) -> None:
@@ -410,6 +411,6 @@ class AttentionLayer:
             )
 
     def _by_sequence(self, rows: Buffer) -> Buffer:
-        """(N, columns) seen as (B, T, columns)."""
+        """A view of (N, columns) as (B, T, columns)."""
         b, _, t = self.lse.shape
         return rows.view(b, t, rows.shape[-1])

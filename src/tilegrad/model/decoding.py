@@ -1,14 +1,14 @@
-"""The two programs of a decoder, made of the model's layers: `prefill` reads prompts, `step` continues every sequence by a
-token.
+"""The two programs of a decoder, made of the layers of the model: `prefill` reads prompts, `step` continues every sequence by
+a token.
 
     prefill   tokens (1, N), packed prompts → hidden states; k and v of every token → the cache; n = the last row of each prompt
-    step      tokens (B, 1), the last of each sequence → hidden states by attention over the cache; n = all rows
-    both      logits = n W'        tokens are drawn from the logits as `settings` say               n (B, C)   logits (B, V)
+    step      tokens (B, 1), the last token of each sequence → hidden states by attention over the cache; n = all rows
+    both      logits = n W'        tokens are drawn from the logits with `settings`                 n (B, C)   logits (B, V)
 
 With the key logit_softcap = c, the logits are c tanh(n W' / c).
 
-Both are declared on handles, traced and planned together, so they share the memory of their activations. A prefill may read
-prompts for some sequences only. The other sequences have `draws` = −1, and their tokens do not change.
+Both programs are declared on handles, traced and planned together, so they share the memory of their activations. A prefill may
+read prompts for some sequences only. The other sequences have `draws` = −1, and their tokens do not change.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ ALIGNED = (
 class State:
     """The state of each sequence.       int64 (B,), except logprobs, settings (B, 5) float32, seen (B, V) uint8
 
-    tokens      the last token drawn, −1 if its logits were not finite
-    logprobs    log softmax(logits) of that token
-    active      1 for the sequences that continue, else 0
-    seen        1 for the tokens that the sequence contains; only with a repetition penalty
+    tokens      the last token that was drawn, −1 if its logits were not finite
+    logprobs    log softmax(logits) of this token
+    active      1 for sequences that continue, else 0
+    seen        1 for tokens that the sequence contains; only with a repetition penalty
     """
 
     tokens: Buffer
@@ -70,9 +70,9 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """The head of a decoder: rows of ln_f's output → logits → `state.tokens`.
+    """The head of a decoder: rows of the output of ln_f → logits → `state.tokens`.
 
-    last     (B, 1) int64, in a prefill: the row of each prompt's last token
+    last     (B, 1) int64, in a prefill: the row of the last token of each prompt
     draws    (B,) int64: how many tokens each sequence has drawn, or −1 if it draws none now
     """
 
@@ -85,7 +85,7 @@ class Sampler:
     draws: Buffer
     n: Buffer | None
     rounded: Buffer | None  # for bfloat16 on a CPU: the logits that the product writes
-    logits: Buffer  # in the accumulation dtype
+    logits: Buffer  # the logits in the accumulation dtype
     gather_scratch: Scratch
     product_scratch: Scratch
     scratch: Scratch
@@ -147,7 +147,7 @@ class Sampler:
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """The model, with the head that draws tokens.
+    """A model with the head that draws tokens.
 
     slots        (N,) int64, in a prefill: see `Cache` in model/attention.py
     positions    (B,) int64, in a step: the number of tokens of each sequence in the cache
@@ -181,7 +181,7 @@ def declare_decoding(
         prefill_tokens or 1,
         dtype,
         device,
-        documents=size.sequences + 1 if prefill else 0,  # the prompts, and the rows that are added (engine/decoder.py)
+        documents=size.sequences + 1 if prefill else 0,  # the prompts, and a document of added rows (engine/decoder.py)
         lora=None if lora is None else replace(lora, dropout=0.0),
         invariant=invariant,
         cache=size,

@@ -1,9 +1,9 @@
 """The operands of float8 products: factors as rows, transposed or both, and the scales that round them (kernels/fp8_linear).
 
-    a8 (N, C)   a8t (C, N')   N' = N rounded up to 16
+    a8 (N, C)   a8t (C, N')   N' = N rounded up to a multiple of 16
 
-A layer's y = x W' reads x8 and w8, dx = dy W reads dy8 and w8t and, with "fp8-all", dW = dy' x reads dy8t and x8t. Weights are
-rounded once a step. If x is not recomputed, x8t is kept from the forward, so x itself is not kept.
+In a layer, y = x W' reads x8 and w8, dx = dy W reads dy8 and w8t and, with "fp8-all", dW = dy' x reads dy8t and x8t. Weights
+are rounded once a step. If x is not recomputed, x8t is kept from the forward, so x itself is not kept.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Rounded:
     """A tensor in float8."""
 
     rows: Buffer | None
-    columns: Buffer | None  # transposed
+    columns: Buffer | None  # the transposed tensor
     state: Buffer
 
     @classmethod
@@ -38,7 +38,7 @@ class Rounded:
         *,
         role: Role = "activations",
     ) -> Rounded:
-        """scale: the name of its scale; rows, columns: the names of the buffers, or None."""
+        """scale: the name of the scale; rows, columns: the names of the buffers, or None."""
         (n, c), dtype = shape, format_of(factor)
         return cls(
             None if rows is None else at.buffer(rows, (n, c), dtype, role=role),
@@ -73,14 +73,14 @@ class RoundedWeight:
 
 @dataclass(frozen=True, slots=True)
 class Fp8:
-    """The factors of one layer."""
+    """The float8 factors of the products of one layer."""
 
     x: Rounded
     dy: Rounded
     w: RoundedWeight
-    shares: bool  # another layer of this x rounds it
-    keeps: bool  # x8t is kept from the forward
-    weight_gradient: bool  # dW is computed in float8
+    shares: bool  # whether another layer that reads the same x rounds it
+    keeps: bool  # whether x8t is kept from the forward
+    weight_gradient: bool  # whether dW is computed in float8
 
     @classmethod
     def declare(cls, at: Declare, name: str, value: Buffer, shared: Fp8 | None, *, trained: bool, keeps_x: bool) -> Fp8:

@@ -1,4 +1,4 @@
-"""What layers are made of: parameters, and the declaration of every buffer that a program on (b, t) tokens uses."""
+"""The parts of layers: parameters, and the declaration of every buffer that a program on (b, t) tokens uses."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from .fp8 import RoundedWeight
     from .lora import LoraConfig
 
-Linear = Literal["plain", "fp8", "fp8-all"]  # float8: y and dx; y, dx and dW
-HeadProducts = Literal["plain", "fp8"]  # how the head multiplies
-Buffer: TypeAlias = Tensor  # a Handle while the program is traced: layers and ops are written for tensors
+Linear = Literal["plain", "fp8", "fp8-all"]  # products in float8: none; y and dx; y, dx and dW
+HeadProducts = Literal["plain", "fp8"]  # products of the head in float8: none; all
+Buffer: TypeAlias = Tensor  # a Handle while the program is traced; layers and ops are written for tensors
 Kept = Literal["float32", "bfloat16"]
 Masters = Literal["float32", "none"]
-_SPLIT = 1 << 20  # elements drawn at once, to avoid a second copy of a large matrix
+_SPLIT = 1 << 20  # the most elements drawn at once, to avoid a second copy of a large matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +63,13 @@ class Uniform:
 
 
 Init: TypeAlias = Normal | Uniform | Constant
-WEIGHT = Normal(0.02)  # for all weights except the norms' and those onto the residual stream
+WEIGHT = Normal(0.02)  # all weights except those of norms and of projections onto the residual stream
 
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """The dtypes of what training keeps of each parameter besides the values that layers compute with. In float64 training all
-    are float64.
+    """The dtypes of the moments, master and gradient that training keeps of each parameter. In float64 training all are
+    float64.
 
     moments     AdamW's m and v; in bfloat16 they are rounded stochastically (kernels/rounding.py)
     masters     "none": the parameters are bfloat16, and rounded stochastically after each update
@@ -100,7 +100,8 @@ class States:
 
     @property
     def multiple(self) -> int:
-        """The room of a parameter is a multiple of this many elements, so of 64 bytes in every dtype: all have one layout."""
+        """The room of a parameter is a multiple of this many elements, which is a multiple of 64 bytes in every dtype. So the
+        layouts in elements are the same."""
         return 32 if self.lean else 1
 
 
@@ -109,18 +110,19 @@ FULL = States()
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """Ops read `value` and add to `grad`; the optimizer updates `master`. `grad` and `master` are float32 or float64.
+    """A parameter. Ops read `value` and add to `grad`; the optimizer updates `master`. `grad` and `master` are float32 or
+    float64.
 
     `master` is `value` itself, except with a shorter compute dtype on CUDA; on a CPU the ops round what they read. With
-    accumulate=False the first op of a backward that forms `grad` overwrites it.
+    accumulate=False the first op of a backward that computes `grad` overwrites it.
 
     Without masters (States.masters), `master` is `value` in the compute dtype, on every device. With gradients in bfloat16,
-    `grad` has one micro-batch's gradient, which an op overwrites, and `keep` adds it to `total`, the sum of a step.
+    `grad` has the gradient of one micro-batch, which an op overwrites, and `keep` adds it to `total`, the sum of a step.
 
     A frozen parameter has no gradient, master or moment: `grad` is None, and `master` is `value`, in the compute dtype on CUDA.
 
-    `matrices` are the (rows, columns) of the matrices in a linear layer's weight, one after the other, which Muon updates. The
-    weight of q, k and v together has three. Other parameters have none.
+    `matrices` are the (rows, columns) of the matrices in the weight of a linear layer, one after the other, which Muon updates.
+    The weight of q, k and v together has three matrices. Other parameters have none.
     """
 
     name: str
@@ -131,7 +133,7 @@ class Param:
     accumulate: bool
     matrices: tuple[tuple[int, int], ...] = ()
     total: Buffer | None = None
-    adds: bool = True  # False: the first micro-batch of a step
+    adds: bool = True  # False in the first micro-batch of a step
     keep_scratch: Scratch = field(default_factory=dict)
 
     @property
@@ -148,9 +150,9 @@ class Param:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """The documents of packed rows: attention is inside each document, and positions begin at 0 in each.
+    """The documents of packed rows: tokens attend only to their own document, and positions begin at 0 in each document.
 
-    cu_seqlens   (B·documents + 1,) int32: 0, then each document's end in the B·T tokens; unused entries are B·T
+    cu_seqlens   (B·documents + 1,) int32: 0, then the end of each document in the B·T tokens; unused entries are B·T
     positions    (B, T) int64
     """
 
@@ -173,10 +175,10 @@ class Declare:
     accumulate   False: the program is the first micro-batch of a step and overwrites parameter gradients
     context      the ranks that share each sequence, t tokens on each; None: this rank has whole sequences
     documents    the most documents in a row of t tokens; 0: a row is one sequence
-    lora         adapters of the blocks' linear layers; every other parameter is frozen
-    freeze       patterns of the names of frozen parameters, as fnmatch reads them
-    invariant    the bits of a row of the forward depend on the tokens of its sequence up to that row alone
-    windows      windows that other programs on the same buffers have: attention's scratch is large enough for all
+    lora         adapters of the linear layers of the blocks; every other parameter is frozen
+    freeze       fnmatch patterns of the names of frozen parameters
+    invariant    the bits of a row of the forward depend only on the tokens of its sequence up to that row
+    windows      windows of other programs on the same buffers: the scratch of attention is large enough for all of them
     cache        a program of a decoder: the prefill of packed prompts (documents > 0), or a step on one token of each sequence.
                  Every parameter is frozen
     states       dtypes of masters and gradients
@@ -208,7 +210,7 @@ class Declare:
 
     @property
     def n(self) -> int:
-        """Rows of the residual stream."""
+        """The number of rows of the residual stream."""
         return self.b * self.t
 
     @property
@@ -220,12 +222,12 @@ class Declare:
 
     @property
     def decodes(self) -> bool:
-        """Whether this program is a decoder's step: each sequence continues its cache by one token."""
+        """Whether this program is the step of a decoder, in which each sequence continues its cache by one token."""
         return self.cache is not None and not self.documents
 
     @property
     def positions(self) -> Buffer | None:
-        """The position (B, T) of each token; None: a row's positions are 0 … T − 1."""
+        """The position (B, T) of each token; None: the positions of a row are 0 … T − 1."""
         if not self.decodes:
             return self.packed.positions if self.packed else None
         return self.buffer("inputs.positions", (self.b, self.t), torch.int64, role="inputs")
@@ -237,7 +239,8 @@ class Declare:
 
     @property
     def onto_stream(self) -> Normal:
-        """The init of the 2·n_layer projections onto the residual stream: their sum has the variance of one WEIGHT."""
+        """The initial values of the 2·n_layer projections onto the residual stream, whose sum has the variance of one
+        WEIGHT."""
         return Normal(WEIGHT.std / math.sqrt(2 * self.config.n_layer))
 
     def param(self, name: str, *shape: int, init: Init, matrices: tuple[tuple[int, int], ...] = ()) -> Param:
@@ -293,13 +296,13 @@ class Declare:
     ) -> Buffer:
         layer = _layer_of(name)
         if self.decodes and (role == "activations" or name.startswith("inputs.")):
-            name = f"step.{name}"  # the prefill has a buffer of this name and another size
+            name = f"step.{name}"  # because the prefill has a buffer of this name with another size
         multiple = self.states.multiple if role in ("params", "grads") else 1
         where = (type, role, layer, self.device, pitch, multiple)
         return cast(Buffer, Handle(name, shape, dtype or self.dtype, *where))
 
     def scratch(self, name: str, shapes: Shapes, types: dict[str, BufferType] | None = None) -> Scratch:
-        """A buffer for each entry of an op's workspace."""
+        """A buffer for each entry of the workspace of an op."""
         kinds = types or {}
         return {
             key: self.buffer(f"scratch.{name}.{key}", shape, dtype, type=kinds.get(key, BufferType.TEMP))
@@ -313,6 +316,6 @@ def is_adapter(name: str) -> bool:
 
 
 def _layer_of(name: str) -> str:
-    """blocks.3.attn.qkv.weight → blocks.3; ln_f.weight → ln_f"""
+    """The block or layer of a parameter: blocks.3 for blocks.3.attn.qkv.weight, ln_f for ln_f.weight."""
     parts = name.removeprefix("d ").split(".")
     return ".".join(parts[:2]) if parts[0] == "blocks" else parts[0]

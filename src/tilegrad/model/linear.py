@@ -39,7 +39,7 @@ class LinearLayer:
     fp8: Fp8 | None
     forward_scratch: Scratch
     backward_scratch: Scratch
-    added_scratch: dict[str, Scratch]  # for float8 products that are added to dx and to dW
+    added_scratch: dict[str, Scratch]  # scratch of float8 products that are added to dx and to dW
 
     @classmethod
     def declare(
@@ -57,7 +57,7 @@ class LinearLayer:
         parts: tuple[int, ...] = (),
     ) -> LinearLayer:
         """bias=None: as in the config. shared: another layer that reads the same x. keeps_x: x is not recomputed in the
-        backward. per_head: head h's D outputs read only its own D inputs, weight (H, D, D) = (head, out, in), bias (H, D).
+        backward. per_head: the D outputs of a head read only its own D inputs, weight (H, D, D) = (head, out, in), bias (H, D).
         parts: if this layer computes several layers as one, the number of outputs of each."""
         shape = (at.config.n_head, at.config.head_dim, at.config.head_dim) if per_head else (outputs, inputs)
         has_bias = at.config.bias if bias is None else bias
@@ -116,7 +116,7 @@ class LinearLayer:
         self, dy: Buffer, *, dx: Buffer, accumulate: bool = False, adapter: Adapter | None = None
     ) -> None:
         """dx = dy W, or dx += dy W if accumulate. With an adapter of this input, du A is added too. A float8 layer rounds dy
-        here, also for `backward_weight`."""
+        here, and `backward_weight` uses the rounded dy too."""
         if self.fp8 is not None:
             dy8, w8 = self.fp8.dy, self.fp8.w.rounded
             dy8.of(dy)
@@ -188,8 +188,8 @@ class LinearLayer:
 
 
 def _added(at: Declare, site: str, x: TensorLike, w: Param, fp8: Fp8 | None, *, shared: bool) -> dict[str, Scratch]:
-    """The scratch of a layer's float8 products that are added to dx (if another layer reads the same x) and to dW (after the
-    first micro-batch)."""
+    """The scratch of the float8 products of a layer that are added to dx (if another layer reads the same x) and to dW (after
+    the first micro-batch)."""
     found: dict[str, Scratch] = {"dx": {}, "dw": {}}
     if fp8 is None or fp8.w.rounded.columns is None:
         return found

@@ -30,7 +30,7 @@ INPUTS = (
     "attn.proj",
     "ffn.in",
     "ffn.down",
-)  # inputs of a block's linear layers, in the order of its forward
+)  # inputs of the linear layers of a block, in the order of its forward
 GROUPS = {"attention": ("q", "k", "v", "qkv", "proj"), "ffn": ("gate", "up", "down")}
 LAYERS = tuple(name for names in GROUPS.values() for name in names)
 
@@ -40,7 +40,7 @@ class LoraConfig:
     """Adapters of rank `rank`, scaled by alpha / rank; every other parameter is frozen.
 
     layers    "all", "attention", "ffn", or names out of q, k, v, qkv, proj, gate, up, down
-    dropout   the probability that an adapter drops an entry of its x
+    dropout   the probability that an adapter drops an entry of its input x
 
     >>> import tilegrad
     >>> config = tilegrad.ModelConfig(vocab_size=5, block_size=8, n_layer=1, n_head=2, n_embd=16)
@@ -99,20 +99,20 @@ class AdapterParts(NamedTuple):
     """One input of a block, and the adapted layers that read it."""
 
     name: str  # one of INPUTS
-    inputs: int  # channels of x
-    widths: dict[str, int]  # part → columns of its output, in the order of A's rows
+    inputs: int  # number of channels of x
+    widths: dict[str, int]  # part → number of columns of its output, in the order of the rows of A
 
     def a_name(self, block: int) -> str:
         """The name of A (P·r, inputs)."""
         return f"blocks.{block}.{self.name}.lora_a"
 
     def b_name(self, block: int, part: str) -> str:
-        """The name of a part's B (width, r)."""
+        """The name of B (width, r) of a part."""
         return f"blocks.{block}.{self.name.split('.')[0]}.{part}.lora_b"
 
 
 def adapter_parts(config: ModelConfig, lora: LoraConfig) -> tuple[AdapterParts, ...]:
-    """The adapters of every block of this model, and their parts. GPT-2's q, k, v are one layer, qkv, as in PEFT.
+    """The adapters of every block of this model, and their parts. In GPT-2, q, k and v are one layer, qkv, as in PEFT.
 
     >>> import tilegrad
     >>> [(a.name, list(a.widths)) for a in adapter_parts(tilegrad.presets()["llama-135m"].model, LoraConfig(layers="all"))]
@@ -144,7 +144,7 @@ def adapter_parts(config: ModelConfig, lora: LoraConfig) -> tuple[AdapterParts, 
 
 
 class LowRank(NamedTuple):
-    """The terms that an adapter adds to a layer's output: y_i += u_i B_i' for each part of the output."""
+    """The terms that an adapter adds to the output of a layer: y_i += u_i B_i' for each part of the output."""
 
     u: Buffer
     bs: list[Buffer]
@@ -156,7 +156,7 @@ class LowRank(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class InputDropout:
-    """Dropout of an adapter's input. `dropped` (N, Cin) receives drop(x), and in the backward du A."""
+    """Dropout of the input of an adapter. `dropped` (N, Cin) receives drop(x), and in the backward du A."""
 
     p: float
     seed: Buffer
@@ -217,7 +217,8 @@ class Adapter:
         )
         drop = None
         if lora.dropout and seed is not None:
-            counter = 2 * at.config.n_layer + 1 + len(INPUTS) * block + INPUTS.index(name)  # after the blocks' counters
+            # Counters of adapters follow those of the blocks.
+            counter = 2 * at.config.n_layer + 1 + len(INPUTS) * block + INPUTS.index(name)
             dropped = at.rows(f"scratch.{name}.dropped", adapter.inputs)
             shapes = dropout_workspace(x)
             drop = InputDropout(lora.dropout, seed, counter, dropped, at.scratch(f"{name}.dropout", shapes))
@@ -261,7 +262,7 @@ class Adapter:
             join_fwd(x, self.u, joined=self.joined)
 
     def of(self, output: int) -> LowRank | None:
-        """The terms for output number `output`; None if the adapter adds none."""
+        """The terms for output number `output`; None if the adapter adds nothing to it."""
         chosen = [
             (b.value, at._replace(output=0)) for b, at in zip(self.bs, self.parts, strict=True) if at.output == output
         ]

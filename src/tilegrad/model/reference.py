@@ -22,7 +22,9 @@ from .config import ModelConfig
 from .lora import LoraConfig, adapter_parts
 
 Params = Mapping[str, Tensor]
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # block, q (…, Hq, T, D), k, v (…, Hkv, T, D) → o like q
+Attend = Callable[
+    [int, Tensor, Tensor, Tensor], Tensor
+]  # block, q (…, Hq, T, D), k, v (…, Hkv, T, D) → o (…, Hq, T, D)
 
 
 def norm(p: Params, name: str, x: Tensor, config: ModelConfig) -> Tensor:
@@ -37,7 +39,7 @@ def linear(p: Params, name: str, x: Tensor) -> Tensor:
 
 
 def per_head(p: Params, name: str, x: Tensor) -> Tensor:
-    """Head h's D outputs read only its own D inputs.       weight (H, D, D) = (head, out, in)"""
+    """A linear layer in which the D outputs of a head read only its own D inputs.       weight (H, D, D) = (head, out, in)"""
     w, b = p[f"{name}.weight"], p.get(f"{name}.bias")
     h, d, _ = w.shape
     y = torch.einsum("...hi,hoi->...ho", x.unflatten(-1, (h, d)), w)
@@ -53,8 +55,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def low_rank(
     p: Params, i: int, name: str, x: Tensor, config: ModelConfig, lora: LoraConfig | None
 ) -> dict[str, Tensor]:
-    """s (x A_i') B_i' of each part of block i's adapter `name`, or {} if the block has no such adapter. Adapters that `lora`
-    does not describe are refused."""
+    """part → s (x A_i') B_i', for the adapter `name` of a block; {} if the block has no such adapter. Raises if `lora` does not
+    describe the adapters in the parameters."""
     parts = () if lora is None else adapter_parts(config, lora)
     adapter = next((each for each in parts if each.name == name), None)
     wanted: dict[str, tuple[int, int]] = {}
@@ -101,7 +103,7 @@ def attention(
 
 
 def causal(config: ModelConfig, block: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Each token attends to itself and to earlier tokens, at most `window` in all; positions start at 0."""
+    """Attention in which each token attends to itself and to earlier tokens, at most `window` in all. Positions begin at 0."""
     t, d, device = q.shape[-2], config.head_dim, q.device
     if config.position == "rope":
         frequencies, factor = rope_frequencies(config.rope_theta, d, config.rope_scaling)
@@ -141,7 +143,7 @@ def feed_forward(p: Params, i: int, x: Tensor, config: ModelConfig, lora: LoraCo
 def residual(
     p: Params, tokens: Tensor, config: ModelConfig, attend: Attend, start: int = 0, lora: LoraConfig | None = None
 ) -> Tensor:
-    """The residual stream after the last block; the tokens' positions begin at `start`."""
+    """The residual stream after the last block. The positions of the tokens begin at `start`."""
     x = p["wte.weight"][tokens]
     if config.position == "learned":
         x = x + p["wpe.weight"][start : start + tokens.shape[-1]]
@@ -157,27 +159,27 @@ def hidden_states(p: Params, tokens: Tensor, config: ModelConfig, lora: LoraConf
 
 
 def head(p: Params, config: ModelConfig) -> Tensor:
-    """The head's weight (V, C)."""
+    """The weight (V, C) of the head."""
     return p["wte.weight" if config.tie_embeddings else "lm_head.weight"]
 
 
 def logits_of(p: Params, n: Tensor, config: ModelConfig) -> Tensor:
     """The logits of hidden states.       n (C,) or (T, C)   logits (V,) or (T, V)"""
     weight = head(p, config)
-    if config.loss == "embedding_mse":  # the nearest embedding is the likeliest
+    if config.loss == "embedding_mse":  # the token with the nearest embedding is the likeliest
         rows = [-(row - weight).square().mean(-1) for row in n.view(-1, config.n_embd)]
         return torch.stack(rows).view(*n.shape[:-1], -1)
     return capped((weight @ n.transpose(0, -1)).transpose(0, -1), config)
 
 
 def capped(logits: Tensor, config: ModelConfig) -> Tensor:
-    """c tanh(l / c) of logits l, or the logits without a softcap c."""
+    """c tanh(l / c) of logits l, or l if the config has no softcap c."""
     c = config.softcap
     return c * torch.tanh(logits / c) if c else logits
 
 
 def loss(p: Params, tokens: Tensor, targets: Tensor, config: ModelConfig, lora: LoraConfig | None = None) -> Tensor:
-    """The mean loss over the targets; −1 marks a position without one."""
+    """The mean loss over the targets; −1 marks a position without a target."""
     n = hidden_states(p, tokens, config, lora)
     has_target = targets >= 0
     if config.loss == "embedding_mse":
