@@ -29,7 +29,7 @@ from .data import Data, open_data
 WARMUP, DECAY = 0.02, 0.4  # as shares of the time
 STRETCH = 10
 WARM_STEPS = 4
-_PARTS = 1 << 20  # of the time, in which the schedule counts
+_PARTS = 1 << 20  # the schedule counts in so many parts of the time
 
 
 @dataclass(frozen=True, slots=True)
