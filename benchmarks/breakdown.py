@@ -50,7 +50,8 @@ _HOMES = {  # op of tilegrad → its group, or its groups forward and backward
     "global_norm": ("optimizer",), "low_rank": ("GEMM wgrad",), "mix": ("attention forward", "attention backward"),
     "norm": ("norms forward", "norms backward"),
     "linear": ("GEMM forward",), "sampling": ("loss",),
-    "optimizer": ("optimizer",), "residual": ("norms forward", "norms backward"), "rope": ("rope",),
+    "optimizer": ("optimizer",), "residual": ("norms forward", "norms backward"),
+    "scaled_sum": ("norms forward", "norms backward"), "rope": ("rope",),
 }  # fmt: skip
 _BACKWARD = re.compile(r"_(bwd|backward|dq|dkdv|dkv|delta|dbias|dsinks|preprocess|postprocess)")
 _GEMM = re.compile(r"gemm|nvjet|cutlass|wgmma|gemv|_matmul|_mm_kernel", re.IGNORECASE)

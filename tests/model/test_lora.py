@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import CONFIG, LLAMA, QWEN3, assert_equal_gradients, batch, clones, equal, set_batch
+from support.models import CONFIG, LLAMA, QWEN3, SPEED_RUN, assert_equal_gradients, batch, clones, equal, set_batch
 from support.pairwise import covering
 from torch import Tensor
 
@@ -125,6 +125,8 @@ FREEZES: tuple[tuple[str, ...], ...] = (
     ("blocks.*",),
     ("blocks.*", "wte.*", "wpe.*", "ln_f.*"),
     ("*.up*", "*.q.weight", "*.q_norm.*"),
+    ("*.scalars.x", "*.ln?.*"),
+    ("wte.*", "wpe.*", "blocks.0.*", "*.scalars.x0"),
 )
 
 
@@ -132,6 +134,7 @@ FREEZE_CONFIGS = {
     "gated": replace(CONFIG, n_layer=2, activation="swiglu", tie_embeddings=False),
     "dropout": replace(CONFIG, n_layer=2, dropout=0.2),
     "qwen3": replace(QWEN3, bias=True),
+    "speed run": SPEED_RUN,
 }
 RECOMPUTE: tuple[tuple[Any, ...], ...] = ((), ("norm", "activation"), ("block",))
 

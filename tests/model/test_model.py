@@ -54,12 +54,13 @@ def configs(draw: st.DrawFn) -> ModelConfig:
         head_size=pick(None, 6) if projection == "dense" else None, qk_norm=draw(st.booleans()),
         qkv_bias=draw(biases), proj_bias=draw(biases), ffn_bias=draw(biases),
         window_layers=pick(None, (), (0,), (n_layer - 1,)), rope_scaling=scaling if position == "rope" else None,
-        logit_softcap=pick(None, None, 0.5, 3) if loss == "cross_entropy" else None,
+        logit_softcap=pick(None, None, 0.5, 3) if loss == "cross_entropy" else None, residual_scalars=draw(st.booleans()),
     )  # fmt: skip
 
 
 SPEED = ModelConfig(  # config of speed runs
-    vocab_size=33, block_size=16, n_layer=3, n_head=4, n_embd=8, activation="relu2", logit_softcap=1.5
+    vocab_size=33, block_size=16, n_layer=3, n_head=4, n_embd=8, activation="relu2", logit_softcap=1.5,
+    residual_scalars=True,
 )  # fmt: skip
 
 
@@ -149,6 +150,7 @@ BAD = [
     ({"norm": None}, "norm: got None"),
     ({"bias": 1}, "bias: got 1; accepted: True or False"),
     ({"loss": "embedding_mse", "tie_embeddings": False}, "tie_embeddings: got False; accepted: True with loss"),
+    ({"residual_scalars": 1}, "residual_scalars: got 1; accepted: True or False"),
     ({"logit_softcap": 0}, "logit_softcap: got 0; accepted: None, or a number, 0.001 ≤"),
     ({"logit_softcap": True}, "logit_softcap: got True; accepted: None, or a number"),
     ({"logit_softcap": 10**400}, "logit_softcap: got 1000"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import LLAMA, QWEN3, assert_equal_gradients, batch
+from support.models import LLAMA, QWEN3, SPEED_RUN, assert_equal_gradients, batch
 from support.threads import run_on_threads
 from torch import Tensor
 
@@ -26,6 +26,7 @@ CONFIGS = {
         LLAMA, n_layer=2, window=5, activation="gelu", norm="layernorm", bias=True, tie_embeddings=True
     ),
     "q and k normed, a window in one block": QWEN3,
+    "speed run": replace(SPEED_RUN, position="rope"),
 }
 
 

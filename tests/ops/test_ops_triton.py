@@ -38,6 +38,7 @@ from tilegrad.kernels.norm import (
 )
 from tilegrad.kernels.op import observe
 from tilegrad.kernels.rope import ROPE
+from tilegrad.kernels.scaled_sum import SCALED_SUM
 from tilegrad.kernels.scratch import Form
 from tilegrad.kernels.table import Problem, Table
 
@@ -409,7 +410,7 @@ def test_interpreted_tables_say_which_layouts_are_accepted() -> None:
     assert "contiguous columns" in told.reasons["triton"]
 
 
-TABLES = (CROSS_ENTROPY, ADAMW, GLOBAL_NORM, EMBEDDING, ROPE, DROPOUT, MIX)
+TABLES = (CROSS_ENTROPY, ADAMW, GLOBAL_NORM, EMBEDDING, ROPE, DROPOUT, MIX, SCALED_SUM)
 
 
 def problem_of(table: Table, dtype: torch.dtype) -> Any:

@@ -22,6 +22,7 @@ from tilegrad.kernels.embedding import torch_ops as embedding
 from tilegrad.kernels.mix import torch_ops as mix
 from tilegrad.kernels.norm import torch_ops as norm
 from tilegrad.kernels.rope import torch_ops as rope
+from tilegrad.kernels.scaled_sum import torch_ops as scaled_sum
 from tilegrad.kernels.scratch import Form, Shapes
 
 
@@ -71,6 +72,9 @@ CALLS: dict[str, Callable[[], Shapes]] = {
     "norm backward, float32": lambda: norm.workspace(X32, backward=True),
     "rope": lambda: rope.workspace(form(2, 9, 3, 8, dtype=torch.bfloat16)),
     "rope, float32": lambda: rope.workspace(form(2, 9, 3, 8)),
+    "scaled_sum": lambda: scaled_sum.workspace(X16, backward=False),
+    "scaled_sum backward": lambda: scaled_sum.workspace(X16, backward=True),
+    "scaled_sum backward, float32": lambda: scaled_sum.workspace(X32, backward=True),
 }
 DECLARED: dict[str, str] = {
     "attention": (
@@ -130,6 +134,9 @@ DECLARED: dict[str, str] = {
     "norm backward, float32": "centred 5·7, column_sum.ones 30, column_sum.part 7, ones 5, sum 7, sum_g 5, sum_gx 5, work 5·7",
     "rope": "kept 1·3·4, rotated 1·3·8",
     "rope, float32": "kept 1·3·4",
+    "scaled_sum": "a 1, b 1, wide 5·7, work 5·7",
+    "scaled_sum backward": "a 1, b 1, dy 5·7, row_sums 5, sum 1, wide 5·7, work 5·7",
+    "scaled_sum backward, float32": "a 1, b 1, row_sums 5, sum 1, work 5·7",
 }
 
 
@@ -142,7 +149,7 @@ def told(shapes: Shapes) -> str:
 
 
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (dropout, embedding, embedding_mse, norm, rope):
+    for module in (dropout, embedding, embedding_mse, norm, rope, scaled_sum):
         monkeypatch.setitem(module.BLOCK, "cpu", 40)
     monkeypatch.setitem(cross_entropy_torch.CHUNK, "cpu", 4 * 100)
     monkeypatch.setattr(cross_entropy_torch, "BLOCK", 40)

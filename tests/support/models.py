@@ -26,6 +26,8 @@ QWEN3 = replace(
     rope_scaling=RopeScaling("llama3", 8.0, original=8),
 )  # fmt: skip
 
+SPEED_RUN = replace(CONFIG, n_layer=2, activation="relu2", logit_softcap=2.0, residual_scalars=True)
+
 
 def kinds(n_embd: int) -> tuple[ModelConfig, ...]:
     """Configs of one-layer models that together have every kind of layer."""
@@ -35,6 +37,7 @@ def kinds(n_embd: int) -> tuple[ModelConfig, ...]:
         replace(LLAMA, n_layer=1, n_embd=n_embd),
         replace(gpt, dropout=0.2, projection="per_head", activation="relu"),
         replace(gpt, loss="embedding_mse", activation="tanh"),
+        replace(SPEED_RUN, n_embd=n_embd),
     )
 
 

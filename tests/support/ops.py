@@ -23,6 +23,7 @@ from tilegrad.kernels.cache_attention import (
 from tilegrad.kernels.closeness import Bound, assert_close
 from tilegrad.kernels.column_sum import column_sum_fwd, column_sum_workspace
 from tilegrad.kernels.cross_entropy.logprobs import token_logprobs_fwd, token_logprobs_workspace
+from tilegrad.kernels.cross_entropy.softcap import softcap_fwd
 from tilegrad.kernels.embedding_mse import embedding_mse_scores_fwd, embedding_mse_scores_workspace
 from tilegrad.kernels.low_rank import Part, low_rank_add_fwd, low_rank_workspace
 from tilegrad.kernels.mix import mix_fwd, mix_workspace
@@ -182,3 +183,4 @@ def calls_outside_models(dtype: torch.dtype) -> None:
     scratch = poisoned(embedding_mse_scores_workspace(rows, head))
     embedding_mse_scores_fwd(rows, head, scores=logits, scratch=scratch)
     logprobs_fwd(logits, tokens, logprobs=logprobs, scratch=poisoned(logprobs_workspace(logits)))
+    softcap_fwd(logits, 2.0, y=logits)

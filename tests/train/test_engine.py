@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import CONFIG, LLAMA, QWEN3, assert_equal_gradients, batch, clones, equal, set_batch
+from support.models import CONFIG, LLAMA, QWEN3, SPEED_RUN, assert_equal_gradients, batch, clones, equal, set_batch
 from support.ops import allowed_bytes
 from torch import Tensor
 
@@ -49,7 +49,7 @@ def test_another_number_of_threads_is_an_error_and_not_a_wrong_gradient() -> Non
 
 
 @pytest.mark.parametrize(
-    "config", [CONFIG, LLAMA, QWEN3, replace(CONFIG, dropout=0.3), replace(CONFIG, loss="embedding_mse")]
+    "config", [CONFIG, LLAMA, QWEN3, SPEED_RUN, replace(CONFIG, dropout=0.3), replace(CONFIG, loss="embedding_mse")]
 )
 def test_gradients_and_forward_then_backward_give_the_same_bits(config: ModelConfig) -> None:
     tokens, targets = batch(config, 3, 9)
@@ -70,6 +70,7 @@ def test_gradients_and_forward_then_backward_give_the_same_bits(config: ModelCon
         CONFIG,
         LLAMA,
         QWEN3,
+        SPEED_RUN,
         replace(CONFIG, loss="embedding_mse"),
         replace(CONFIG, projection="per_head", tie_embeddings=False),
         replace(LLAMA, position="learned", bias=True),
@@ -370,7 +371,9 @@ def run(model: Transformer, optimizer: Optimizer) -> None:
     model.backward()
 
 
-@pytest.mark.parametrize("config", [CONFIG, LLAMA, QWEN3, replace(CONFIG, dropout=0.2, projection="per_head")])
+@pytest.mark.parametrize(
+    "config", [CONFIG, LLAMA, QWEN3, SPEED_RUN, replace(CONFIG, dropout=0.2, projection="per_head")]
+)
 def test_sharing_and_poison_change_no_bit(config: ModelConfig) -> None:
     tokens, targets = batch(config, 2, 9)
     device = torch.device("cpu")
@@ -397,7 +400,7 @@ def test_sharing_and_poison_change_no_bit(config: ModelConfig) -> None:
     assert all(g.isfinite().all() for g in results[2].values())
 
 
-@pytest.mark.parametrize("config", [CONFIG, LLAMA, QWEN3, replace(CONFIG, dropout=0.2)])
+@pytest.mark.parametrize("config", [CONFIG, LLAMA, QWEN3, SPEED_RUN, replace(CONFIG, dropout=0.2)])
 def test_gradients_have_the_same_bits_under_every_budget(config: ModelConfig) -> None:
     tokens, targets = batch(config, 4, 16)
     free = Engine(config, 4, 16)
@@ -509,6 +512,8 @@ def test_the_workspace_of_cublas_is_in_the_report(capability: Any, mib: float, m
         (CONFIG, torch.float32),
         (LLAMA, torch.float32),
         (QWEN3, torch.float32),
+        (SPEED_RUN, torch.float32),
+        (SPEED_RUN, torch.bfloat16),
         (CONFIG, torch.bfloat16),
         (replace(CONFIG, dropout=0.1), torch.float32),
     ],

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import CONFIG, LLAMA, batch, clones, equal
+from support.models import CONFIG, LLAMA, SPEED_RUN, batch, clones, equal
 from support.ranks import Ranks
 
 import tilegrad
@@ -91,7 +91,11 @@ def test_all_states_have_one_layout_and_gaps_stay_zero(states: States) -> None:
 
 @pytest.mark.parametrize("states", [States("bfloat16"), ALL], ids=named)
 def test_dead_memory_is_not_read(states: States) -> None:
-    for config in (replace(LLAMA, tie_embeddings=False), replace(CONFIG, projection="per_head", dropout=0.2)):
+    for config in (
+        replace(LLAMA, tie_embeddings=False),
+        replace(CONFIG, projection="per_head", dropout=0.2),
+        SPEED_RUN,
+    ):
         tokens, targets = batch(config, 2, 8)
         plain, poisoned = (Engine(config, 2, 8, dtype=BF16, states=states) for _ in range(2))
         for _ in range(2):

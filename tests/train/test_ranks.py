@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from support.models import CONFIG, LLAMA, equal
+from support.models import CONFIG, LLAMA, SPEED_RUN, equal
 from support.ranks import Ranks
 from torch import Tensor
 
@@ -46,6 +46,7 @@ from tilegrad.training.run import _load, train
 CASES = {
     "tied, dropout": replace(CONFIG, vocab_size=97, n_embd=32, n_layer=2, dropout=0.1),
     "untied, GQA, window": replace(LLAMA, vocab_size=89, n_embd=32, n_layer=2, window=7),
+    "speed run": replace(SPEED_RUN, vocab_size=97, n_embd=32),
     "tied, rope, biases": replace(CONFIG, vocab_size=97, n_embd=32, n_layer=2, position="rope"),
 }
 F64: Any = {"dtype": torch.float64, "seed": 3, "eps": 1e-6}  # AdamW turns noise below eps into rate · noise / eps
@@ -123,6 +124,8 @@ def check_parity(found: list[Any], shard: str) -> None:
         ("untied, GQA, window", "none", 1),
         ("tied, dropout", "all", 3),
         ("untied, GQA, window", "all", 1),
+        ("speed run", "optimizer", 1),
+        ("speed run", "all", 3),
     ],
 )
 def test_ranks_are_one_process(two_ranks: Ranks, case: str, shard: str, count: int) -> None:

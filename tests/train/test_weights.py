@@ -218,6 +218,7 @@ def test_nothing_is_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (replace(CONFIG, activation="relu"), "activation: got 'relu'; accepted: 'swiglu', or 'gelu' with"),
         (replace(CONFIG, window=4), "window: got 4; accepted: None"),
         (replace(CONFIG, logit_softcap=5.0), "logit_softcap: got 5.0; accepted: None, because these families"),
+        (replace(LLAMA, residual_scalars=True), "residual_scalars: got True; accepted: False"),
         (replace(LLAMA, logit_softcap=5.0), "exported as llama: logit_softcap: got 5.0; accepted: None"),
         (replace(LLAMA, dropout=0.1), "dropout: got 0.1; accepted: 0"),
         (replace(LLAMA, ffn_bias=True, qkv_bias=True), r"qkv_bias, proj_bias, ffn_bias: got \[True, False, True\]"),

@@ -34,6 +34,7 @@ from ..kernels import (
     norm,
     rope,
     sampling,
+    scaled_sum,
 )
 from ..kernels.attention import problem as attention
 from ..kernels.attention.mask import Mask
@@ -119,6 +120,7 @@ def plain_calls(device: str, dtype: torch.dtype) -> tuple[tuple[Table, object], 
         (embedding.EMBEDDING, Problem(x)),
         (rope.ROPE, Problem(q)),
         (mix.MIX, Problem(q)),
+        (scaled_sum.SCALED_SUM, Problem(x)),
         (dropout.DROPOUT, Problem(x)),
         (sampling.SAMPLING, Problem(x.float())),
         (cross_entropy.CROSS_ENTROPY, cross_entropy.Problem(x, x)),

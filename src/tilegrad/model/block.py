@@ -4,6 +4,8 @@
 
 The residual add is fused into the next norm: a block reads norm1's output and leaves its last branch f, and the next block's
 norm1 (ln_f after the last block) forms y = x1 + f. `Transformer.stream` lists each block with its next norm.
+With the key residual_scalars a block reads u = a x + b x0 instead of x (model/residual.py). Then norm1 is not fused with the
+add before it, and the projection before it forms its own bias gradient.
 
 The backward turns dx in place from the gradient of y into the gradient of x. Each branch's norm adds to dx and forms Σ dx:
 without dropout, the bias gradient of the projection before that norm. The weight gradients of a branch's first projections
@@ -24,6 +26,7 @@ from .attention import AttentionLayer
 from .feedforward import FeedForward
 from .layer import Buffer, Declare
 from .norm import NormLayer
+from .residual import ResidualScalars
 
 Recomputed = Literal["norm", "activation", "block"]
 
@@ -59,6 +62,7 @@ class Dropout:
 
 @dataclass(frozen=True, slots=True)
 class Block:
+    scalars: ResidualScalars | None
     norm1: NormLayer
     attention: AttentionLayer
     drop1: Dropout
@@ -79,6 +83,7 @@ class Block:
         keeps_x = not recompute & {"norm", "block"}
         ffn = FeedForward.declare(at, i, seed, keeps_a=not recompute & {"activation", "block"}, keeps_x=keeps_x)
         return cls(
+            scalars=ResidualScalars.declare(at, i) if at.config.residual_scalars else None,
             norm1=NormLayer.declare(at, f"{name}.ln1"),
             attention=AttentionLayer.declare(at, i, seed, keeps_x=keeps_x),
             drop1=Dropout.declare(at, seed, 2 * i + 1, dx="scratch.dbranch"),
@@ -112,7 +117,8 @@ class Block:
             self.ffn.recompute(self.norm2.y)
             recompute = frozenset()
         norm, activation = "norm" in recompute, "activation" in recompute
-        self.ffn.backward(self.drop2.backward(dx), dx=self.dnorm, bias_grad=separate, recompute=activation)
+        down_separate = separate or self.scalars is not None
+        self.ffn.backward(self.drop2.backward(dx), dx=self.dnorm, bias_grad=down_separate, recompute=activation)
         proj_sum = None if separate else self.attention.proj.bias_grad
         n = self.norm2.backward(self.dnorm, self.x1, dx=dx, dx_sum=proj_sum, recompute=norm and self.ffn.reads_x)
         self.ffn.backward_weight(n)
@@ -123,7 +129,7 @@ class Block:
     @property
     def last_bias_grad(self) -> Buffer | None:
         """The bias gradient that the next norm's backward forms as Σ dx, or None."""
-        return None if self.bias_grad_separate else self.ffn.down.bias_grad
+        return None if self.bias_grad_separate or self.scalars is not None else self.ffn.down.bias_grad
 
     @property
     def bias_grad_separate(self) -> bool:

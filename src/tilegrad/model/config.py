@@ -44,6 +44,7 @@ class ModelConfig:
     qkv_bias, proj_bias, ffn_bias   None: bias
     rope_scaling    a RopeScaling, or a mapping of its fields
     logit_softcap   c: the logits l of the head become c · tanh(l / c), in the loss and in generation
+    residual_scalars   block i reads a_i x + b_i x0 with learned scalars; x0 is the stream before the first block
 
     LIMITS bounds the sizes.
 
@@ -78,6 +79,7 @@ class ModelConfig:
     window_layers: tuple[int, ...] | None = None
     rope_scaling: RopeScaling | None = None
     logit_softcap: float | None = None
+    residual_scalars: bool = False
 
     @property
     def kv_heads(self) -> int:
@@ -113,7 +115,7 @@ class ModelConfig:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in get_args(choices):
                 refuse(name, " or ".join(map(repr, get_args(choices))))
-        for name in ("bias", "tie_embeddings", "qk_norm"):
+        for name in ("bias", "tie_embeddings", "qk_norm", "residual_scalars"):
             if not isinstance(getattr(self, name), bool):
                 refuse(name, "True or False")
         for name in ("qkv_bias", "proj_bias", "ffn_bias"):

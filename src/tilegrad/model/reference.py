@@ -147,7 +147,10 @@ def residual(
     x = p["wte.weight"][tokens]
     if config.position == "learned":
         x = x + p["wpe.weight"][start : start + tokens.shape[-1]]
+    x0 = x
     for i in range(config.n_layer):
+        if config.residual_scalars:
+            x = p[f"blocks.{i}.scalars.x"] * x + p[f"blocks.{i}.scalars.x0"] * x0
         x = x + attention(p, i, norm(p, f"blocks.{i}.ln1", x, config), config, attend, lora)
         x = x + feed_forward(p, i, norm(p, f"blocks.{i}.ln2", x, config), config, lora)
     return x

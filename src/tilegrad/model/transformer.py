@@ -2,6 +2,9 @@
 
     x = wte[tokens] + wpe[position]       blocks       n = ln_f(x)       loss(n, targets) over wte or lm_head
 
+With the key residual_scalars each block reads a x + b x0 (model/residual.py), and dx0 is the sum of all blocks' gradients
+of x0.
+
 `step` computes the loss and its gradient in one pass, then the rest of the backward. `forward` and `backward` do the
 same in two calls, and compute the loss twice. Declared on handles, the tree is traced and planned; bound to tensors, it trains.
 """
@@ -22,7 +25,7 @@ from ..kernels.embedding import embedding_bwd, embedding_fwd, embedding_workspac
 from ..kernels.embedding_mse import embedding_mse_bwd, embedding_mse_fwd, embedding_mse_step, embedding_mse_workspace
 from ..kernels.fp8_head import fp8_cross_entropy_step, fp8_cross_entropy_workspace
 from ..kernels.fp8_linear import Factor, fill_state, fp8_scale_step
-from ..kernels.residual import copy_fwd, zero_fwd
+from ..kernels.residual import add_fwd, copy_fwd, zero_fwd
 from ..kernels.rope import rope_table
 from ..kernels.scratch import Scratch
 from ..text.spelling import did_you_mean
@@ -219,6 +222,7 @@ class Transformer:
     seeds: tuple[Buffer, ...]  # one 0-d int64 per block with dropout, else none
     x: tuple[Buffer, ...]  # the residual stream before each block and after the last, (N, C)
     dx: Buffer
+    dx0: Buffer | None  # with residual_scalars
     params: dict[str, Param]
     scales: dict[str, Buffer]  # by the name of a tensor that is rounded to float8
     factors: dict[str, Factor]  # what each of them is in a product
@@ -293,10 +297,17 @@ class Transformer:
         """tokens → ln_f's output."""
         self.embedding.forward(self.tokens, x=self.x[0])
         self.drop.forward(self.x[0])
-        self.blocks[0].norm1.forward(self.x[0])
+        if self.dx0 is None:
+            self.blocks[0].norm1.forward(self.x[0])
         for block, x, next_norm, y in self.stream:
+            if block.scalars is not None:
+                x = block.scalars.forward(x, self.x[0])
+                block.norm1.forward(x)
             block.forward(x)
-            next_norm.add_norm(block.x1, block.f, x1=y)
+            if block.scalars is not None and next_norm is not self.ln_f:
+                add_fwd(block.x1, block.f, y=y)
+            else:
+                next_norm.add_norm(block.x1, block.f, x1=y)
         return self.ln_f.y
 
     def hidden_states_backward(self) -> None:
@@ -307,8 +318,16 @@ class Transformer:
         zero_fwd(x=self.dx)
         dx_sums = (None, *(block.last_bias_grad for block in self.blocks))  # for each block's norm1, and ln_f
         self.ln_f.backward(self.ln_f.y, self.x[-1], dx=self.dx, dx_sum=dx_sums[-1], recompute=False)
+        if self.dx0 is not None:
+            zero_fwd(x=self.dx0)
         for (block, x, *_), dx_sum in tuple(zip(self.stream, dx_sums[:-1], strict=True))[first:][::-1]:
-            block.backward(x, dx=self.dx, dx_sum=dx_sum)
+            if block.scalars is None or self.dx0 is None:
+                block.backward(x, dx=self.dx, dx_sum=dx_sum)
+            else:
+                block.backward(block.scalars.forward(x, self.x[0]), dx=self.dx, dx_sum=dx_sum)
+                block.scalars.backward(x, self.x[0], dx=self.dx, dx0=self.dx0)
+        if self.dx0 is not None:
+            add_fwd(self.dx, self.dx0, y=self.dx)
         for p in self._small:
             p.keep()
         if self.embedding.trained:
@@ -379,6 +398,7 @@ def declare_at(at: Declare, recompute: Sequence[frozenset[Recomputed]] = ()) -> 
         seeds=seeds,
         x=x,
         dx=at.rows("dx", c),
+        dx0=at.rows("dx0", c) if config.residual_scalars else None,
         params=at.params,
         scales=at.scales,
         factors=at.factors,

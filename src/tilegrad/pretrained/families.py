@@ -339,4 +339,5 @@ def _requirements(c: ModelConfig) -> dict[str, Requirement]:
             "None, because these families have uncapped logits",
             c.logit_softcap is None,
         ),
+        "residual_scalars": (c.residual_scalars, "False", not c.residual_scalars),
     }

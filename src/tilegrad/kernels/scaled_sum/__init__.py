@@ -1,0 +1,69 @@
+"""A sum of two streams with learned scalars.       x, x0, y (N, C)   a, b (1,)
+
+    y = a x + b x0        dx = a dy        dx0 += b dy        da += Σ dy ∘ x        db += Σ dy ∘ x0
+                                                               (accumulate=False: da = …, db = …; dx0 is always accumulated)
+
+dx0 accumulates because every block reads the same x0. dx may be dy. The sums are in the accumulation dtype and have the same
+order each time. On a CPU a and b may have the accumulation dtype too. `SCALED_SUM` is the table of kernels: each module offers
+`workspace`, `fwd` and `bwd`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Unpack
+
+from torch import Tensor
+
+from .. import gpu
+from ..checks import check_given, check_param
+from ..op import op
+from ..scratch import Shapes, TensorLike, accumulation_dtype
+from ..table import BACKWARD, FORWARD, Problem, Where
+
+SCALED_SUM = gpu.triton_else_torch("scaled_sum")
+
+
+class Gradients(NamedTuple):
+    """Outputs of a backward; None: not computed."""
+
+    dx: Tensor
+    dx0: Tensor | None
+    da: Tensor | None
+    db: Tensor | None
+    accumulate: bool
+
+
+def scaled_sum_workspace(x: TensorLike, *, backward: bool, kernel: str | None = None) -> Shapes:
+    """Name → (shape, dtype) of the scratch of a forward or of a backward."""
+    return SCALED_SUM.workspace(Problem(x), kernel=kernel, backward=backward)
+
+
+def _check(x: Tensor, x0: Tensor, a: Tensor, b: Tensor, **others: Tensor | None) -> None:
+    shape, given = tuple(x.shape), {"x": x, "x0": x0} | others
+    check_given(x.device, *((name, other, shape, x.dtype) for name, other in given.items()))
+    for name, other in given.items():
+        if other is not None and not other.is_contiguous():
+            raise ValueError(f"{name}: got strides {other.stride()}; accepted: a contiguous tensor")
+    check_param("a", a, (1,), x)
+    check_param("b", b, (1,), x)
+
+
+@op()
+def scaled_sum_fwd(x: Tensor, x0: Tensor, a: Tensor, b: Tensor, *, y: Tensor, **where: Unpack[Where]) -> None:
+    """y = a x + b x0, rounded once; y is neither x nor x0."""
+    _check(x, x0, a, b, y=y)
+    SCALED_SUM.run("fwd", Problem(x), x, x0, a, b, options=FORWARD, y=y, **where)
+
+
+@op(accumulates=("da", "db"), adds=("dx0",))
+def scaled_sum_bwd(
+    dy: Tensor, x: Tensor, x0: Tensor, a: Tensor, b: Tensor, *,
+    dx: Tensor, dx0: Tensor | None = None, da: Tensor | None = None, db: Tensor | None = None, accumulate: bool = True,
+    **where: Unpack[Where],
+) -> None:  # fmt: skip
+    """dx = a dy   dx0 += b dy   da += Σ dy ∘ x   db += Σ dy ∘ x0; dx may be dy."""
+    _check(x, x0, a, b, dy=dy, dx=dx, dx0=dx0)
+    acc = accumulation_dtype(x.dtype)
+    check_given(x.device, ("da", da, (1,), acc), ("db", db, (1,), acc))
+    out = Gradients(dx, dx0, da, db, accumulate)
+    SCALED_SUM.run("bwd", Problem(x), dy, x, x0, a, b, options=BACKWARD, out=out, **where)

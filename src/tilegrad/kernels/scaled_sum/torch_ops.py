@@ -1,0 +1,69 @@
+"""The scaled sum by torch ops on blocks of rows, in the accumulation dtype: any device and dtype.
+
+A product and a sum are separate ops, because torch may contract them in some places of a tensor and not in others. A row is
+summed by one thread, so the sums do not depend on the number of threads.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..scratch import Scratch, Shapes, TensorLike, accumulation_dtype, blocks, rows_of, rows_per_block
+
+if TYPE_CHECKING:
+    from . import Gradients
+
+BLOCK = {"cpu": 1 << 17, "cuda": 1 << 23}  # elements of a block of rows
+
+
+def workspace(x: TensorLike, *, backward: bool) -> Shapes:
+    rows, acc = rows_per_block(x, BLOCK), accumulation_dtype(x.dtype)
+    block = ((rows, x.shape[1]), acc)
+    shapes: Shapes = {"work": block, "a": ((1,), acc), "b": ((1,), acc)}
+    if x.dtype != acc:
+        shapes["wide"] = block
+    if backward:
+        shapes |= {"row_sums": ((rows,), acc), "sum": ((1,), acc)}
+        if x.dtype != acc:
+            shapes["dy"] = block
+    return shapes
+
+
+def _wide(x: Tensor, name: str, scratch: Scratch) -> Tensor:
+    """x itself if it has the accumulation dtype, otherwise a copy in the scratch."""
+    return scratch[name][: x.shape[0]].copy_(x) if name in scratch else x
+
+
+def fwd(x: Tensor, x0: Tensor, a: Tensor, b: Tensor, *, y: Tensor, scratch: Scratch) -> None:
+    a, b = scratch["a"].copy_(a), scratch["b"].copy_(b)
+    for i in blocks(x.shape[0], rows_per_block(x, BLOCK)):
+        work = scratch["work"][: i.stop - i.start]
+        torch.mul(_wide(rows_of(x0, i), "wide", scratch), b, out=work)
+        scaled = _wide(rows_of(x, i), "wide", scratch)
+        into = scaled if "wide" in scratch else rows_of(y, i)
+        torch.mul(scaled, a, out=into).add_(work)
+        if "wide" in scratch:
+            rows_of(y, i).copy_(into)
+
+
+def bwd(
+    dy: Tensor, x: Tensor, x0: Tensor, a: Tensor, b: Tensor, *, out: Gradients, scratch: Scratch
+) -> None:  # fmt: skip
+    dx, dx0, da, db, accumulate = out
+    a, b = scratch["a"].copy_(a), scratch["b"].copy_(b)
+    for total in (da, db):
+        if total is not None and not accumulate:
+            total.zero_()
+    for i in blocks(x.shape[0], rows_per_block(x, BLOCK)):
+        g, work = _wide(rows_of(dy, i), "dy", scratch), scratch["work"][: i.stop - i.start]
+        for total, factor in ((da, x), (db, x0)):
+            if total is not None:
+                torch.mul(g, _wide(rows_of(factor, i), "wide", scratch), out=work)
+                row_sums = torch.sum(work, -1, out=scratch["row_sums"][: len(work)])
+                total.add_(torch.sum(row_sums, 0, keepdim=True, out=scratch["sum"]))
+        if dx0 is not None:
+            rows_of(dx0, i).copy_(torch.mul(g, b, out=work).add_(_wide(rows_of(dx0, i), "wide", scratch)))
+        rows_of(dx, i).copy_(torch.mul(g, a, out=work))

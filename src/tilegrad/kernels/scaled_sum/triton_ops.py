@@ -1,0 +1,84 @@
+"""The scaled sum in Triton: each number is read and written once.       partials (2, P, 1)
+
+    forward    one program per tile
+    backward   program p of P has the tiles p, p + P, p + 2P, … and writes partials[:, p] = Σ dy ∘ x, Σ dy ∘ x0 of its tiles;
+               then da (+)= Σ_p partials[0, p], db (+)= Σ_p partials[1, p], in the order of the grid
+
+The arithmetic is float32, and only outputs are rounded.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..column_sum.triton_ops import add_partials
+from ..gpu import ceil_div, launch, multiprocessors
+from ..scratch import Scratch, Shapes, TensorLike
+
+if TYPE_CHECKING:
+    from . import Gradients
+
+TILE, WARPS = 2048, 4
+PROGRAMS = 8  # per multiprocessor, in a backward
+
+
+@triton.jit
+def _scaled_sum_fwd_kernel(x, x0, a, b, y, n, TILE: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    of_a, of_b = tl.load(a).to(tl.float32), tl.load(b).to(tl.float32)
+    scaled = tl.load(x + i, i < n, 0.0).to(tl.float32) * of_a + tl.load(x0 + i, i < n, 0.0).to(tl.float32) * of_b
+    tl.store(y + i, scaled.to(y.dtype.element_ty), i < n)
+
+
+@triton.jit
+def _scaled_sum_bwd_kernel(dy, x, x0, a, b, dx, dx0, partials, n, tiles, TILE: tl.constexpr):
+    p, programs = tl.program_id(0), tl.num_programs(0)
+    of_a, of_b = tl.load(a).to(tl.float32), tl.load(b).to(tl.float32)
+    da, db = tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.float32)
+
+    for tile in range(p, tiles, programs):
+        i = tl.cast(tile, tl.int64) * TILE + tl.arange(0, TILE)
+        g = tl.load(dy + i, i < n, 0.0).to(tl.float32)
+        if partials is not None:
+            da += g * tl.load(x + i, i < n, 0.0).to(tl.float32)
+            db += g * tl.load(x0 + i, i < n, 0.0).to(tl.float32)
+        if dx0 is not None:
+            old = tl.load(dx0 + i, i < n, 0.0).to(tl.float32)
+            tl.store(dx0 + i, (old + g * of_b).to(dx0.dtype.element_ty), i < n)
+        tl.store(dx + i, (g * of_a).to(dx.dtype.element_ty), i < n)
+
+    if partials is not None:
+        tl.store(partials + p, tl.sum(da, 0))
+        tl.store(partials + programs + p, tl.sum(db, 0))
+
+
+def _programs(x: TensorLike) -> int:
+    """P. It never decreases with more rows, so scratch for many rows also fits fewer."""
+    n, c = x.shape
+    return max(1, min(ceil_div(n * c, TILE), PROGRAMS * multiprocessors(x.device)))
+
+
+def workspace(x: TensorLike, *, backward: bool) -> Shapes:
+    return {"partials": ((2, _programs(x), 1), torch.float32)} if backward else {}
+
+
+def fwd(x: Tensor, x0: Tensor, a: Tensor, b: Tensor, *, y: Tensor, scratch: Scratch) -> None:
+    n = x.numel()
+    launch(_scaled_sum_fwd_kernel, (ceil_div(n, TILE),), x, x0, a, b, y, n, TILE=TILE, num_warps=WARPS)
+
+
+def bwd(dy: Tensor, x: Tensor, x0: Tensor, a: Tensor, b: Tensor, *, out: Gradients, scratch: Scratch) -> None:
+    dx, dx0, da, db, accumulate = out
+    partials = None if da is None and db is None else scratch["partials"]
+    n = x.numel()
+    tiles, constants = ceil_div(n, TILE), {"TILE": TILE, "num_warps": WARPS}
+    launch(_scaled_sum_bwd_kernel, (_programs(x),), dy, x, x0, a, b, dx, dx0, partials, n, tiles, **constants)
+    for total, own in zip((da, db), () if partials is None else partials, strict=False):
+        if total is not None:
+            add_partials(own, total, accumulate=accumulate)
