@@ -64,6 +64,11 @@ def bwd(
                 torch.mul(g, _wide(rows_of(factor, i), "wide", scratch), out=work)
                 row_sums = torch.sum(work, -1, out=scratch["row_sums"][: len(work)])
                 total.add_(torch.sum(row_sums, 0, keepdim=True, out=scratch["sum"]))
-        if dx0 is not None:
-            rows_of(dx0, i).copy_(torch.mul(g, b, out=work).add_(_wide(rows_of(dx0, i), "wide", scratch)))
-        rows_of(dx, i).copy_(torch.mul(g, a, out=work))
+        if dx0 is not None and "wide" in scratch:
+            rows_of(dx0, i).copy_(_wide(rows_of(dx0, i), "wide", scratch).addcmul_(g, b))
+        elif dx0 is not None:
+            rows_of(dx0, i).addcmul_(g, b)
+        if "wide" in scratch:
+            rows_of(dx, i).copy_(g.mul_(a))
+        else:
+            torch.mul(g, a, out=rows_of(dx, i))
