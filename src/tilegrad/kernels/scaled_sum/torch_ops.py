@@ -1,7 +1,7 @@
 """The scaled sum by torch ops on blocks of rows, in the accumulation dtype: any device and dtype.
 
-A product and a sum are separate ops, because torch may contract them in some places of a tensor and not in others. A row is
-summed by one thread, so the sums do not depend on the number of threads.
+The forward's products and their sum are separate ops, because torch may use fused multiply-adds in some places of a tensor and
+not in others. A row is summed by one thread, so the sums do not depend on the number of threads.
 """
 
 from __future__ import annotations
