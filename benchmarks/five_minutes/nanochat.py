@@ -32,7 +32,7 @@ MOMENTUM, FIRST_MOMENTUM, MOMENTUM_STEPS = 0.95, 0.85, 300
 
 
 def rms(x: Tensor) -> Tensor:
-    return F.rms_norm(x, (x.shape[-1],))
+    return F.rms_norm(x, (x.shape[-1],)).to(x.dtype)  # autocast may return float32
 
 
 class Block(nn.Module):

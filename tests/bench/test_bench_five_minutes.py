@@ -19,10 +19,12 @@ from benchmarks.five_minutes import __main__ as five_minutes
 from benchmarks.five_minutes import data as text
 from benchmarks.five_minutes import training
 from benchmarks.five_minutes.__main__ import main, rates_of
-from benchmarks.five_minutes.contenders import CONTENDERS
-from benchmarks.five_minutes.nanochat import muon_directions
+from benchmarks.five_minutes.contenders import CONTENDERS, SIZES
+from benchmarks.five_minutes.nanochat import NanochatModel, muon_directions
 from benchmarks.five_minutes.report import check_comparable, read_runs, report, seconds_to, to_json
 from benchmarks.five_minutes.training import STRETCH, Point, Run, Settings, next_steps, rate_at, train
+from benchmarks.peer import initial_parameters
+from tilegrad.model import reference
 from tilegrad.text.atomic import sha256_of
 
 pytest.importorskip("tokenizers")
@@ -163,6 +165,33 @@ def test_the_rate_rises_stays_and_falls() -> None:
     assert rate_at(0.0, 1.0) < 1e-3 and rate_at(0.01, 1.0) == pytest.approx(0.5, abs=1e-3)
     assert rate_at(0.3, 1.0) == 1.0 and rate_at(0.8, 1.0) == pytest.approx(0.5, abs=1e-3)
     assert rate_at(1.0, 1.0) == 0.0
+
+
+def test_nanochat_is_the_same_function_as_our_model_of_its_form() -> None:
+    config = SIZES["tiny"].modern(61)
+    params = initial_parameters(config, seed=1)
+    params["wte.weight"].mul_(50.0)  # next to which the eps of the norms is nothing
+    model = NanochatModel(config, torch.float32)
+    same = {"wte.weight": "wte.weight", "lm_head.weight": "lm_head.weight"}
+    for i in range(config.n_layer):
+        same |= {f"blocks.{i}.{part}.weight": f"blocks.{i}.attn.{part}.weight" for part in ("q", "k", "v", "proj")}
+        same |= {f"blocks.{i}.{part}.weight": f"blocks.{i}.ffn.{part}.weight" for part in ("up", "down")}
+    model.load_state_dict({name: params[ours] for name, ours in same.items()})
+    drawn = torch.randint(0, 61, (2, 17), generator=torch.Generator().manual_seed(1))
+    tokens, targets = drawn[:, :-1], drawn[:, 1:]
+    torch.testing.assert_close(model(tokens, targets), reference.loss(params, tokens, targets, config))
+
+
+def test_nanochat_is_one_graph() -> None:
+    model = NanochatModel(SIZES["tiny"].modern(61), torch.bfloat16)
+    model.initialise(0)
+    drawn = torch.randint(0, 61, (2, 17), generator=torch.Generator().manual_seed(1))
+    graph = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(graph(drawn[:, :-1], drawn[:, 1:]), model(drawn[:, :-1], drawn[:, 1:]))
+    directions = torch.compile(muon_directions, fullgraph=True, backend="aot_eager", dynamic=False)
+    given = torch.randn(2, 12, 4), torch.zeros(2, 12, 4), torch.tensor(0.9), torch.float32
+    torch.testing.assert_close(directions(*given), muon_directions(given[0], torch.zeros(2, 12, 4), *given[2:]))
 
 
 def test_muon_directions_are_nearly_orthogonal() -> None:
