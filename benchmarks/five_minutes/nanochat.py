@@ -1,7 +1,8 @@
 """A peer of the form of nanochat: its model and its optimizers, in plain PyTorch under `torch.compile`.
 
     x = rms(wte[tokens])                    rms(x) = x / √mean(x²): norms have no weights, linear layers no biases
-    for each block:
+    for each block i:
+        x = a_i x + b_i x0                  x0: x before the first block; a_i and b_i are learned
         q, k = rms(rope(Wq rms(x))), rms(rope(Wk rms(x)))        by head of 128 channels
         x += Wo attention(q, k, Wv rms(x))
         x += Wdown relu(Wup rms(x))²
@@ -9,7 +10,7 @@
 
 Matrices of the blocks are updated by Muon: all of one shape are one stack, which a compiled function orthogonalizes. Embeddings
 and head are updated by fused AdamW with rates of their own. Gradients are not clipped, and nothing decays. nanochat's value
-embeddings, scalars of the residual stream and sliding windows are left out.
+embeddings and sliding windows are left out.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from ..peer import rotated
 
 SOFTCAP = 15.0
 HEAD_DIM = 128
-MATRIX_RATE, EMBEDDING_RATE, HEAD_RATE = 0.02, 0.2, 0.004  # AdamW's two are for 768 channels, and follow 1 / √channels
+MATRIX_RATE, EMBEDDING_RATE, HEAD_RATE = 0.02, 0.2, 0.004  # the last two are for 768 channels, and follow 1 / √channels
+A_RATE, B_RATE = 0.005, 0.5
 MOMENTUM, FIRST_MOMENTUM, MOMENTUM_STEPS = 0.95, 0.85, 300
 
 
@@ -60,6 +62,7 @@ class NanochatModel(nn.Module):
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.a, self.b = (nn.Parameter(torch.empty(config.n_layer)) for _ in range(2))
         frequency = config.rope_theta ** (-torch.arange(0, config.head_dim, 2).double() / config.head_dim)
         angle = torch.outer(torch.arange(config.block_size).double(), frequency)
         self.register_buffer("cos", angle.cos().float(), persistent=False)
@@ -73,9 +76,11 @@ class NanochatModel(nn.Module):
                 value = torch.zeros(p.shape)
                 if name == "wte.weight":
                     value.normal_(0.0, 1.0, generator=generator)
+                elif name == "a":
+                    value.fill_(1.0)
                 elif name == "lm_head.weight":
                     value.normal_(0.0, 0.001, generator=generator)
-                elif not name.endswith(("proj.weight", "down.weight")):
+                elif p.ndim == 2 and not name.endswith(("proj.weight", "down.weight")):
                     bound = math.sqrt(3.0 / p.shape[1])  # the standard deviation is 1 / √inputs
                     value.uniform_(-bound, bound, generator=generator)
                 p.copy_(value)
@@ -84,8 +89,9 @@ class NanochatModel(nn.Module):
         t = tokens.shape[1]
         cos, sin = self.get_buffer("cos")[:t], self.get_buffer("sin")[:t]
         x = rms(self.wte(tokens).to(self.dtype))
-        for block in self.blocks:
-            x = block(x, cos, sin)
+        x0 = x
+        for i, block in enumerate(self.blocks):
+            x = block(self.a[i] * x + self.b[i] * x0, cos, sin)
         logits = self.lm_head(rms(x)).float()
         logits = SOFTCAP * torch.tanh(logits / SOFTCAP)
         return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.flatten())
@@ -120,9 +126,10 @@ class Nanochat:
         for p in self.model.blocks.parameters():
             by_shape.setdefault(p.shape, []).append(p)
         self._stacks = [(ps, torch.zeros(len(ps), *shape, device=device)) for shape, ps in by_shape.items()]
-        scale = math.sqrt(768 / config.n_embd) / MATRIX_RATE
-        self._factors = (scale * EMBEDDING_RATE, scale * HEAD_RATE)
-        groups: list[dict[str, object]] = [{"params": [p.weight]} for p in (self.model.wte, self.model.lm_head)]
+        scale, m = math.sqrt(768 / config.n_embd), self.model
+        rates = (scale * EMBEDDING_RATE, scale * HEAD_RATE, A_RATE, B_RATE)
+        self._factors = tuple(rate / MATRIX_RATE for rate in rates)
+        groups: list[dict[str, object]] = [{"params": [p]} for p in (m.wte.weight, m.lm_head.weight, m.a, m.b)]
         self._adamw = torch.optim.AdamW(groups, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.0, fused=True)
         self._forward = torch.compile(self.model) if compiled else self.model
         self._directions = torch.compile(muon_directions, dynamic=False) if compiled else muon_directions

@@ -59,7 +59,6 @@ def settings(made: Path, name: str, **given: object) -> Settings:
 # ── the text ──
 
 
-@pytest.mark.skipif(not text.RECORDED.is_file(), reason="nothing is recorded yet")
 def test_every_listed_wheel_has_a_digest() -> None:
     wheels = text.listed(text.WHEELS)
     assert len({wheel.name.lower() for wheel in wheels}) == len(wheels) > 100
@@ -176,7 +175,12 @@ def test_nanochat_is_the_same_function_as_our_model_of_its_form() -> None:
     for i in range(config.n_layer):
         same |= {f"blocks.{i}.{part}.weight": f"blocks.{i}.attn.{part}.weight" for part in ("q", "k", "v", "proj")}
         same |= {f"blocks.{i}.{part}.weight": f"blocks.{i}.ffn.{part}.weight" for part in ("up", "down")}
-    model.load_state_dict({name: params[ours] for name, ours in same.items()})
+    params |= {name: torch.rand(()) + 0.5 for name in params if ".scalars." in name}
+    scalars = {
+        own: torch.stack([params[f"blocks.{i}.scalars.{name}"] for i in range(config.n_layer)])
+        for own, name in (("a", "x"), ("b", "x0"))
+    }
+    model.load_state_dict({name: params[ours] for name, ours in same.items()} | scalars)
     drawn = torch.randint(0, 61, (2, 17), generator=torch.Generator().manual_seed(1))
     tokens, targets = drawn[:, :-1], drawn[:, 1:]
     torch.testing.assert_close(model(tokens, targets), reference.loss(params, tokens, targets, config))
@@ -186,10 +190,10 @@ def test_nanochat_is_one_graph() -> None:
     model = NanochatModel(SIZES["tiny"].modern(61), torch.bfloat16)
     model.initialise(0)
     drawn = torch.randint(0, 61, (2, 17), generator=torch.Generator().manual_seed(1))
-    graph = torch.compile(model, fullgraph=True, backend="aot_eager")
+    graph = torch.compile(model, fullgraph=True, backend="eager")
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(graph(drawn[:, :-1], drawn[:, 1:]), model(drawn[:, :-1], drawn[:, 1:]))
-    directions = torch.compile(muon_directions, fullgraph=True, backend="aot_eager", dynamic=False)
+    directions = torch.compile(muon_directions, fullgraph=True, backend="eager", dynamic=False)
     given = torch.randn(2, 12, 4), torch.zeros(2, 12, 4), torch.tensor(0.9), torch.float32
     torch.testing.assert_close(directions(*given), muon_directions(given[0], torch.zeros(2, 12, 4), *given[2:]))
 
