@@ -1,4 +1,4 @@
-"""Folders of PEFT's adapters, in and out: names, shapes and options, against what PEFT 0.21.2 wrote; refusals; merged weights.
+"""Reading and writing PEFT's adapters: names, shapes and options compared with files of PEFT 0.21.2; errors; merged weights.
 tests/integrations/test_peft.py runs PEFT itself."""
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def test_a_folder_has_the_names_shapes_and_options_of_peft(kind: str, tmp_path: 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_peft_wrote_is_read_and_written_again(kind: str, tmp_path: Path) -> None:
+def test_a_folder_written_by_peft_is_read_and_written_again(kind: str, tmp_path: Path) -> None:
     base, home = open_weights(base_of(kind, tmp_path)), as_peft_wrote_it(kind, tmp_path)
     adapter = open_adapter(home, base)
     assert adapter.lora == LORA
@@ -84,7 +84,9 @@ def test_what_peft_wrote_is_read_and_written_again(kind: str, tmp_path: Path) ->
         ("llama", "down", ["down_proj"]),
     ],
 )
-def test_layers_by_name(kind: str, layers: str | tuple[str, ...], targets: list[str], tmp_path: Path) -> None:
+def test_layers_to_adapt_are_chosen_by_name(
+    kind: str, layers: str | tuple[str, ...], targets: list[str], tmp_path: Path
+) -> None:
     config, lora = KINDS[kind], replace(LORA, layers=layers)
     write_adapter(tmp_path / "out", drawn(config, lora), config, lora, kind=kind, base="base")
     assert json.loads((tmp_path / "out" / SETTINGS).read_text(encoding="utf-8"))["target_modules"] == targets
@@ -94,7 +96,7 @@ def test_layers_by_name(kind: str, layers: str | tuple[str, ...], targets: list[
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_merged_weights_are_w_plus_s_b_a(kind: str) -> None:
+def test_merged_weights_equal_w_plus_s_b_a(kind: str) -> None:
     config = KINDS[kind]
     params = {name: x.clone() for name, x in Engine(config, 1, 4).params.items()}
     before, adapters = {name: x.clone() for name, x in params.items()}, drawn(config)
@@ -171,7 +173,7 @@ BAD: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_adapters_of_another_model_are_refused_with_the_tensor_and_both_shapes(what: str, tmp_path: Path) -> None:
+def test_the_error_for_adapters_of_another_model_names_the_tensor_and_both_shapes(what: str, tmp_path: Path) -> None:
     base, home = open_weights(base_of("llama", tmp_path)), as_peft_wrote_it("llama", tmp_path)
     change, message = BAD[what]
     edit(home, change)
@@ -179,7 +181,7 @@ def test_adapters_of_another_model_are_refused_with_the_tensor_and_both_shapes(w
         open_adapter(home, base).read()
 
 
-def test_files_that_are_damaged_or_elsewhere_are_refused(tmp_path: Path) -> None:
+def test_damaged_files_and_paths_outside_the_folder_are_refused(tmp_path: Path) -> None:
     base, home = open_weights(base_of("gpt2", tmp_path)), as_peft_wrote_it("gpt2", tmp_path)
     whole, settings = (home / TENSORS).read_bytes(), (home / SETTINGS).read_bytes()
     for content in (b"", whole[:50], whole[:-1], b"\xff" * 64):
@@ -204,13 +206,13 @@ def test_files_that_are_damaged_or_elsewhere_are_refused(tmp_path: Path) -> None
         open_adapter(tmp_path / "nowhere", base)
 
 
-def test_a_rank_that_lies_allocates_nothing(tmp_path: Path) -> None:
+def test_a_false_rank_allocates_no_memory(tmp_path: Path) -> None:
     base, home = open_weights(base_of("llama", tmp_path)), as_peft_wrote_it("llama", tmp_path, r=131072)
     with pytest.raises(ValueError, match=r"got shape \(4, 16\); accepted: \(131072, 16\)"):
         open_adapter(home, base).read()
 
 
-def test_a_folder_that_is_there_is_not_overwritten_and_an_error_leaves_nothing(
+def test_an_existing_folder_is_not_overwritten_and_an_error_leaves_no_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = KINDS["llama"]

@@ -42,7 +42,7 @@ def weights(folder: str | Path) -> dict[str, torch.Tensor]:
     return load_checkpoint(max(Path(folder, "checkpoints").iterdir())).tensors
 
 
-def test_a_file_a_dictionary_and_a_configuration_are_the_same_run() -> None:
+def test_a_file_a_dictionary_and_a_config_give_the_same_run() -> None:
     events: list[str] = []
     results = [
         tilegrad.train("my.toml"),
@@ -61,7 +61,7 @@ def test_a_file_a_dictionary_and_a_configuration_are_the_same_run() -> None:
     assert all((folder / "run.json").read_bytes() == Path("command/run.json").read_bytes() for folder in folders)
 
 
-def test_resume_from_python() -> None:
+def test_a_run_can_be_resumed_from_python() -> None:
     tilegrad.train(CONTENT, "run")
     assert tilegrad.train(resume="run").steps == 4
     assert tilegrad.train({"train": {"steps": 6}}, resume="run").steps == 6
@@ -74,7 +74,7 @@ def test_resume_from_python() -> None:
         tilegrad.train(out="other", resume="run")
 
 
-def test_what_train_is_given_is_checked() -> None:
+def test_bad_arguments_of_train_are_refused() -> None:
     with pytest.raises(ValueError, match=r"config: got 'step' in \[train\]"):
         tilegrad.train({"train": {"step": 3}})
     with pytest.raises(FileNotFoundError, match=r"none.toml: no such configuration; `tilegrad init none.toml`"):
@@ -101,7 +101,7 @@ def test_a_loaded_model_has_weights_logits_and_a_tokenizer() -> None:
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "embedding_mse"])
-def test_logits_of_a_text_are_those_of_its_beginnings(loss: str) -> None:
+def test_logits_of_a_text_equal_those_of_its_prefixes(loss: str) -> None:
     tilegrad.train(CONTENT | {"model": CONTENT["model"] | {"loss": loss}}, "run")
     model = tilegrad.load("run")
     whole = model.logits("the quick")
@@ -110,7 +110,7 @@ def test_logits_of_a_text_are_those_of_its_beginnings(loss: str) -> None:
         torch.testing.assert_close(whole[length - 1], model.logits("the quick"[:length])[-1], rtol=1e-4, atol=1e-5)
 
 
-def test_what_a_loaded_model_is_given_is_checked() -> None:
+def test_bad_arguments_of_a_loaded_model_are_refused() -> None:
     tilegrad.train(CONTENT, "run")
     model = tilegrad.load("run")
     with pytest.raises(ValueError, match="tokens: got 33 in all; accepted: 1 … block_size, 32"):
@@ -131,7 +131,7 @@ def test_what_a_loaded_model_is_given_is_checked() -> None:
         tilegrad.load("run")
 
 
-def test_text_beyond_block_size_slides_with_one_warning(capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_longer_than_block_size_slides_the_window_with_one_warning(capsys: pytest.CaptureFixture[str]) -> None:
     tilegrad.train(CONTENT, "run")
     model = tilegrad.load("run")
     with pytest.warns(WindowSlides, match="43 tokens are more than block_size, 32: the window slides") as caught:
@@ -147,14 +147,14 @@ def test_text_beyond_block_size_slides_with_one_warning(capsys: pytest.CaptureFi
     assert capsys.readouterr().err == ""
 
 
-def test_presets_are_whole_runs() -> None:
+def test_presets_are_complete_configs_of_runs() -> None:
     presets = tilegrad.presets()
     assert presets["tiny"] == run_from({}, "") and presets["gpt2"].model.n_layer == 12
     presets["tiny"] = replace(presets["tiny"], train=replace(presets["tiny"].train, steps=1, warmup_steps=0))
     assert tilegrad.presets()["tiny"] == run_from({}, "")
 
 
-def test_train_is_a_function_and_its_name_loads_no_torch() -> None:
+def test_the_name_train_is_a_function_and_does_not_import_torch() -> None:
     assert callable(tilegrad.train) and tilegrad.train.__module__ == "tilegrad.training.api"
     here = os.environ | {"PYTHONPATH": str(Path(tilegrad.__file__).parents[1])}
     code = "import tilegrad, sys, tilegrad.training.keys; assert 'torch' not in sys.modules"

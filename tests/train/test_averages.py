@@ -1,4 +1,4 @@
-"""Averages of weights: what an engine keeps, what a run evaluates and saves, and what is loaded and exported."""
+"""Averages of weights: an engine keeps them, a run evaluates and saves them, and they are loaded and exported."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def average_of(engine: Engine) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_the_average_is_that_of_the_weights_after_each_step(name: str) -> None:
+def test_the_average_is_over_the_weights_after_each_step(name: str) -> None:
     engine = engine_of(name)
     want = {n: engine.params[n].to(torch.float64, copy=True) for n in engine.grads}
     assert equal(average_of(engine), {n: engine.params[n] for n in engine.grads}), "of the initial weights"
@@ -68,7 +68,7 @@ def test_the_average_is_that_of_the_weights_after_each_step(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_inside_averaged_the_engine_has_the_average_and_then_the_same_bits(name: str) -> None:
+def test_inside_averaged_the_engine_has_the_average_and_afterwards_the_same_bits(name: str) -> None:
     engine = engine_of(name)
     for _ in range(3):
         engine.step(*BATCH, 1e-2)
@@ -85,7 +85,7 @@ def test_inside_averaged_the_engine_has_the_average_and_then_the_same_bits(name:
     assert equal(engine.tensors(), before)
 
 
-def test_what_would_mix_weights_and_average_is_refused() -> None:
+def test_calls_that_would_mix_weights_and_average_are_refused() -> None:
     engine = engine_of("adamw")
     engine.gradients(*BATCH)
     with averaged(engine):
@@ -110,7 +110,7 @@ def test_what_would_mix_weights_and_average_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["adamw", "muon alone"])
 @pytest.mark.parametrize("steps", [0, 3])
-def test_a_step_that_is_not_finite_is_not_in_the_average(name: str, steps: int) -> None:
+def test_a_step_that_is_not_finite_does_not_change_the_average(name: str, steps: int) -> None:
     engine = engine_of(name)
     for _ in range(steps):
         engine.step(*BATCH, 1e-2)
@@ -122,7 +122,7 @@ def test_a_step_that_is_not_finite_is_not_in_the_average(name: str, steps: int) 
 
 
 @pytest.mark.parametrize("name", ["muon", "adapters"])
-def test_an_engine_continues_to_the_same_bits(name: str) -> None:
+def test_a_resumed_engine_continues_its_average_to_the_same_bits(name: str) -> None:
     engine, again = engine_of(name), engine_of(name)
     for _ in range(3):
         engine.step(*BATCH, 1e-2)
@@ -153,7 +153,7 @@ AVERAGED = RUN | {"optimizer": {"ema": 0.9}}
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """averaged/ has an average, plain/ has none, adapters/ has adapters and an average; nothing writes into them."""
+    """averaged/ has an average, plain/ has none, adapters/ has adapters and an average. No test writes into them."""
     folder = tmp_path_factory.mktemp("averages")
     with contextlib.chdir(folder), pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "chosen_loggers", lambda _log: ())
@@ -199,7 +199,7 @@ def test_the_average_changes_no_bit_of_the_weights(runs: Path) -> None:
         assert equal({n: x for n, x in with_it.items() if not n.startswith("ema.")}, without)
 
 
-def test_a_run_gives_its_average_or_its_weights(runs: Path) -> None:
+def test_a_run_loads_its_average_or_its_weights(runs: Path) -> None:
     *_, newest = checkpoints(runs / "averaged")
     model, raw = tilegrad.load(runs / "averaged"), tilegrad.load(runs / "averaged", averaged=False)
     assert equal(model.params, {n: newest[f"ema.{n}"] for n in model.params}) and model.weights == "averaged"
@@ -251,14 +251,14 @@ def test_adapters_are_averaged_before_they_are_merged(runs: Path, given: dict[st
         ({"average": 2, "best": True}, r"average: got 2 with best; accepted: a number with a run's folder"),
     ],
 )
-def test_means_that_a_run_does_not_have_are_refused(runs: Path, given: dict[str, Any], message: str) -> None:
+def test_a_mean_that_a_run_does_not_have_is_refused(runs: Path, given: dict[str, Any], message: str) -> None:
     for call in (tilegrad.load, tilegrad.evaluate, lambda run, **how: export_run(run, Path("out"), **how)):
         with pytest.raises(ValueError, match=f"^{message}"):
             call(runs / "averaged", **given)
     assert not Path("out").exists()
 
 
-def test_means_of_anything_but_a_run_are_refused(runs: Path) -> None:
+def test_a_mean_of_weights_outside_a_run_is_refused(runs: Path) -> None:
     newest = max((runs / "averaged" / "checkpoints").iterdir())
     with pytest.raises(ValueError, match=rf"^average: got 2 with the checkpoint {newest}; accepted: "):
         tilegrad.load(newest, average=2)

@@ -1,4 +1,4 @@
-"""The checkpoint of the lowest validation loss: kept next to the others, named, resumed from, generated from."""
+"""The checkpoint with the lowest validation loss: it is kept, named, resumed from and generated from."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def best(folder: str = "run") -> Path:
     return path
 
 
-def test_the_best_is_kept_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_checkpoint_is_kept_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     weights: dict[int, torch.Tensor] = {}
 
     def evaluate(self: Engine, *_batch: torch.Tensor, **_ends: torch.Tensor) -> float:
@@ -54,7 +54,7 @@ def test_the_best_is_kept_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "validation 2.0000 after 4 steps, best/000002-step-4" in page
 
 
-def test_the_best_survives_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_checkpoint_survives_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
     evaluations(monkeypatch, {2: 3.0, 4: 2.0, 6: 2.1})
     train(replace(RUN, train=replace(RUN.train, steps=6)), Path("run"))
     evaluations(monkeypatch, {8: 2.2, 10: 2.05})
@@ -65,7 +65,7 @@ def test_the_best_survives_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.best is not None and (result.best.step, result.best.path) == (12, best())
 
 
-def test_a_damaged_best_does_not_stop_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_best_checkpoint_does_not_stop_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
     evaluations(monkeypatch, {2: 3.0, 4: 1.0, 6: 2.0, 8: 2.5, 10: 2.5})
     train(replace(RUN, train=replace(RUN.train, steps=6)), Path("run"))
     (best() / "manifest.json").write_text("{", encoding="utf-8")
@@ -73,7 +73,7 @@ def test_a_damaged_best_does_not_stop_a_resume(monkeypatch: pytest.MonkeyPatch) 
     assert result.best is not None and (result.best.step, result.best.path) == (8, best())
 
 
-def test_a_run_without_an_evaluation_has_no_best(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_an_evaluation_has_no_best_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
     result = train(replace(RUN, train=replace(RUN.train, eval_batches=0)), Path("run"))
     assert result.best is None and not Path("run/best").exists()
     assert main(["generate", "run", "--best", "--max-tokens", "2"]) == 2
@@ -82,7 +82,7 @@ def test_a_run_without_an_evaluation_has_no_best(capsys: pytest.CaptureFixture[s
     )
 
 
-def test_a_run_resumes_from_its_best(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_resumes_from_its_best_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     evaluations(monkeypatch, {2: 3.0, 4: 2.0, 6: 2.5, 8: 2.5, 10: 2.5})
     train(RUN, Path("run"))
     after = load_checkpoint(max(Path("run/checkpoints").iterdir())).tensors
@@ -92,7 +92,7 @@ def test_a_run_resumes_from_its_best(monkeypatch: pytest.MonkeyPatch) -> None:
     assert again.path.name == "000007-step-10" and all(torch.equal(after[name], again.tensors[name]) for name in after)
 
 
-def test_a_run_that_died_before_its_first_checkpoint_resumes_from_its_best(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_died_before_its_first_checkpoint_resumes_from_the_best_one(monkeypatch: pytest.MonkeyPatch) -> None:
     evaluations(monkeypatch, {2: 3.0, 4: 2.0, 6: 2.5, 8: 2.5, 10: 2.5})
     train(RUN, Path("run"))
     shutil.rmtree("run/checkpoints")
@@ -115,7 +115,7 @@ def printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     return capsys.readouterr().out
 
 
-def test_generate_takes_the_best_where_it_is_asked_to(printed: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_uses_the_best_checkpoint_on_request(printed: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"its best +1\.0000 after 2 steps", printed)
     assert "The best weights: run/best/000001-step-2 (tilegrad generate run --best)" in printed
     texts = []
@@ -125,7 +125,7 @@ def test_generate_takes_the_best_where_it_is_asked_to(printed: str, capsys: pyte
     assert texts[0] != texts[1] == texts[2]
 
 
-def test_the_best_is_exported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_best_checkpoint_is_exported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     evaluations(monkeypatch, {2: 3.0, 4: 2.0, 6: 2.5, 8: 2.2, 10: 2.3})
     train(RUN, Path("run"))
     assert main(["export", "run", "newest"]) == 0

@@ -1,4 +1,4 @@
-"""ORG/NAME in Hugging Face's cache: imported, fine-tuned, evaluated and let to write; the network is never used."""
+"""ORG/NAME in Hugging Face's cache is imported, fine-tuned, evaluated and used to generate, without the network."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return model
 
 
-def test_a_name_in_the_cache_is_a_folder_of_weights(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_name_in_the_cache_is_used_like_a_folder_of_weights(capsys: pytest.CaptureFixture[str]) -> None:
     name = "some-org/a.Model-1"
     assert main(["import", name]) == 0
     assert capsys.readouterr().out.startswith("models/a.Model-1: a gpt2 model")
@@ -65,12 +65,12 @@ def test_a_name_in_the_cache_is_a_folder_of_weights(capsys: pytest.CaptureFixtur
     assert main(["train", "--resume", "run", "--steps", "3"]) == 0
 
 
-def test_a_folder_of_that_name_counts_before_the_cache() -> None:
+def test_a_folder_with_the_name_is_used_before_the_cache() -> None:
     shutil.copytree("weights", "some-org/a.Model-1")
     assert open_weights(Path("some-org/a.Model-1")).folder == Path("some-org/a.Model-1")
 
 
-def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_found_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache_folder() == tmp_path / ".cache/huggingface/hub"
     monkeypatch.setenv("XDG_CACHE_HOME", "/x")
     assert cache_folder() == Path("/x/huggingface/hub")
@@ -81,7 +81,7 @@ def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("command", [["import"], ["train", "--out", "run", "--init"], ["evaluate", "--seq-len", "4"]])
-def test_what_is_not_in_the_cache_is_refused_with_how_to_download_it(
+def test_the_error_for_a_missing_model_says_how_to_download_it(
     command: list[str], cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*command, "other/model"]) == 2
@@ -95,7 +95,7 @@ def test_what_is_not_in_the_cache_is_refused_with_how_to_download_it(
     assert not Path("run").exists() and not Path("models").exists()
 
 
-def test_a_part_of_a_model_is_not_in_the_cache(cache: Path) -> None:
+def test_an_incomplete_model_counts_as_missing(cache: Path) -> None:
     (cache / "snapshots" / REVISION / "config.json").unlink()
     assert cached_model(Path("some-org/a.Model-1")) is None
     with pytest.raises(FileNotFoundError, match=r"hf download some-org/a.Model-1"):
@@ -103,13 +103,13 @@ def test_a_part_of_a_model_is_not_in_the_cache(cache: Path) -> None:
 
 
 @pytest.mark.parametrize("revision", ["../../../../secret", "main", REVISION + "0", "é" * 40, ""])
-def test_a_revision_that_is_none_is_refused(revision: str, cache: Path) -> None:
+def test_an_invalid_revision_is_refused(revision: str, cache: Path) -> None:
     (cache / "refs" / "main").write_text(revision, encoding="utf-8")
     with pytest.raises(ValueError, match=r"refs/main: got '.*; accepted: a revision of 40 hexadecimal digits"):
         open_weights(Path("some-org/a.Model-1"))
 
 
-def test_links_that_leave_the_model_are_refused(cache: Path, tmp_path: Path) -> None:
+def test_links_to_paths_outside_the_model_are_refused(cache: Path, tmp_path: Path) -> None:
     name, snapshot = Path("some-org/a.Model-1"), cache / "snapshots" / REVISION
     weights = snapshot / "model.safetensors"
     weights.unlink()

@@ -1,4 +1,4 @@
-"""The program of a device's step, run op by op on a CPU: what it stages, counts and decides."""
+"""The program of a device step, run op by op on a CPU: the inputs that it stages, its counts and its decisions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def device_step(engine: Engine, batches: list[Batch], learning_rate: float) -> D
 
 
 @pytest.mark.parametrize("config", [CONFIG, LLAMA, DROPOUT], ids=["gpt", "llama", "dropout"])
-def test_the_program_of_a_device_step_trains_as_the_engine_does(config: ModelConfig) -> None:
+def test_the_program_of_a_device_step_trains_like_the_engine(config: ModelConfig) -> None:
     a, b = Engine(config, 2, 8), Engine(config, 2, 8)
     for i in range(4):
         batches = [Batch(*batch(config, 2, 8, seed=2 * i)), Batch(*batch(config, 1, 5, seed=2 * i + 1))]
@@ -41,7 +41,7 @@ def test_the_program_of_a_device_step_trains_as_the_engine_does(config: ModelCon
     assert equal(a.tensors(), b.tensors())
 
 
-def test_each_window_and_each_shape_has_a_device_step_of_its_own() -> None:
+def test_each_window_and_each_shape_has_its_own_device_step() -> None:
     a, b = (Engine(DROPOUT, 2, 8, windows=(2, 5)) for _ in range(2))
     found = []
     for i, (window, t) in enumerate([(2, 4), (5, 8), (None, 8), (2, 4), (5, 8)]):
@@ -59,7 +59,7 @@ def test_each_window_and_each_shape_has_a_device_step_of_its_own() -> None:
     assert found[:2] == found[3:] and len({id(step) for step in found}) == 3
 
 
-def test_tokens_and_the_inputs_from_the_host_are_all_that_is_staged() -> None:
+def test_only_tokens_and_the_inputs_from_the_host_are_staged() -> None:
     """Batches on a device are staged in two copies, which together write the whole buffer."""
     engine = Engine(DROPOUT, 2, 8, documents=3)
     models = [engine._model(b, t, accumulate=False) for b, t in ((2, 8), (1, 5))]
@@ -74,14 +74,14 @@ def test_tokens_and_the_inputs_from_the_host_are_all_that_is_staged() -> None:
     assert parts.tokens[1].equal(batches[1].tokens) and parts.seeds[1].tolist() == seeds[1]
 
 
-def test_no_target_at_all_gives_no_gradient() -> None:
+def test_a_step_without_targets_has_zero_gradients() -> None:
     engine, (tokens, targets) = Engine(CONFIG, 2, 8), batch(CONFIG, 2, 8)
     step = device_step(engine, [Batch(tokens, torch.full_like(targets, -1))], 1e-2)
     step.program()
     assert step.result.tolist() == [0.0, 0.0, 0.0]  # loss, norm, jumps
 
 
-def test_ten_skipped_in_a_row_freeze_the_weights_until_the_host_releases_them() -> None:
+def test_ten_skipped_steps_in_a_row_freeze_the_weights_until_the_host_releases_them() -> None:
     engine, given = Engine(CONFIG, 2, 8), batch(CONFIG, 2, 8)
     step = device_step(engine, [Batch(*given)], 1e-2)
     step.program()
@@ -101,7 +101,7 @@ def test_ten_skipped_in_a_row_freeze_the_weights_until_the_host_releases_them() 
     assert math.isfinite(step.result[1].item()) and not equal(before, engine.tensors())
 
 
-def test_results_come_once_and_in_order() -> None:
+def test_results_arrive_once_and_in_order() -> None:
     engine, batches = Engine(CONFIG, 2, 8), [batch(CONFIG, 2, 8, seed=i) for i in range(3)]
     other = Engine(CONFIG, 2, 8)
     expected = [other.step(*given, 1e-2) for given in batches]

@@ -1,5 +1,5 @@
-"""`tilegrad generate` ends at EOS, and `tilegrad chat` talks by the chat template. The model's tokens are scripted where the
-answer matters, so that what is read, shown and kept can be compared exactly."""
+"""`tilegrad generate` ends at EOS, and `tilegrad chat` talks by the chat template. Where the answer
+matters the model's tokens are scripted, so that prompts, output and history can be compared exactly."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def weights(written_once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[int]]]:
-    """The model writes these tokens, whatever its logits; returned are the prompts that it reads."""
+    """Makes the model write these tokens, whatever its logits. Returns the prompts that it reads."""
 
     def play(*tokens: int) -> list[list[int]]:
         left = iter(tokens)
@@ -112,7 +112,7 @@ def test_generate_ends_before_eos_unless_it_is_ignored(script: Script, capsys: p
     assert tilegrad.load("weights").generate("the", 5) == "the"
 
 
-def test_what_ends_a_text_is_what_the_files_say(weights: Path) -> None:
+def test_a_text_ends_with_the_tokens_that_the_files_name(weights: Path) -> None:
     tokenizer = load_tokenizer(weights / "tokenizer.json")
     assert eos_token_ids(weights, tokenizer) == {END_OF_TEXT}
     (weights / "generation_config.json").write_text(f'{{"eos_token_id": [{END}, {END_OF_TEXT}]}}', encoding="utf-8")
@@ -132,7 +132,7 @@ def test_what_ends_a_text_is_what_the_files_say(weights: Path) -> None:
 
 
 @pytest.mark.parametrize("data", ["text", "conversations"])
-def test_a_run_has_the_end_and_the_template_of_the_weights_that_it_began_with(data: str, weights: Path) -> None:
+def test_a_run_has_the_eos_and_the_template_of_its_initial_weights(data: str, weights: Path) -> None:
     (weights / "generation_config.json").write_text(f'{{"eos_token_id": [{END}]}}', encoding="utf-8")
     lines = [{"messages": [{"role": r, "content": f"fox {n}"} for r in ("user", "assistant")]} for n in range(40)]
     Path("lines.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
@@ -153,7 +153,7 @@ def conversation(*turns: tuple[str, str]) -> str:
     return "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in turns)
 
 
-def test_a_conversation_keeps_what_was_said_and_ends_each_turn(
+def test_a_conversation_keeps_its_messages_and_ends_each_turn(
     script: Script, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     answers = ["naïve 🦊", "the 二匹", "dog", "fox"]
@@ -175,7 +175,7 @@ def test_a_conversation_keeps_what_was_said_and_ends_each_turn(
     ]
 
 
-def test_text_appears_as_it_is_written(script: Script) -> None:
+def test_text_is_shown_while_it_is_written(script: Script) -> None:
     tokens = ids("the 🐺 三")
     assert len(tokens) > 6, "the wolf has four bytes, and no token of its own"
     script(*tokens, END)
@@ -184,7 +184,7 @@ def test_text_appears_as_it_is_written(script: Script) -> None:
     assert len([piece for piece in pieces if piece]) >= 3 and "🐺" in pieces
 
 
-def test_a_template_without_an_end_of_its_own_ends_at_eos(weights: Path) -> None:
+def test_an_answer_by_a_template_without_an_end_token_ends_at_eos(weights: Path) -> None:
     model = tilegrad.load(weights)
     assert model.chat_template is not None and end_of_turn(model.chat_template, TOKENIZER) == {END}
     for source in ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", "{{ messages[0].content }}"):
@@ -193,7 +193,7 @@ def test_a_template_without_an_end_of_its_own_ends_at_eos(weights: Path) -> None
         assert template is not None and end_of_turn(template, TOKENIZER) == frozenset()
 
 
-def test_a_cut_answer_and_a_message_without_room_are_said(
+def test_a_cut_answer_and_a_message_without_room_are_reported(
     script: Script, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dog = ids(".")
@@ -219,7 +219,7 @@ def test_a_cut_answer_and_a_message_without_room_are_said(
     assert "context: got a message of" in capsys.readouterr().err
 
 
-def test_a_full_context_drops_whole_turns_and_says_so_once(
+def test_a_full_context_drops_whole_turns_with_one_message(
     script: Script, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fox, begin = ids("fox"), "<|im_start|>assistant\n"
@@ -242,7 +242,7 @@ def test_a_full_context_drops_whole_turns_and_says_so_once(
 
 
 @pytest.mark.parametrize("where", ["prompt", "answer"])
-def test_ctrl_c_ends_it_without_a_traceback(
+def test_ctrl_c_ends_a_chat_without_a_traceback(
     where: str, script: Script, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(*_: object) -> Any:
@@ -258,7 +258,7 @@ def test_ctrl_c_ends_it_without_a_traceback(
     assert capsys.readouterr().err == ""
 
 
-def test_what_cannot_chat_is_refused_with_a_sentence(weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_cannot_chat_is_refused_with_a_sentence(weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("text.txt").write_text(TEXT, encoding="utf-8")
     small = ["--model.n_layer", "1", "--model.n_embd", "16", "--model.block_size", "48"]
     assert main(["train", "--data", "text.txt", "--out", "run", *small, *TINY]) == 0
@@ -292,8 +292,8 @@ def stream_text(tokenizer: Tokenizer, tokens: Iterable[int], after: Sequence[int
 
 
 @given(st.lists(st.integers(0, 255), max_size=24), st.lists(st.integers(0, 302), max_size=12))
-def test_streamed_text_is_the_text(raw: list[int], tokens: list[int]) -> None:
-    """Any bytes, right or wrong: what was shown once never changes."""
+def test_streamed_text_equals_the_decoded_text(raw: list[int], tokens: list[int]) -> None:
+    """The bytes may be valid or not. Text that was shown never changes."""
     for tokenizer, given_tokens in (
         (ByteTokenizer(), raw),
         (ByteTokenizer(), [*TEXT.encode()[: len(raw)]]),
@@ -304,7 +304,7 @@ def test_streamed_text_is_the_text(raw: list[int], tokens: list[int]) -> None:
         assert "".join(stream_text(tokenizer, given_tokens, after=before)) == decode_known(tokenizer, given_tokens)
 
 
-def test_streamed_text_comes_as_soon_as_it_is_sure() -> None:
+def test_streamed_text_is_shown_as_soon_as_it_is_final() -> None:
     def pieces(data: bytes) -> Iterator[str]:
         return stream_text(ByteTokenizer(), data)
 

@@ -1,4 +1,4 @@
-"""A checkpoint comes back as it was, is named when it is damaged, and is never lost to a killed process."""
+"""A checkpoint is loaded as it was saved, is named if it is damaged, and is never lost when a process is killed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STATE: dict[str, Any] = {
 
 
 def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
-    """Views of one arena, as the engine has them, and the shapes that are easy to get wrong."""
+    """Views of one arena, as in an engine, and shapes that are easy to get wrong."""
     arena = torch.randn(64, generator=torch.Generator().manual_seed(seed))
     return {
         "wte.weight": arena[:32].view(8, 4),
@@ -50,7 +50,7 @@ def test_an_error_of_the_system_keeps_its_number(said: str, tmp_path: Path, monk
     assert found.value.errno == errno.ENOSPC
 
 
-def test_round_trip(tmp_path: Path) -> None:
+def test_a_loaded_checkpoint_equals_the_saved_one(tmp_path: Path) -> None:
     saved = tensors()
     path = save_checkpoint(tmp_path / "run" / "checkpoints", 350, saved, STATE)
     assert path.name == "000001-step-350" and latest_checkpoint(path.parent) == path
@@ -62,7 +62,7 @@ def test_round_trip(tmp_path: Path) -> None:
         assert found.tensors[name].dtype == tensor.dtype and torch.equal(found.tensors[name], tensor), name
 
 
-def test_load_into_writes_these_tensors(tmp_path: Path) -> None:
+def test_load_into_writes_the_given_tensors(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path, 3, tensors(), STATE)
     into = tensors(seed=1)
     address = {name: tensor.data_ptr() for name, tensor in into.items()}
@@ -107,15 +107,13 @@ def test_load_into_refuses_another_model_and_writes_nothing(
         ({"loss": float("nan")}, r"state\['loss'\]: got nan"),
     ],
 )
-def test_state_that_would_come_back_as_something_else_is_refused(
-    tmp_path: Path, state: dict[str, Any], words: str
-) -> None:
+def test_state_that_json_would_change_is_refused(tmp_path: Path, state: dict[str, Any], words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
         save_checkpoint(tmp_path, 1, {}, state)
     assert latest_checkpoint(tmp_path) is None
 
 
-def test_retention_keeps_the_last_good_ones_by_time_of_saving(tmp_path: Path) -> None:
+def test_retention_keeps_the_last_good_checkpoints_by_time_of_saving(tmp_path: Path) -> None:
     for step in (10, 20, 30, 25):
         save_checkpoint(tmp_path, step, tensors(step), {}, keep=2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["000003-step-30", "000004-step-25"]
@@ -164,7 +162,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damage_is_named_and_the_previous_one_is_offered(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_file_is_named_and_the_previous_checkpoint_is_offered(tmp_path: Path, damage: str) -> None:
     act, words = DAMAGE[damage]
     good, worse, newest = (save_checkpoint(tmp_path, step, tensors(), STATE) for step in (0, 1, 2))
     act(newest)
@@ -185,7 +183,7 @@ def test_damage_is_named_and_the_previous_one_is_offered(tmp_path: Path, damage:
     assert caught.value.previous is None
 
 
-def test_every_bit_of_a_manifest_counts(tmp_path: Path) -> None:
+def test_a_change_of_any_bit_of_a_manifest_is_detected(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path, 2, {}, {"seed": 5})
     manifest = path / "manifest.json"
     whole = manifest.read_text(encoding="utf-8")
@@ -206,13 +204,15 @@ def test_a_checkpoint_of_another_version_is_refused(tmp_path: Path, monkeypatch:
         load_checkpoint(path)
 
 
-def test_nothing_saved(tmp_path: Path) -> None:
+def test_a_folder_without_checkpoints_has_none_to_load(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path) is None and latest_checkpoint(tmp_path / "none") is None
     with pytest.raises(FileNotFoundError, match="no such checkpoint"):
         load_checkpoint(tmp_path / "none")
 
 
-def test_all_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_files_are_on_disk_before_a_checkpoint_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     events: list[str] = []
     fsync, rename = os.fsync, Path.rename
 
@@ -319,7 +319,7 @@ print(points, step, hidden)
 
 
 @pytest.mark.parametrize("kills", [40, pytest.param(200, marks=pytest.mark.slow)])
-def test_a_process_killed_while_saving_loses_nothing(
+def test_a_process_killed_while_saving_loses_no_checkpoint(
     tmp_path: Path, kills: int, request: pytest.FixtureRequest
 ) -> None:
     seed = request.config.option.seed or 0
@@ -332,7 +332,7 @@ def test_a_process_killed_while_saving_loses_nothing(
 
 
 def older(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """As checkpoints had them when up and gate were two layers."""
+    """The tensors as in older checkpoints, in which up and gate were two layers."""
     found: dict[str, torch.Tensor] = {}
     for name, x in tensors.items():
         if ".up_gate." in name:
@@ -349,7 +349,7 @@ def test_an_older_checkpoint_with_up_and_gate_resumes_with_the_same_bits(tmp_pat
     engine, again = (Engine(config, 2, 8, seed=seed, ema=0.9) for seed in (0, 1))
     engine.step(*batch(config, 2, 8), 1e-2)
     there = older(engine.tensors())
-    kinds = 3 * (1 + bias)  # parameters, m, v; average below
+    kinds = 3 * (1 + bias)  # parameters, m and v; the average is below
     assert len(there) == len(engine.tensors()) + config.n_layer * (kinds + 1 + bias)
     path = save_checkpoint(tmp_path, 1, there, {})
     load_into(path, again.tensors())
@@ -366,6 +366,6 @@ def test_an_older_checkpoint_whose_gate_does_not_fit_is_refused(tmp_path: Path) 
         load_checkpoint(path)
 
 
-def test_a_run_of_gelu_has_no_older_parts(tmp_path: Path) -> None:
+def test_a_checkpoint_of_gelu_has_no_older_names(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path, 1, {"blocks.0.ffn.up.weight": torch.ones(4, 2)}, {})
     assert {*load_checkpoint(path).tensors} == {"blocks.0.ffn.up.weight"}

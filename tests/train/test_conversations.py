@@ -1,4 +1,4 @@
-"""Lines of .jsonl → messages → text by a chat template, and what of it the assistant says."""
+"""Lines of .jsonl → messages → text by a chat template, and the spans that the assistant says."""
 
 from __future__ import annotations
 
@@ -52,19 +52,19 @@ def said(source: str, messages: list[Message] = TALK) -> list[str]:
         (OPENS_A_THOUGHT, ["Hello</s>", "So <|im_end|> it is</s>"]),
     ],
 )
-def test_the_spans_are_what_the_assistant_says_with_the_end_of_its_turn(source: str, expected: list[str]) -> None:
+def test_spans_are_the_assistants_text_and_the_end_of_its_turn(source: str, expected: list[str]) -> None:
     assert said(source) == expected
 
 
 @pytest.mark.parametrize("source", [CHATML, LLAMA, MISTRAL, MARKED])
-def test_the_text_is_that_of_transformers(source: str) -> None:
+def test_the_text_equals_that_of_transformers(source: str) -> None:
     chat = pytest.importorskip("transformers.utils.chat_template_utils", reason="needs transformers")
     rendered, _ = chat.render_jinja_template(conversations=[TALK], chat_template=source, **TOKENS)
     assert template(source).conversation(TALK).text == rendered[0]
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused_where_there_are_several() -> None:
-    assert said(THINKING, TALK[:2]) == ["<assistant><think></think>Hello"]  # it writes no generation prompt
+def test_a_template_that_rewrites_earlier_turns_is_refused_for_several_turns() -> None:
+    assert said(THINKING, TALK[:2]) == ["<assistant><think></think>Hello"]  # the template writes no generation prompt
     with pytest.raises(ValueError, match=r"messages\[1\]: the chat template writes this message differently"):
         said(THINKING)
 
@@ -132,7 +132,7 @@ LARGE = [
     "{% set ns = namespace(l=[]) %}{% set y = 'x' * 10000 %}"
     "{% for i in range(9999) %}{% set ns.l = [ns.l, y.upper()] %}{% endfor %}",
 ]
-NESTED = [  # of so many parts that a smaller limit saves time
+NESTED = [  # these have so many parts that a smaller limit saves time
     *(
         DOUBLED + end
         for end in ("{{ ns.x }}", "{{ ns }}", "{{ ns.x|string }}", "{{ ns.x|tojson }}", "{{ 'a' ~ ns.x }}")
@@ -151,7 +151,7 @@ NESTED = [  # of so many parts that a smaller limit saves time
     [*((source, 1 << 18) for source in LARGE), *((source, 1 << 14) for source in NESTED)],
     ids=lambda it: it[:60] if isinstance(it, str) else f"{it}",
 )
-def test_a_template_that_makes_large_values_is_refused_before_they_are_in_memory(
+def test_a_template_that_makes_large_values_is_refused_before_they_are_allocated(
     source: str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tilegrad.data.sandbox.MAX_SIZE", most)
@@ -167,11 +167,11 @@ def test_a_template_that_makes_large_values_is_refused_before_they_are_in_memory
 
 
 @pytest.mark.parametrize("filter", ["length", "first|length", "list|length", "map('length')|list|length"])
-def test_a_value_of_which_no_text_is_made_may_have_parts_many_times(filter: str) -> None:
+def test_a_value_that_is_not_printed_may_repeat_its_parts(filter: str) -> None:
     assert template(DOUBLED + f"{{{{ ns.x|{filter} }}}}").render(TALK).text == "2"
 
 
-def test_the_limits_of_a_template_begin_again_with_each_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limits_of_a_template_are_per_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tilegrad.data.sandbox.MAX_SIZE", 1 << 18)
     found = template("{{ 'x' * 100000 }}")
     assert len(found.render(TALK).text) == len(found.render(TALK).text) == 100_000
@@ -189,7 +189,7 @@ def test_the_limits_of_a_template_begin_again_with_each_conversation(monkeypatch
         ({"instruction": "Sing", "input": "", "output": "la", "id": 7}, "instruction", ["Sing", "la"]),
     ],
 )
-def test_every_format_is_found_and_read(record: dict[str, object], format: str, contents: list[str]) -> None:
+def test_every_format_is_detected_and_read(record: dict[str, object], format: str, contents: list[str]) -> None:
     found = detect_format(record)
     assert found == format
     messages = read_messages(record, found)
@@ -215,19 +215,19 @@ def test_a_line_of_text_has_no_format() -> None:
         ({"text": "x"}, "got the keys 'text'; accepted: an object with 'messages'"),
     ],
 )
-def test_a_line_that_is_no_conversation_is_refused_by_its_field(record: dict[str, object], reason: str) -> None:
+def test_a_line_that_is_not_a_conversation_is_refused_by_its_field(record: dict[str, object], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         read_messages(record, detect_format(record) or "messages")
 
 
-def test_without_a_template_the_prompt_the_completion_and_eos_follow_each_other() -> None:
+def test_without_a_template_the_text_is_prompt_completion_and_eos() -> None:
     found = plain_conversation(read_messages({"prompt": "2 + 2 =", "completion": " 4"}, "prompt"), "prompt", "</s>")
     assert (found.text, found.spans) == ("2 + 2 = 4</s>", ((7, 13),))
     with pytest.raises(ValueError, match="got no chat template"):
         plain_conversation(TALK, "messages", "</s>")
 
 
-def test_tokens_after_the_end_of_a_turn_are_not_trained_on() -> None:
+def test_tokens_after_the_end_of_a_turn_are_not_targets() -> None:
     found = template(CHATML).conversation(TALK[:2])
     text = found.text
     starts = np.array(
@@ -259,7 +259,7 @@ def test_the_template_of_a_folder_is_found(home: str, tmp_path: Path) -> None:
     assert load_chat_template(tmp_path / "nothing") is None
 
 
-def test_a_template_that_is_no_text_is_refused(tmp_path: Path) -> None:
+def test_a_template_that_is_not_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": 3}', encoding="utf-8")
     with pytest.raises(ValueError, match="chat_template: got 3"):
         load_chat_template(tmp_path)

@@ -1,4 +1,4 @@
-"""Text becomes tokens and tokens become batches; each way in which a file can be wrong is named."""
+"""Text becomes tokens and tokens become batches. Errors name what is wrong with a file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def write(path: Path, tokens: list[int], vocab_size: int) -> Path:
     return path
 
 
-def test_the_text_that_ships_is_the_one_its_notice_describes() -> None:
+def test_the_bundled_text_is_the_one_that_its_notice_describes() -> None:
     whole = default_text().read_bytes()
     assert len(whole) > 1_000_000
     assert whole.startswith(b"CHAPTER 1. Loomings.") and b"Call me Ishmael." in whole[:100]
@@ -42,13 +42,13 @@ def test_the_text_that_ships_is_the_one_its_notice_describes() -> None:
     assert "Open Data Commons Public Domain Dedication & License 1.0" in licence
 
 
-def test_files_follow_one_another_unchanged(tmp_path: Path) -> None:
+def test_files_are_joined_in_order_and_unchanged(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes("one\r\n–".encode())
     (tmp_path / "b").write_bytes(b"two\n")
     assert read_documents([tmp_path / "a", tmp_path / "b"]).text == "one\r\n–two\n"
 
 
-def test_bad_text_is_named_with_its_byte(tmp_path: Path) -> None:
+def test_the_error_for_bad_text_names_the_byte(tmp_path: Path) -> None:
     bad = tmp_path / "bad.txt"
     bad.write_bytes("naïve ".encode() + b"na\xefve")
     with pytest.raises(ValueError, match=r"bad\.txt: is not UTF-8 at byte 9, 0xef"):
@@ -95,7 +95,9 @@ def test_a_folder_is_read_in_order_with_lines_and_gzip(tmp_path: Path) -> None:
         ("folder/a.png", b"x", r"folder: got a folder without text files; accepted: a folder with \.txt"),
     ],
 )
-def test_what_is_not_understood_is_refused_by_name(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_files_of_an_unknown_format_are_refused_by_name(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
     file = tmp_path / name
     file.parent.mkdir(exist_ok=True)
     file.write_bytes(content)
@@ -105,7 +107,7 @@ def test_what_is_not_understood_is_refused_by_name(tmp_path: Path, name: str, co
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
 @pytest.mark.parametrize("read", [read_documents, lambda paths: find_format(paths, "text")])
-def test_a_file_that_the_disk_does_not_give_back_is_no_damaged_gzip(
+def test_an_error_of_the_disk_is_not_reported_as_a_damaged_gzip(
     name: str, read: Callable[[list[Path]], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Broken(io.BytesIO):
@@ -122,7 +124,7 @@ def test_a_file_that_the_disk_does_not_give_back_is_no_damaged_gzip(
         read([tmp_path / name])
 
 
-def test_prepare_says_what_is_there_and_what_takes_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepare_reports_the_data_and_a_slow_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tilegrad.data.prepare._LONG", 5)
     (tmp_path / "a.txt").write_text("na–ve", encoding="utf-8")
     (tmp_path / "b.jsonl").write_text('{"text": "x"}\n{"text": "y"}\n', encoding="utf-8")
@@ -134,7 +136,7 @@ def test_prepare_says_what_is_there_and_what_takes_long(tmp_path: Path, monkeypa
     ]
 
 
-def test_bytes() -> None:
+def test_the_tokenizer_of_bytes_has_a_token_for_each_byte() -> None:
     tokenizer = ByteTokenizer()
     tokens = tokenizer.encode("aé–")
     assert tokens.dtype == np.uint16 and tokens.tolist() == [97, 0xC3, 0xA9, 0xE2, 0x80, 0x93]
@@ -176,7 +178,7 @@ def test_bpe_without_its_library_names_the_extra(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(("vocab_size", "itemsize"), [(256, 2), (65536, 2), (65537, 4), (1 << 32, 4)])
-def test_token_file_round_trip(tmp_path: Path, vocab_size: int, itemsize: int) -> None:
+def test_a_token_file_is_read_as_it_was_written(tmp_path: Path, vocab_size: int, itemsize: int) -> None:
     tokens = [0, vocab_size - 1, 7, 8, 9]
     path = write(tmp_path / "tokens.bin", tokens, vocab_size)
     file = open_tokens(path)
@@ -222,14 +224,14 @@ def test_a_token_out_of_range_is_named_before_it_is_written(tmp_path: Path, monk
     assert list(tmp_path.iterdir()) == []
 
 
-def test_bytes_of_a_token_by_the_size_of_the_vocabulary() -> None:
+def test_the_vocabulary_decides_the_bytes_of_a_token() -> None:
     assert [token_dtype(n).itemsize for n in (1, 1 << 16, (1 << 16) + 1, 1 << 32)] == [2, 2, 4, 4]
     for n in (0, (1 << 32) + 1):
         with pytest.raises(ValueError, match=f"vocab_size: got {n}; accepted: 1 … 2³²"):
             token_dtype(n)
 
 
-def test_who_has_the_old_file_open_keeps_it(tmp_path: Path) -> None:
+def test_a_process_that_has_the_old_file_open_keeps_it(tmp_path: Path) -> None:
     old = open_tokens(write(tmp_path / "tokens.bin", [1, 2, 3], 10))
     new = open_tokens(write(tmp_path / "tokens.bin", [4, 5, 6], 10))
     assert (old.tokens.tolist(), new.tokens.tolist()) == ([1, 2, 3], [4, 5, 6])
@@ -249,7 +251,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])
-def test_prepare_uses_what_is_there_and_only_that(tmp_path: Path, kind: str) -> None:
+def test_prepare_uses_existing_files_only_if_they_fit(tmp_path: Path, kind: str) -> None:
     if kind == "bpe":
         pytest.importorskip("tokenizers")
     vocab_size = 256 if kind == "bytes" else 270
@@ -279,14 +281,14 @@ def test_prepare_uses_what_is_there_and_only_that(tmp_path: Path, kind: str) -> 
     assert again[0] != first[0]
 
 
-def test_prepare_refuses_what_it_does_not_know(tmp_path: Path) -> None:
+def test_prepare_refuses_bad_arguments(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="tokenizer: got 'words'; accepted: 'bytes', 'bpe', or"):
         prepare([default_text()], tmp_path, tokenizer="words")
     with pytest.raises(ValueError, match="vocab_size: got 300; accepted: 256 with the tokenizer 'bytes'"):
         prepare([default_text()], tmp_path, vocab_size=300)
 
 
-def test_split() -> None:
+def test_the_split_gives_each_part_its_share() -> None:
     tokens = np.arange(103)
     train, validation = split(tokens, 0.1)
     assert train.tolist() == list(range(93)) and validation.tolist() == list(range(93, 103))
@@ -296,7 +298,7 @@ def test_split() -> None:
         split(tokens, 1)
 
 
-def test_validation_windows_are_drawn_across_the_text_and_never_learned_from() -> None:
+def test_validation_windows_are_drawn_across_the_text_and_never_trained_on() -> None:
     tokens = np.arange(10_001)
     train, validation = split_windows(tokens, 10, 0.1, seed=3)
     assert len(train) == 900 and len(validation) == 100 and not set(train) & set(validation)
@@ -305,7 +307,7 @@ def test_validation_windows_are_drawn_across_the_text_and_never_learned_from() -
         1,
         2,
         3,
-    }  # of each quarter, in the first twenty
+    }  # windows of each quarter, in the first twenty
     assert [len(part) for part in split_windows(tokens, 10, 0.0)] == [1000, 0]
     assert not np.array_equal(validation, split_windows(tokens, 10, 0.1, seed=4)[1])
     assert np.array_equal(validation, split_windows(tokens, 10, 0.1, seed=3)[1])
@@ -317,7 +319,7 @@ def test_validation_windows_are_drawn_across_the_text_and_never_learned_from() -
     assert batches.position == (0, 900)
 
 
-def test_unigram_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_unigram_entropy_equals_its_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     assert unigram_entropy(np.array([5, 5, 5])) == 0.0
     assert unigram_entropy(np.arange(64)) == pytest.approx(math.log(64), rel=1e-12)
     monkeypatch.setattr("tilegrad.data.tokens._CHUNK", 7)
@@ -362,7 +364,7 @@ def test_the_order_does_not_depend_on_the_batch_size() -> None:
     assert one.position == three.position == (2, 13)
 
 
-def test_resume_is_exact() -> None:
+def test_resumed_batches_are_the_same() -> None:
     tokens = np.random.default_rng(1).integers(0, 256, 1000).astype(np.uint16)
     for steps in (0, 1, 7, 8, 50):
         whole = Batches(Windows(tokens, 16), 4, seed=5)
@@ -406,7 +408,7 @@ def test_a_text_shorter_than_a_window_is_an_error_with_the_remedy() -> None:
         Batches(Windows(np.arange(9), 0), 1)
 
 
-def test_evaluation_sees_every_window_in_order() -> None:
+def test_evaluation_reads_every_window_in_order() -> None:
     tokens = np.arange(100)
     batches = list(batches_in_order(Windows(tokens, 8), 5))
     assert [len(b[0]) for b in batches] == [5, 5, 3]

@@ -48,7 +48,7 @@ def check(
     config: ModelConfig, params: dict[str, Tensor], text: list[int], drawn: list[tuple[int, float]],
     lora: LoraConfig | None = None,
 ) -> None:  # fmt: skip
-    """Each token that was drawn after a text is the likeliest, with its log-probability."""
+    """Checks that each token drawn after a text is the likeliest, and its log-probability."""
     whole = [*text, *(token for token, _ in drawn[:-1])]
     n = reference.hidden_states(params, torch.tensor([whole]), config, lora)
     logits = logits_of(params, n[0], config)[len(text) - 1 :]
@@ -65,8 +65,8 @@ def check(
         *(("gpt2", 16), ("mistral", 16), ("qwen3", 16), ("dropout", 16)),
     ],
 )
-def test_every_draw_is_that_of_the_whole_text(family: str, prefill_tokens: int | None) -> None:
-    """Slots begin with prompts of different lengths, end, and begin again with others."""
+def test_every_token_is_the_one_that_the_whole_text_gives(family: str, prefill_tokens: int | None) -> None:
+    """Slots begin with prompts of different lengths, end, and begin again with new ones."""
     config = FAMILIES[family]
     exact = replace(config, dropout=0.0)
     params = params_of(config)
@@ -95,13 +95,13 @@ def test_every_draw_is_that_of_the_whole_text(family: str, prefill_tokens: int |
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "mistral"])
-def test_rows_that_are_added_to_a_prefill_change_nothing(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on CUDA, where prompts of many lengths share few graphs."""
+def test_rows_added_to_a_prefill_change_no_result(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA such rows let prompts of many lengths share few graphs."""
     monkeypatch.setattr(decoder_module, "prefill_rows", lambda tokens, spec: min(tokens + 5, spec.prefill_tokens))
-    test_every_draw_is_that_of_the_whole_text(family, 24)
+    test_every_token_is_the_one_that_the_whole_text_gives(family, 24)
 
 
-def test_rows_of_a_prefill_on_cuda_are_few_numbers() -> None:
+def test_a_prefill_on_cuda_has_one_of_few_numbers_of_rows() -> None:
     spec = replace(decoder_spec(CONFIG, 4, 16, device="cpu", dtype=torch.float32), device=torch.device("cuda"))
     spec = replace(spec, prefill_tokens=8000)
     rows = {tokens: decoder_module.prefill_rows(tokens, spec) for tokens in range(1, 8001)}
@@ -109,11 +109,11 @@ def test_rows_of_a_prefill_on_cuda_are_few_numbers() -> None:
     assert len(set(rows.values())) <= 32 and rows[8000] == 8000
 
 
-def test_without_the_library_too(tmp_path: Path) -> None:
+def test_the_decoder_works_without_the_native_library(tmp_path: Path) -> None:
     with without_library(tmp_path):
         with pytest.warns(UserWarning, match="plain torch ops"):
-            test_every_draw_is_that_of_the_whole_text("llama", None)
-        test_every_draw_is_that_of_the_whole_text("mistral", 16)  # said once
+            test_every_token_is_the_one_that_the_whole_text_gives("llama", None)
+        test_every_token_is_the_one_that_the_whole_text_gives("mistral", 16)  # warned of once
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -145,8 +145,8 @@ def test_adapters_are_read_without_merging_them() -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen3"])
-def test_a_plan_has_every_byte_and_no_buffer_outlives_its_plan(family: str) -> None:
-    """Every dead buffer is filled with NaN after the op that reads it last: nothing that is drawn changes."""
+def test_a_plan_has_every_byte_and_no_dead_buffer_is_read(family: str) -> None:
+    """Every dead buffer is filled with NaN after the op that reads it last, and no token changes."""
     config = FAMILIES[family]
     params = params_of(config)
     prompts = {0: Prompt([1, 2, 3], sampling=GREEDY), 1: Prompt([4] * 13, sequence=1, sampling=GREEDY)}
@@ -167,7 +167,7 @@ def test_a_plan_has_every_byte_and_no_buffer_outlives_its_plan(family: str) -> N
     assert draw(poisoned=True) == draw(poisoned=False)
 
 
-def test_weights_of_this_dtype_are_not_copied_and_others_are_planned() -> None:
+def test_weights_of_the_decoders_dtype_are_not_copied_and_copies_of_the_rest_are_planned() -> None:
     params = params_of(CONFIG)
     own, copied = (Decoder(CONFIG, params, 1, 8, dtype=dtype) for dtype in (None, torch.float32))
     assert "frozen" not in own.plan.arenas and own._step.model.params["wte.weight"].value is params["wte.weight"]
@@ -211,11 +211,11 @@ def test_a_slot_forgets_the_tokens_of_its_last_sequence() -> None:
         for _ in range(8):
             decoder.submit()
         drawn.append([each.tokens for each in decoder.finished(wait=True)])
-    assert drawn[0] == drawn[1] and len({token for (token,) in drawn[0]}) > 5  # hardly a token comes twice
+    assert drawn[0] == drawn[1] and len({token for (token,) in drawn[0]}) > 5  # few tokens occur twice
 
 
-def test_a_scorer_has_the_log_probabilities_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Adapters have no dropout there, and the logits of a few rows exist at a time."""
+def test_a_scorer_has_the_log_probabilities_of_the_reference_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a scorer adapters have no dropout, and the logits of only a few rows exist at a time."""
     monkeypatch.setitem(torch_ops.CHUNK, "cpu", 3 * LLAMA.vocab_size * 8)
     lora = LoraConfig(rank=2, alpha=4, dropout=0.5)
     params = params_of(LLAMA, lora)
@@ -230,7 +230,7 @@ def test_a_scorer_has_the_log_probabilities_of_the_reference(monkeypatch: pytest
     torch.testing.assert_close(got, want, rtol=0.0, atol=1e-12)
 
 
-def test_a_failed_prefill_stops_its_slots_and_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_prefill_stops_only_its_own_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     params = params_of(CONFIG)
     decoder = Decoder(CONFIG, params, batch_size=3, capacity=16, prefill_tokens=16)
     texts = {0: [1, 2, 3], 1: [5] * 12}
@@ -257,7 +257,7 @@ def test_a_failed_prefill_stops_its_slots_and_leaves_the_others(monkeypatch: pyt
     check(CONFIG, params, texts[1], [(each.tokens[-1], each.logprobs[-1]) for each in after])
 
 
-def test_programs_of_few_shapes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_cached_programs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capture_module, "MOST_SHAPES", 2)
     params = params_of(CONFIG)
     scorer = Scorer(StepSpec(CONFIG, 1, 8, torch.float64, torch.device("cpu")), params)
@@ -271,7 +271,7 @@ def test_programs_of_few_shapes_are_kept(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [*scorer._bound] == [(1, 2), (1, 3)] and [*decoder._prefills] == [2, 3]
 
 
-def test_a_decoder_refuses_what_it_cannot_do() -> None:
+def test_bad_arguments_of_a_decoder_are_refused() -> None:
     params = params_of(CONFIG)
     decoder = Decoder(CONFIG, params, batch_size=2, capacity=8)
     for slot, prompt, error in (
@@ -307,7 +307,7 @@ def test_a_decoder_refuses_what_it_cannot_do() -> None:
             Decoder(**({"config": CONFIG, "params": params, "batch_size": 2, "capacity": 8} | arguments))  # type: ignore
 
 
-def test_a_batch_that_does_not_fit_is_refused_with_the_largest_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_a_batch_that_does_not_fit_names_the_largest_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = decoder_spec(CONFIG, 8, 16, device="cpu", dtype=torch.float32)
     limit = plan_decoder(replace(spec, batch_size=5, prefill_tokens=spec.prefill_tokens)).peak_bytes
     assert largest_batch(spec, limit)[0]["largest_batch_size"] == 5
@@ -326,7 +326,7 @@ def threads_restored() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("threads_restored")
-def test_another_number_of_threads_is_refused() -> None:
+def test_a_changed_number_of_threads_is_refused() -> None:
     decoder = Decoder(CONFIG, params_of(CONFIG), batch_size=1, capacity=8)
     torch.set_num_threads(torch.get_num_threads() + 1)
     with pytest.raises(RuntimeError, match="threads: got"):

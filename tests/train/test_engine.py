@@ -76,8 +76,8 @@ def test_gradients_and_forward_then_backward_give_the_same_bits(config: ModelCon
         replace(LLAMA, position="learned", bias=True),
     ],
 )
-def test_gradients_overwrites_old_gradients(config: ModelConfig, dtype: torch.dtype) -> None:
-    """The same as zeros, forward and backward, whatever stood there: also in rows that no token or position reaches."""
+def test_the_method_gradients_overwrites_old_gradients(config: ModelConfig, dtype: torch.dtype) -> None:
+    """The result is that of zeros, forward and backward, whatever the old values are, also in rows that no token reaches."""
     engine = Engine(config, 4, 12, dtype=dtype)
     parts = [batch(config, b, t, seed) for seed, (b, t) in enumerate(((2, 7), (4, 12), (1, 5)))]
     for batches in (parts[:1], parts):
@@ -95,14 +95,14 @@ def test_gradients_overwrites_old_gradients(config: ModelConfig, dtype: torch.dt
 
 
 @pytest.mark.parametrize("device", ["cuda", torch.device("cuda", 99), "mps", "meta", "gpu"])
-def test_a_device_that_is_not_there_is_refused_by_name(device: torch.device | str) -> None:
+def test_a_missing_device_is_refused_by_name(device: torch.device | str) -> None:
     if device == "cuda" and torch.cuda.is_available():
         pytest.skip("it is there")
     with pytest.raises(ValueError, match=f"device: got '{device}'.*; accepted: cpu"):
         Engine(CONFIG, 2, 8, device)
 
 
-def test_there_are_ten_methods_and_each_has_an_example_that_runs() -> None:
+def test_the_engine_has_ten_methods_and_each_has_an_example_that_runs() -> None:
     config = replace(CONFIG, vocab_size=5, block_size=8, n_layer=1, n_head=2, n_embd=16)
     tokens = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 4]])
     engine, x, y = Engine(config, 2, 4), tokens[:, :-1], tokens[:, 1:]
@@ -118,12 +118,12 @@ def test_there_are_ten_methods_and_each_has_an_example_that_runs() -> None:
 
 
 @pytest.mark.parametrize("call", ["gradients", "step", "submit", "submit on CUDA"])
-def test_an_update_of_no_micro_batch_is_refused_before_anything_changes(call: str) -> None:
+def test_an_update_without_a_micro_batch_is_refused_before_anything_changes(call: str) -> None:
     engine, (tokens, targets) = Engine(CONFIG, 2, 8), batch(CONFIG, 2, 8)
     engine.step(tokens, targets, 1e-2)
     before, grads, state = clones(engine.tensors()), clones(engine.grads), counters(engine)
     if call == "submit on CUDA":
-        queue: Any = SimpleNamespace(finished=lambda **_: [])  # that nothing reaches
+        queue: Any = SimpleNamespace(finished=lambda **_: [])  # a queue that never finishes a step
         engine._queue = queue
     rate = () if call == "gradients" else (1e-2,)
     for tokens_of, targets_of, message in (
@@ -137,7 +137,7 @@ def test_an_update_of_no_micro_batch_is_refused_before_anything_changes(call: st
 
 
 def test_the_guard_sees_the_loss_of_every_micro_batch() -> None:
-    """A loss that is not finite leaves the step out, whichever micro-batch has it, also where every gradient is finite."""
+    """If the loss of any micro-batch is not finite the step is skipped, even if every gradient is finite."""
     engine = Engine(CONFIG, 2, 8)
     parts = [batch(CONFIG, 2, 8, seed) for seed in range(3)]
     loss = engine.gradients([x for x, _ in parts], [y for _, y in parts])
@@ -171,8 +171,8 @@ def test_micro_batches_of_unequal_length_give_the_gradient_of_one_batch() -> Non
     assert_equal_gradients(engine.grads, exact, 1e-10)
 
 
-def test_backward_adds_and_zeroing_between_batches_is_a_call_of_its_own() -> None:
-    """forward and backward never zero; zero_gradients leaves not one byte of the arena, gaps included."""
+def test_backward_accumulates_and_only_zero_gradients_zeroes() -> None:
+    """forward and backward never zero gradients. zero_gradients zeroes every byte of the arena, gaps included."""
     config = replace(CONFIG, n_embd=12)  # arenas have gaps
     engine, (tokens, targets) = Engine(config, 2, 8, dtype=torch.float64), batch(config, 2, 8)
 
@@ -232,13 +232,13 @@ def test_a_smaller_batch_uses_the_beginning_of_the_buffers() -> None:
 
 @pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize("config", [CONFIG, LLAMA, QWEN3, replace(CONFIG, dropout=0.1)])
-def test_every_smaller_batch_finds_its_scratch_where_another_kernel_runs_it(config: ModelConfig) -> None:
-    """On Hopper GPUs the table leaves few rows and dropout to triton, which works in other buffers."""
+def test_every_smaller_batch_has_its_scratch_also_for_another_kernel(config: ModelConfig) -> None:
+    """On Hopper GPUs the table selects triton for few rows and for dropout, and triton needs other buffers."""
     pytest.importorskip("triton")
     config, cuda = replace(config, n_embd=64, block_size=150), torch.device("cuda")
     plan = plan_model(StepSpec(config, 3, 150, torch.bfloat16, cuda))
 
-    def fits(handle: Handle) -> Handle:  # as Arenas.view
+    def fits(handle: Handle) -> Handle:  # like Arenas.view
         planned = plan.trace.handles.get(handle.name)
         assert planned is None or handle.nbytes <= planned.nbytes, handle.name
         return handle
@@ -253,7 +253,7 @@ def test_every_smaller_batch_finds_its_scratch_where_another_kernel_runs_it(conf
             assert used <= plan.trace.handles.keys()
 
 
-def test_no_target_at_all() -> None:
+def test_a_batch_without_targets_has_zero_loss_and_gradients() -> None:
     engine, (tokens, _) = Engine(CONFIG, 2, 5), batch(CONFIG, 2, 5)
     assert engine.forward(tokens, torch.full_like(tokens, -1)) == 0.0
     engine.backward()
@@ -261,7 +261,7 @@ def test_no_target_at_all() -> None:
     assert not any(g.any() for g in engine.grads.values())
 
 
-def test_backward_needs_a_forward_of_its_own() -> None:
+def test_each_backward_needs_a_forward_before_it() -> None:
     engine, (tokens, targets) = Engine(CONFIG, 2, 5), batch(CONFIG, 2, 5)
     with pytest.raises(RuntimeError, match="call forward"):
         engine.backward()
@@ -300,10 +300,10 @@ def test_a_refused_batch_leaves_no_wrong_gradient() -> None:
         assert equal(before, engine.grads)
 
 
-def test_bad_batches_are_named() -> None:
+def test_a_bad_batch_is_named_in_the_error() -> None:
     engine, (tokens, targets) = Engine(CONFIG, 2, 5), batch(CONFIG, 2, 5)
     wrong = tokens.clone()
-    wrong[0, 0], wrong[1, 3] = 0, 31  # 0 is a token like others
+    wrong[0, 0], wrong[1, 3] = 0, 31  # 0 is an ordinary token
     with pytest.raises(ValueError, match=r"tokens: got 31 at \[1, 3\]; accepted: 0 … 30"):
         engine.forward(wrong, targets)
     wrong[1, 3] = -100
@@ -348,7 +348,7 @@ def test_ten_steps_equal_autograd_with_torch_adamw() -> None:
         torch.testing.assert_close(p, leaves[name].detach(), rtol=1e-7, atol=1e-9)
 
 
-def test_a_b_c_learns_b_c_d() -> None:
+def test_an_engine_learns_the_next_letter() -> None:
     config = ModelConfig(vocab_size=5, block_size=8, n_layer=1, n_head=2, n_embd=16)
     engine = Engine(config, 2, 4)
     text = torch.tensor([[0, 1, 2, 3]])
@@ -356,7 +356,7 @@ def test_a_b_c_learns_b_c_d() -> None:
     assert losses[-1] < 0.05 < losses[0]
 
 
-def test_arena_bytes_are_the_plan() -> None:
+def test_arenas_have_exactly_the_bytes_of_the_plan() -> None:
     for config in (CONFIG, LLAMA):
         for dtype in (torch.float32, torch.float64, torch.bfloat16):
             engine = Engine(config, 2, 9, dtype=dtype)
@@ -364,7 +364,7 @@ def test_arena_bytes_are_the_plan() -> None:
 
 
 def run(model: Transformer, optimizer: Optimizer) -> None:
-    """The program that was traced."""
+    """Runs the traced program."""
     model.step()
     optimizer.update(1e-2)
     model.forward()
@@ -374,7 +374,7 @@ def run(model: Transformer, optimizer: Optimizer) -> None:
 @pytest.mark.parametrize(
     "config", [CONFIG, LLAMA, QWEN3, SPEED_RUN, replace(CONFIG, dropout=0.2, projection="per_head")]
 )
-def test_sharing_and_poison_change_no_bit(config: ModelConfig) -> None:
+def test_sharing_memory_and_poison_change_no_bit(config: ModelConfig) -> None:
     tokens, targets = batch(config, 2, 9)
     device = torch.device("cpu")
     results = []
@@ -424,7 +424,7 @@ def test_gradients_have_the_same_bits_under_every_budget(config: ModelConfig) ->
 
 
 def test_a_budget_holds_where_recomputing_more_blocks_takes_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Peak bytes by the number of blocks that are recomputed whole: 4 take more than 1, which no bisection meets."""
+    """Recomputing 4 blocks whole takes more peak bytes than recomputing 1, so bisection would not find the answer."""
     peaks = (100, 70, 90, 85, 80)
 
     def planned(spec: StepSpec) -> SimpleNamespace:
@@ -445,14 +445,14 @@ def test_a_budget_holds_where_recomputing_more_blocks_takes_more_memory(monkeypa
         recompute.choose_recompute(spec, 59)
 
 
-def test_a_choice_to_recompute_what_is_not_known_is_refused() -> None:
+def test_an_unknown_name_in_recompute_is_refused() -> None:
     with pytest.raises(
         ValueError, match="recompute: got 'activations'; accepted: some of 'norm', 'activation', 'block'"
     ):
         declare(CONFIG, 1, 4, torch.float32, "cpu", (frozenset({"activations"}),))  # type: ignore[arg-type]
 
 
-def test_without_a_budget_activations_are_recomputed_where_they_are_large() -> None:
+def test_without_a_budget_large_activations_are_recomputed() -> None:
     large, few = replace(CONFIG, vocab_size=4000), Engine(replace(CONFIG, vocab_size=4000), 1, 4)
     assert not any(few.recompute)
     many = Engine(large, 16, 16)
@@ -464,8 +464,8 @@ def test_without_a_budget_activations_are_recomputed_where_they_are_large() -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_loss_or_gradient_that_is_not_finite_changes_nothing_and_stops_after_ten(dtype: torch.dtype) -> None:
-    config = replace(CONFIG, n_embd=12)  # not a whole number of cache lines: arenas have gaps
+def test_steps_that_are_not_finite_change_nothing_and_ten_in_a_row_stop_training(dtype: torch.dtype) -> None:
+    config = replace(CONFIG, n_embd=12)  # not a multiple of a cache line, so that arenas have gaps
     engine, (tokens, targets) = Engine(config, 2, 5, dtype=dtype), batch(config, 2, 5)
     engine.step(tokens, targets, learning_rate=1e-3)
     before = clones(engine.tensors())
@@ -489,9 +489,9 @@ def test_bfloat16_computes_with_rounded_copies_of_float32_masters() -> None:
     assert short.gradients(tokens, targets) == pytest.approx(exact.gradients(tokens, targets), rel=1e-2)
     for name, g in exact.grads.items():
         assert torch.dist(short.grads[name], g) <= 0.1 * g.norm() + 1e-4, name
-    short.optimizer_step(1e-2)  # a step of the optimizer is rounded again too
+    short.optimizer_step(1e-2)  # the copies follow a step of the optimizer
     first = short.forward(tokens, targets)
-    short.params["wte.weight"].mul_(3.0)  # a master that changed is rounded again
+    short.params["wte.weight"].mul_(3.0)  # the copies follow a changed master
     assert short.forward(tokens, targets) != first
 
 
@@ -518,7 +518,7 @@ def test_the_workspace_of_cublas_is_in_the_report(capability: Any, mib: float, m
         (replace(CONFIG, dropout=0.1), torch.float32),
     ],
 )
-def test_no_allocation_during_a_step(config: ModelConfig, dtype: torch.dtype) -> None:
+def test_a_step_allocates_no_memory(config: ModelConfig, dtype: torch.dtype) -> None:
     from torch.profiler import ProfilerActivity, profile
 
     tokens, targets = batch(config, 4, 16)
@@ -534,7 +534,7 @@ def test_no_allocation_during_a_step(config: ModelConfig, dtype: torch.dtype) ->
 
 @pytest.mark.slow
 def test_resident_memory_grows_by_no_more_than_the_plan_at_gpt2() -> None:
-    """In a process of its own: growth from before the engine to the peak after two steps, against plan + 64 MB."""
+    """A new process measures the growth from before the engine to the peak of two steps: at most the plan + 64 MB."""
     code = """
 import resource, torch
 from tilegrad import Engine

@@ -1,4 +1,4 @@
-"""Every pair of an engine's arguments: gradients are autograd's, updates torch's, and what changes no number changes no bit."""
+"""Every pair of an engine's arguments: gradients equal autograd, updates equal torch, and some arguments change no bit."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ MODELS = {
     "dropout": replace(CONFIG, n_layer=1, dropout=0.3),
     "speed run": SPEED_RUN,
 }
-BATCHES = {  # of one step: (b, t) of each micro-batch
+BATCHES = {  # micro-batches (b, t) of one step
     "whole": ((3, 9),),
     "smaller": ((2, 5),),
     "two": ((3, 9), (1, 4)),
     "three": ((1, 9), (3, 2), (2, 7)),
 }
-NUMBERS: dict[str, tuple[object, ...]] = {  # what decides about the numbers
+NUMBERS: dict[str, tuple[object, ...]] = {  # arguments that change numbers
     "model_config": tuple(MODELS),
     "batches": tuple(BATCHES),
     "dtype": (None, torch.float32, torch.float64, torch.bfloat16),
@@ -68,11 +68,11 @@ NUMBERS: dict[str, tuple[object, ...]] = {  # what decides about the numbers
     "freeze": ((), ("wte.*", "*.ln1.*")),
     "invariant": (False, True),
     "muon": (None, MuonConfig(), MuonConfig(0.6, nesterov=False, scale="rms", learning_rate_factor=0.5)),
-    "windows": ((), (2, 6), (None,)),  # steps have the first
+    "windows": ((), (2, 6), (None,)),  # steps have the first window
     "ema": (0.0, 0.15, 0.999),
 }
-NO_BIT: dict[str, tuple[object, ...]] = {  # what changes none of them; the first is the default
-    "states": (FULL,),  # lean ones change numbers by their rounding: tests/train/test_lean.py
+NO_BIT: dict[str, tuple[object, ...]] = {  # arguments that change no bit; the first value is the default
+    "states": (FULL,),  # lean states round: tests/train/test_lean.py
     "batch_size": (3, 4),
     "seq_len": (9, 16),
     "device": ("cpu", torch.device("cpu")),
@@ -93,7 +93,7 @@ ROWS_IN_CI, PAIRS_IN_CI = 13, 2_170
 
 
 def allowed(spec: Spec) -> bool:
-    """forward and backward of several micro-batches are rounded otherwise than `gradients`. Invariant forwards have no
+    """forward and backward of several micro-batches round differently from `gradients`. Invariant forwards have no
     float64 and no adapters, and Muon has no adapters."""
     if spec.get("invariant") and (spec.get("lora") is not None or spec.get("dtype") == torch.float64):
         return False
@@ -201,7 +201,7 @@ class Expected:
             p[i], m[i] = (x.view(-1) for x in new)
 
     def check(self, engine: Engine) -> None:
-        """An update is at most about the learning rate: errors are counted in it."""
+        """Checks updates. An update is at most about the learning rate, so errors are in units of it."""
         unit = 2e-5 * self.rate + (1e-15 if engine.dtype == torch.float64 else 2e-7)
         averages = engine.tensors()
         for name, p in self.params.items():
@@ -217,7 +217,7 @@ class Expected:
 
 
 def by(way: str, engine: Engine, spec: Spec, number: int) -> float:
-    """One step; its loss."""
+    """Takes one step and returns its loss."""
     batches = step_of(spec, number)
     tokens, targets, ends = arguments(batches)
     if way == "step":
@@ -271,8 +271,8 @@ def test_every_argument_of_an_engine_has_values_here() -> None:
     assert set(inspect.signature(Engine).parameters) | {"batches", "learning_rate", "way"} == set(AXES)
 
 
-@needs_library  # for invariant
-def test_pairs_of_arguments_give_the_numbers_of_autograd_and_the_bits_of_the_defaults() -> None:
+@needs_library  # the argument invariant needs it
+def test_pairs_of_arguments_have_autograds_numbers_and_the_bits_of_the_defaults() -> None:
     rows, every = covering(AXES, allowed), all_pairs(AXES, allowed)
     assert set.union(*map(pairs, rows)) == every and (len(every), len(rows)) == (PAIRS, ROWS)
     assert len(set.union(*map(pairs, rows[:ROWS_IN_CI]))) >= PAIRS_IN_CI
@@ -280,7 +280,7 @@ def test_pairs_of_arguments_give_the_numbers_of_autograd_and_the_bits_of_the_def
 
 
 @pytest.mark.slow
-def test_every_pair_of_arguments_gives_the_numbers_of_autograd_and_the_bits_of_the_defaults(fresh_seed: int) -> None:
+def test_every_pair_of_arguments_has_autograds_numbers_and_the_bits_of_the_defaults(fresh_seed: int) -> None:
     for seed in (0, fresh_seed, fresh_seed + 1):
         check_rows(covering(AXES, allowed, seed))
 
@@ -294,7 +294,7 @@ def test_every_pair_of_arguments_gives_the_numbers_of_autograd_and_the_bits_of_t
         ("ema", 1.0), ("ema", -0.1), ("ema", True), ("ema", "0.9"), ("ema", math.nan),
     ],
 )  # fmt: skip
-def test_an_argument_that_no_engine_has_is_refused_by_its_name(argument: str, value: object) -> None:
+def test_an_unknown_argument_is_refused_by_name(argument: str, value: object) -> None:
     given: Any = {"batch_size": 2, "seq_len": 8, argument: value}
     with pytest.raises(ValueError, match=rf"^{argument}: got .*; accepted: "):
         Engine(MODELS["gpt"], **given)

@@ -41,7 +41,7 @@ def test_gradients_equal_autograd_in_float64(config: ModelConfig) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("config", [CONFIG, LLAMA, replace(CONFIG, dropout=0.1)])
-def test_it_trains_as_on_the_cpu(config: ModelConfig, dtype: torch.dtype) -> None:
+def test_training_on_a_gpu_follows_training_on_the_cpu(config: ModelConfig, dtype: torch.dtype) -> None:
     config = replace(config, n_embd=64, block_size=150)
     tokens, targets = batch(config, 4, 150, ignored=0.0)
     here, there = (Engine(config, 4, 150, device=device, dtype=dtype) for device in ("cpu", "cuda"))
@@ -53,11 +53,11 @@ def test_it_trains_as_on_the_cpu(config: ModelConfig, dtype: torch.dtype) -> Non
         )
 
 
-def test_allocated_bytes_are_the_plan_and_a_step_allocates_little() -> None:
+def test_allocated_bytes_equal_the_plan_and_a_step_allocates_little() -> None:
     config = replace(CONFIG, n_embd=128, block_size=128, vocab_size=1000)
     tokens, targets = batch(config, 4, 128)
     tokens, targets = tokens.cuda(), targets.cuda()
-    gc.collect()  # engines of earlier tests
+    gc.collect()  # frees engines of earlier tests
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     engine = Engine(config, 4, 128, device="cuda", dtype=torch.bfloat16)
@@ -72,8 +72,8 @@ def test_allocated_bytes_are_the_plan_and_a_step_allocates_little() -> None:
 
 
 @pytest.mark.parametrize("muon", [None, MuonConfig()])
-def test_an_average_in_a_captured_step_has_the_bits_of_one_op_by_op(muon: MuonConfig | None) -> None:
-    """With bfloat16 copies of the weights, which follow a swap and its return."""
+def test_the_average_of_a_captured_step_has_the_bits_of_an_uncaptured_one(muon: MuonConfig | None) -> None:
+    """bfloat16 copies of the weights follow both swaps."""
     config = replace(CONFIG, n_embd=64, block_size=64)
     x, y = (z.cuda() for z in batch(config, 4, 64))
     engines = [Engine(config, 4, 64, device="cuda", ema=0.9, muon=muon, capture=capture) for capture in (True, False)]
@@ -89,8 +89,8 @@ def test_an_average_in_a_captured_step_has_the_bits_of_one_op_by_op(muon: MuonCo
     assert losses[0] == losses[1] and equal(engines[0].tensors(), engines[1].tensors())
 
 
-@pytest.mark.parametrize("t", [16, 200])  # few rows go to triton
-def test_the_same_bits_twice(t: int) -> None:
+@pytest.mark.parametrize("t", [16, 200])  # triton takes few rows
+def test_repeated_steps_have_the_same_bits(t: int) -> None:
     config = replace(CONFIG, n_embd=64, block_size=200)
     tokens, targets = batch(config, 4, t)
     grads = []
@@ -153,7 +153,7 @@ def test_a_nan_after_any_op_inside_the_graph_changes_nothing() -> None:
     assert len(names) > 30 and engine.optimizer.skipped_in_a_row == 0
 
 
-def test_ten_skipped_in_a_row_stop_training_and_later_steps_do_nothing() -> None:
+def test_ten_skipped_steps_in_a_row_stop_training_and_later_steps_do_nothing() -> None:
     config = replace(CONFIG, n_embd=64, block_size=64)
     engine, given = Engine(config, 4, 64, device="cuda"), batch(config, 4, 64)
     for _ in range(3):
@@ -164,7 +164,7 @@ def test_ten_skipped_in_a_row_stop_training_and_later_steps_do_nothing() -> None
     for _ in range(9):
         engine.submit(*given, 1e-3)
     engine.finished(wait=True)
-    for _ in range(3):  # the next two are queued when the tenth is seen
+    for _ in range(3):  # two more steps are queued when the host sees the tenth
         engine.submit(*given, 1e-3)
     with pytest.raises(NonFiniteError, match="10 steps in a row"):
         engine.finished(wait=True)
@@ -175,7 +175,7 @@ def test_ten_skipped_in_a_row_stop_training_and_later_steps_do_nothing() -> None
     assert engine.optimizer.skipped_in_a_row == 0 and not equal(before, engine.tensors())
 
 
-def test_nothing_is_allocated_after_the_capture_and_other_work_may_run_between() -> None:
+def test_after_the_capture_a_step_allocates_no_memory_and_other_work_may_run_between_steps() -> None:
     config = replace(CONFIG, n_embd=128, block_size=128, vocab_size=1000)
     engine = Engine(config, 4, 128, device="cuda")
     batches = [batch(config, 4, 128, seed=i) for i in range(8)]
@@ -197,7 +197,7 @@ def test_nothing_is_allocated_after_the_capture_and_other_work_may_run_between()
     assert losses == [result.loss for result in results] and equal(engine.tensors(), other.tensors())
 
 
-def test_a_short_batch_and_changed_weights_between_captured_steps() -> None:
+def test_a_short_batch_and_changed_weights_may_come_between_captured_steps() -> None:
     config = replace(CONFIG, n_embd=64, block_size=64)
     engines = [Engine(config, 4, 64, device="cuda", capture=capture) for capture in (True, False)]
     for i in range(12):
@@ -209,8 +209,8 @@ def test_a_short_batch_and_changed_weights_between_captured_steps() -> None:
     assert equal(*(engine.tensors() for engine in engines))
 
 
-def test_the_compute_copies_are_the_params_rounded() -> None:
-    config = replace(CONFIG, n_embd=60, n_head=3, block_size=64)  # parameters that are no multiple of 128 elements
+def test_the_compute_copies_are_the_rounded_params() -> None:
+    config = replace(CONFIG, n_embd=60, n_head=3, block_size=64)  # sizes of parameters are not multiples of 128
     engine = Engine(config, 4, 64, device="cuda")
     for i in range(3):
         engine.step(*batch(config, 4, 64, seed=i), 1e-2)
@@ -223,7 +223,7 @@ STAGES = [(2, 64, 9), (4, 32, None), (1, 64, 40), (4, 64, 40)]  # batch_size, se
 
 
 @pytest.mark.parametrize("head", [16, 64])  # heads of 64: hopper on Hopper GPUs
-def test_each_stage_has_a_graph_of_its_own_in_one_plan(head: int) -> None:
+def test_each_stage_has_its_own_graph_and_all_share_one_plan(head: int) -> None:
     config = replace(LLAMA, n_embd=4 * head, block_size=64, window=40)
     captured, plain_ = (
         Engine(config, 4, 64, device="cuda", capture=capture, windows=(9, None)) for capture in (True, False)
@@ -255,7 +255,7 @@ def packed(config: ModelConfig, b: int, t: int, documents: int, seed: int) -> Ba
 
 
 @pytest.mark.parametrize("name", PACKED)
-def test_one_graph_serves_every_packing_with_the_bits_of_the_uncaptured_step(name: str) -> None:
+def test_one_graph_serves_every_packing_with_the_bits_of_uncaptured_steps(name: str) -> None:
     config = PACKED[name]
     captured, plain_ = (
         Engine(config, 4, 200, device="cuda", capture=capture, documents=9) for capture in (True, False)
@@ -272,7 +272,7 @@ def test_one_graph_serves_every_packing_with_the_bits_of_the_uncaptured_step(nam
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", PACKED)
-def test_packed_rows_train_as_on_the_cpu(name: str, dtype: torch.dtype) -> None:
+def test_training_on_packed_rows_follows_the_cpu(name: str, dtype: torch.dtype) -> None:
     config = PACKED[name]
     here, there = (Engine(config, 4, 200, device=device, dtype=dtype, documents=50) for device in ("cpu", "cuda"))
     for i, (b, t, documents) in enumerate(((4, 200, 50), (2, 7, 3), (4, 64, 50), (3, 41, 5), (4, 200, 1))):
@@ -299,7 +299,7 @@ def test_gradients_of_packed_rows_equal_those_of_the_cpu(name: str) -> None:
     assert not equal(whole, there.grads)
 
 
-def test_nothing_is_allocated_for_other_packings_and_the_bytes_are_planned() -> None:
+def test_a_new_packing_allocates_no_memory_and_its_bytes_are_planned() -> None:
     config = replace(PACKED["llama"], vocab_size=1000)
     gc.collect()
     torch.cuda.synchronize()
@@ -313,8 +313,8 @@ def test_nothing_is_allocated_for_other_packings_and_the_bytes_are_planned() -> 
     for x, y, ends in batches:
         engine.submit(x, y, 1e-3, cu_seqlens=ends)
     assert len(engine.finished(wait=True)) == 8 and torch.cuda.memory_stats()["allocation.all.allocated"] == count
-    staged = engine._device_steps[((4, 200),), None].staged.buffer.nbytes + 4 * 200  # and a bool for each target
-    assert unplanned_bytes(engine.spec)["the batch as it is staged"] == staged - 8  # the learning rate
+    staged = engine._device_steps[((4, 200),), None].staged.buffer.nbytes + 4 * 200  # plus a bool for each target
+    assert unplanned_bytes(engine.spec)["the batch as it is staged"] == staged - 8  # without the learning rate
 
 
 # ── what is trained, and how ──
@@ -379,7 +379,7 @@ def test_captured_steps_of_every_kind_have_the_bits_of_uncaptured_ones(name: str
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_what_is_trained_changes_as_on_the_cpu(name: str) -> None:
+def test_updates_of_every_kind_follow_the_cpu(name: str) -> None:
     """Muon multiplies in bfloat16 on a GPU. It makes every singular value about 1, so differences grow where they are small."""
     if "dropout" in name:
         pytest.skip("another dropout on every device")
@@ -406,7 +406,7 @@ DECODED = {
 
 
 def draws_of(config: ModelConfig, params: dict[str, Tensor], device: str, **options: Any) -> list[Drawn]:
-    """Prompts of different lengths; a slot that ends and begins again; 24 steps."""
+    """The tokens of prompts of different lengths over 24 steps, with a slot that ends and begins again."""
     decoder = Decoder(config, params, batch_size=5, capacity=64, device=device, **options)
     sampling = Sampling(temperature=0.8, top_k=40, top_p=0.95, min_p=0.01)
     lengths = {0: 3, 1: 30, 2: 1, 4: 17}
@@ -421,7 +421,7 @@ def draws_of(config: ModelConfig, params: dict[str, Tensor], device: str, **opti
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", DECODED)
-def test_captured_decoding_draws_what_decoding_op_by_op_does(name: str, dtype: torch.dtype) -> None:
+def test_captured_decoding_draws_the_tokens_of_uncaptured_decoding(name: str, dtype: torch.dtype) -> None:
     config = DECODED[name]
     params = Engine(config, 1, 8, seed=5).params
     found = [draws_of(config, params, "cuda", dtype=dtype, capture=capture) for capture in (True, False)]
@@ -429,7 +429,7 @@ def test_captured_decoding_draws_what_decoding_op_by_op_does(name: str, dtype: t
 
 
 @pytest.mark.parametrize("name", DECODED)
-def test_tokens_in_float64_are_those_of_the_cpu(name: str) -> None:
+def test_tokens_in_float64_equal_those_of_the_cpu(name: str) -> None:
     config = DECODED[name]
     params = {n: p.double() * 4 for n, p in Engine(config, 1, 8, seed=5).params.items()}
     here, there = (draws_of(config, params, device, dtype=torch.float64) for device in ("cpu", "cuda"))
@@ -438,7 +438,7 @@ def test_tokens_in_float64_are_those_of_the_cpu(name: str) -> None:
         assert list(a.logprobs) == pytest.approx(list(b.logprobs), abs=1e-9)
 
 
-def test_a_decoder_allocates_what_is_planned_and_a_step_nothing() -> None:
+def test_a_decoder_allocates_the_planned_bytes_and_a_step_allocates_none() -> None:
     config = DECODED["llama"]
     params = {n: p.to("cuda", torch.bfloat16) for n, p in Engine(config, 1, 8).params.items()}
     gc.collect()
@@ -461,7 +461,7 @@ def test_a_decoder_allocates_what_is_planned_and_a_step_nothing() -> None:
 
 
 def test_a_graph_keeps_its_cublas_workspace_when_torch_frees_all() -> None:
-    """torch.compile frees every workspace before it captures a graph. Afterwards others own that memory."""
+    """torch.compile frees every workspace before it captures a graph. Afterwards other tensors own that memory."""
     config = replace(CONFIG, n_embd=64, block_size=128, vocab_size=1000)
     params = {n: p.to("cuda", torch.bfloat16) for n, p in Engine(config, 1, 8).params.items()}
     engines = [Engine(config, 4, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2)]

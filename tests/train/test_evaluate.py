@@ -1,4 +1,4 @@
-"""`tilegrad evaluate`: the numbers of runs, checkpoints and weights, against the log, the float64 oracle and plain counting."""
+"""`tilegrad evaluate`: its numbers for runs, checkpoints and weights, against the log, the float64 oracle and counting."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def bytes_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(bytes_run: Path) -> None:
-    """A run of the defaults, as run/ here; nothing writes into it."""
+    """A run with the defaults, as run/ in the current folder. No test writes into it."""
     Path("run").symlink_to(bytes_run)
 
 
 def trained(folder: str = "run", **change: Any) -> tilegrad.training.loop.RunResult:
-    """A run that evaluates everything that it holds out."""
+    """A run that evaluates all of its held-out data."""
     content: dict[str, dict[str, Any]] = {
         "model": {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 32},
         "train": {"steps": 2, "batch_size": 3, "seq_len": 13, "eval_batches": 1000, "sample_tokens": 0},
@@ -80,7 +80,7 @@ def oracle(folder: str, text: str, window: int) -> tuple[float, int]:
     ("tokenizer", "validation", "dtype"),
     [("bytes", "windows", "float64"), ("bpe", "end", "float32"), ("bpe", "windows", "bfloat16")],
 )
-def test_a_run_has_the_loss_of_its_last_evaluation_and_a_text_that_of_the_oracle(
+def test_the_loss_of_a_run_is_that_of_its_log_and_the_loss_of_a_text_that_of_the_oracle(
     tokenizer: str, validation: str, dtype: str
 ) -> None:
     result = trained(data_tokenizer=tokenizer, data_bpe_vocab_size=300, data_validation=validation, train_dtype=dtype)
@@ -96,7 +96,7 @@ def test_a_run_has_the_loss_of_its_last_evaluation_and_a_text_that_of_the_oracle
         assert one.bits_per_byte == pytest.approx(total / math.log(2) / one.bytes, rel=1e-12)
 
 
-def test_weights_on_a_text_have_the_loss_of_the_run_that_they_are_from(capsys: pytest.CaptureFixture[str]) -> None:
+def test_exported_weights_have_the_loss_of_their_run(capsys: pytest.CaptureFixture[str]) -> None:
     trained(data_tokenizer="bpe", data_bpe_vocab_size=300)
     assert main(["export", "run", "weights"]) == 0
     flags = ["--data", "other.txt", "text.txt", "--seq-len", "13", "--batch-size", "3", "--json"]
@@ -115,7 +115,7 @@ def test_weights_on_a_text_have_the_loss_of_the_run_that_they_are_from(capsys: p
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_other_documents_are_packed_and_cut_as_the_run_does_it(packing: bool) -> None:
+def test_new_documents_are_packed_and_cut_as_in_the_run(packing: bool) -> None:
     texts = ["a fox", "a lazy dog", "a fox that jumps over a lazy dog"] * 9
     Path("lines.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
     trained(data_files=["lines.jsonl"], data_packing=packing, data_too_long="drop" if packing else "auto")
@@ -125,7 +125,7 @@ def test_other_documents_are_packed_and_cut_as_the_run_does_it(packing: bool) ->
 
 
 @pytest.mark.usefixtures("run")
-def test_the_table_and_a_text_shorter_than_a_window(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_has_the_numbers_of_a_text_shorter_than_a_window(capsys: pytest.CaptureFixture[str]) -> None:
     Path("short.txt").write_text("Fox.", encoding="utf-8")
     Path("letter.txt").write_text("F", encoding="utf-8")
     capsys.readouterr()
@@ -151,7 +151,7 @@ def test_the_table_and_a_text_shorter_than_a_window(capsys: pytest.CaptureFixtur
         (["run/best", "--best"], "run/best: got no best checkpoint; accepted"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_evaluated_is_refused_with_a_sentence(
+def test_bad_arguments_of_evaluate_are_refused_with_a_sentence(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     capsys.readouterr()
@@ -160,14 +160,14 @@ def test_what_cannot_be_evaluated_is_refused_with_a_sentence(
     assert out == "" and f"tilegrad: {said}" in error and error.count("\n") == 1
 
 
-def test_a_run_that_holds_out_nothing_needs_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_held_out_data_needs_a_text(capsys: pytest.CaptureFixture[str]) -> None:
     trained(data_validation_fraction=0)
     assert main(["evaluate", "run"]) == 2
     assert "got a run that holds out nothing for validation; accepted: text, with --data" in capsys.readouterr().err
     assert tilegrad.evaluate("run", ["other.txt"]).tokens == len(OTHER.encode()) - 1
 
 
-def test_a_loss_that_is_no_cross_entropy_has_neither_perplexity_nor_bits() -> None:
+def test_a_loss_other_than_cross_entropy_has_neither_perplexity_nor_bits() -> None:
     result = trained(model_loss="embedding_mse")
     found = tilegrad.evaluate("run")
     assert (found.loss, found.perplexity, found.bits_per_byte) == (result.validation_loss, None, None)
@@ -184,7 +184,9 @@ def test_diverged_weights_are_null_in_json(monkeypatch: pytest.MonkeyPatch, caps
 
 
 @pytest.mark.usefixtures("run")
-def test_long_work_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_long_evaluation_shows_its_progress(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(evaluation, "_SHOWN_S", -1.0)
     capsys.readouterr()
     assert main(["evaluate", "run", "--json"]) == 0
@@ -198,8 +200,8 @@ def test_long_work_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert capsys.readouterr().out == "1 of 2 batches, loss so far 1.5000\n"
 
 
-def test_the_loss_of_the_log_is_that_of_all_that_is_held_out() -> None:
-    """With few eval_batches a run evaluates only a part of what it holds out."""
+def test_evaluate_reads_all_held_out_data() -> None:
+    """With few eval_batches a run itself evaluates only a part of it."""
     trained(train_eval_batches=1)
     logged = [record["loss"] for record in read_log(Path("run/log.jsonl")) if record["kind"] == "validation"]
     assert tilegrad.evaluate("run").loss != logged[-1]
@@ -223,7 +225,7 @@ def sentencepiece() -> Tokenizer:
 
 
 @pytest.mark.parametrize("kind", ["bytes", "byte-level", "SentencePiece"])
-def test_the_bytes_of_tokens_are_those_of_their_text(kind: str) -> None:
+def test_the_bytes_of_tokens_equal_those_of_their_text(kind: str) -> None:
     made: dict[str, Callable[[], Tokenizer]] = {
         "bytes": ByteTokenizer,
         "byte-level": lambda: train_bpe(TEXT, 300),
@@ -237,7 +239,7 @@ def test_the_bytes_of_tokens_are_those_of_their_text(kind: str) -> None:
         assert tokenizer.decode([int(n) for n in tokenizer.encode(text)]) == text
 
 
-def test_special_tokens_have_no_bytes_and_an_unknown_kind_says_nothing() -> None:
+def test_special_tokens_have_no_bytes_and_an_unknown_decoder_gives_none() -> None:
     library = pytest.importorskip("tokenizers")
     tokenizer: Any = train_bpe(TEXT, 300)
     tokenizer.inner.add_special_tokens(["<|end|>"])

@@ -41,14 +41,14 @@ from tilegrad.training.keys import keys
 from tilegrad.training.schedule import learning_rate
 from tilegrad.training.sections import read_toml, run_from, settled
 
-PAIRS, ROWS = 27_126, 67  # of values that go together, and runs that have all of them, from seed 0
+PAIRS, ROWS = 27_126, 67  # pairs of allowed values, and runs that have all of them, from seed 0
 PAIRS_IN_CI, ROWS_IN_CI, EXPORTED_IN_CI = 17_400, 8, 2
-REFUSALS = 174  # combinations that are refused
+REFUSALS = 174  # number of combinations that are refused
 
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the keys name: texts of every kind, a tokenizer."""
+    """The files that the keys name: texts of every kind, a tokenizer."""
     folder = tmp_path_factory.mktemp("texts")
     text = default_text().read_text(encoding="utf-8")[:9000]
     (folder / "text.txt").write_text(text, encoding="utf-8")
@@ -68,7 +68,7 @@ def without_tensorboard(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def with_a_short_default_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """tilegrad's own text takes a second to encode, in each row without files."""
+    """tilegrad's bundled text takes a second to encode, in each row without files."""
     monkeypatch.setattr("tilegrad.training.dataset.default_text", lambda: Path("text.txt"))
 
 
@@ -104,7 +104,7 @@ def with_the_least_budget(row: Spec, file: Path) -> Spec:
 
 
 def stops_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C while this step is prepared: it is the last."""
+    """Sends Ctrl-C while this step is prepared, so that it is the last."""
     genuine = learning_rate
 
     def rate(now: int, **options: Any) -> float:
@@ -129,7 +129,7 @@ def newest(folder: str) -> Any:
 
 
 def check_row(row: Spec, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """What was reached. In the current folder: the texts, and nothing of another row."""
+    """Checks a row and returns what it reached. The current folder has the texts and no file of another row."""
     file, reached = Path("row.toml"), Counter[str]()
     write(row | {"train.memory_budget": "none", "lora.adapter": "none"}, file)
     run = run_from(read_toml(file), "run.toml")
@@ -214,7 +214,7 @@ def test_every_key_of_a_run_has_values_here() -> None:
     assert all(len(set(values)) > 1 for values in KEYS.values())
 
 
-def test_the_rows_have_every_pair_of_values_that_go_together() -> None:
+def test_the_rows_have_every_pair_of_values_that_are_allowed_together() -> None:
     rows = rows_of_seed_0()
     every = all_pairs(AXES, allowed)
     assert set.union(*map(pairs, rows)) == every
@@ -222,7 +222,7 @@ def test_the_rows_have_every_pair_of_values_that_go_together() -> None:
     assert len(set.union(*map(pairs, rows[:ROWS_IN_CI]))) >= PAIRS_IN_CI
 
 
-@needs_library  # for train.invariant
+@needs_library  # train.invariant needs it
 def test_runs_of_many_pairs_of_keys_are_resumed_to_the_same_bits_and_exported(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,7 +257,7 @@ def combinations() -> list[tuple[tuple[str, ...], Spec]]:
     ]
 
 
-def test_values_that_do_not_go_together_are_refused_by_the_name_of_a_key(
+def test_values_that_are_not_allowed_together_are_refused_by_the_name_of_a_key(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = combinations()
@@ -276,7 +276,7 @@ def test_values_that_do_not_go_together_are_refused_by_the_name_of_a_key(
 
 
 @pytest.mark.parametrize(("key", "value"), [("train.linear", '"fp8"'), ("train.device", '"mps"')])
-def test_values_that_this_machine_has_no_kernel_for_are_refused(
+def test_values_without_a_kernel_on_this_machine_are_refused(
     key: str, value: str, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(texts, tmp_path / "home")

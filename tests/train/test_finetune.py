@@ -1,4 +1,4 @@
-"""Conversations → tokens → training: what is a target, where documents end, and each way in which a file can be wrong."""
+"""Conversations → tokens → training: which tokens are targets, where documents end, and errors of bad files."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def chats(path: Path, format: str = "prompt", count: int = 24) -> Path:
 @pytest.mark.parametrize("template", [*TEMPLATES, "none"])
 @pytest.mark.parametrize("format", ["messages", "prompt", "response", "instruction"])
 @pytest.mark.parametrize("train_on", ["assistant", "all"])
-def test_the_targets_are_what_the_assistant_says(
+def test_the_targets_are_the_tokens_of_the_assistant(
     template: str, format: str, train_on: Any, models: dict[str, Path], tmp_path: Path
 ) -> None:
     file = write(tmp_path / "chats.jsonl", [line(format, *talk) for talk in TALKS])
@@ -107,7 +107,7 @@ def test_the_targets_are_what_the_assistant_says(
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_every_answer_of_a_long_conversation_is_trained_on_and_nothing_between(
+def test_only_the_answers_of_a_long_conversation_are_targets(
     template: str, models: dict[str, Path], tmp_path: Path
 ) -> None:
     turns = [message for talk in TALKS for message in line("messages", *talk)["messages"]]  # type: ignore[attr-defined]
@@ -139,7 +139,7 @@ def newest(folder: Path) -> Any:
         ("none", "instruction", False, "all"),
     ],
 )
-def test_a_run_of_epochs_learns_answers_and_is_made_longer(
+def test_a_run_of_epochs_learns_answers_and_can_be_extended(
     template: str, format: str, packing: bool, train_on: str, models: dict[str, Path], tmp_path: Path
 ) -> None:
     data = {"files": [str(chats(tmp_path / "chats.jsonl", format))], "packing": packing, "train_on": train_on}
@@ -223,7 +223,7 @@ def test_a_stopped_run_of_epochs_resumes_to_the_same_bits(
     assert a.state["run"]["train"]["epochs"] == 2 and a.state["run"]["data"]["format"] == "messages"
 
 
-def test_a_run_ends_when_the_validation_loss_is_no_better(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_ends_when_the_validation_loss_stops_improving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tilegrad.engine.engine import Engine
 
     losses = [5.0, 4.0, 4.5, 4.1, 3.0]
@@ -308,7 +308,7 @@ def test_a_bad_line_is_one_sentence_with_its_file_and_number(
         ),
     ],
 )
-def test_values_that_do_not_fit_are_one_sentence(
+def test_the_error_for_values_that_do_not_fit_is_one_sentence(
     flags: list[str], words: str, models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = chats(tmp_path / "chats.jsonl")
@@ -376,7 +376,9 @@ def test_our_own_bpe_has_an_eos_where_there_are_several_documents(tmp_path: Path
         ({}, "</s>"),
     ],
 )
-def test_where_eos_comes_from(files: dict[str, Any], eos: str | int, models: dict[str, Path], tmp_path: Path) -> None:
+def test_eos_is_found_in_the_files_of_a_model(
+    files: dict[str, Any], eos: str | int, models: dict[str, Path], tmp_path: Path
+) -> None:
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content), encoding="utf-8")
     tokenizer = load_tokenizer(models["none"] / "tokenizer.json")
@@ -396,7 +398,7 @@ def test_where_eos_comes_from(files: dict[str, Any], eos: str | int, models: dic
         ("config.json", {"eos_token_id": "x"}, "eos_token_id: got 'x'"),
     ],
 )
-def test_an_eos_that_is_no_token_is_refused(
+def test_an_eos_that_is_not_a_token_is_refused(
     name: str, content: object, words: str, models: dict[str, Path], tmp_path: Path
 ) -> None:
     (tmp_path / name).write_text(json.dumps(content), encoding="utf-8")
@@ -433,7 +435,7 @@ def test_damaged_documents_are_written_again_and_a_resumed_run_refuses_them(
     assert "documents.bin: no such file; put the run's own file back" in capsys.readouterr().err
 
 
-def test_texts_are_packed_on_request_and_split_where_they_are_long(tmp_path: Path) -> None:
+def test_texts_are_packed_on_request_and_long_ones_are_split(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("abcdefghij" * 12, encoding="utf-8")
     write(tmp_path / "b.jsonl", [{"text": f"line {i} " * (1 + i % 5)} for i in range(20)])
     events: list[tuple[str, Any]] = []
@@ -452,7 +454,7 @@ def test_texts_are_packed_on_request_and_split_where_they_are_long(tmp_path: Pat
     }  # fmt: skip
 
 
-def test_the_preview_says_what_a_run_learns_from(
+def test_the_preview_shows_the_targets_of_a_run(
     models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = write(tmp_path / "chats.jsonl", [line("prompt", *talk) for talk in [("Hi\x1b[0m", "Yes \x9b"), *TALKS] * 5])
@@ -486,7 +488,7 @@ def test_the_preview_says_what_a_run_learns_from(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "chats.jsonl"], "nothing is written"
 
 
-def test_settings_in_a_tokenizer_cut_and_pad_nothing(models: dict[str, Path], tmp_path: Path) -> None:
+def test_truncation_and_padding_in_a_tokenizer_are_ignored(models: dict[str, Path], tmp_path: Path) -> None:
     given = json.loads((models["chatml"] / "tokenizer.json").read_text(encoding="utf-8"))
     file = tmp_path / "tokenizer.json"
     counts = set()
@@ -505,7 +507,7 @@ def test_settings_in_a_tokenizer_cut_and_pad_nothing(models: dict[str, Path], tm
     assert len(counts) == 1 and counts.pop() > 3
 
 
-def test_a_special_token_in_an_answer_ends_no_training_there() -> None:
+def test_tokens_after_a_special_token_in_an_answer_are_still_targets() -> None:
     text = "<u>x<a>one <s> two<e>\n"
     begin, end = text.index("one"), len(text)
     pieces = ["<u>", "x", "<a>", "one", " ", "<s>", " two", "<e>", "\n"]

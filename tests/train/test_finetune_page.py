@@ -1,7 +1,7 @@
-"""docs/finetune.md: every command runs, in order, in one folder, with a small model made on the spot.
+"""docs/finetune.md: every command runs, in order, in one folder, with a small model that the test makes.
 
-The commands are those of the page. A run gets a few more flags, because 30,000 random parameters need larger steps,
-and more of them, than a pretrained model.
+The commands are those of the page. A run gets a few more flags, because 30,000 random parameters need more and larger
+steps than a pretrained model.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ LARGER_STEPS = [
     *("--learning-rate", "2e-2", "--train.min_learning_rate", "2e-3"),
     *("--train.sample_tokens", "0", "--log", "none"),
 ]
-FLAGS = {"runs/chat": ["--train.epochs", "14"], "runs/mine": ["--train.epochs", "1", "--seq-len", "128"]}  # of one run
+FLAGS = {
+    "runs/chat": ["--train.epochs", "14"],
+    "runs/mine": ["--train.epochs", "1", "--seq-len", "128"],
+}  # flags of one run
 ANSWER = r"Ahoy, \w+!\n"  # processors round differently, so the name may differ; the answer ends by itself
 
 
@@ -120,7 +123,7 @@ def test_every_command_of_the_page_runs(capsys: pytest.CaptureFixture[str], monk
         assert re.search(rf"^{role} .* {re.escape(size)} ", planned, re.MULTILINE), role
 
 
-def test_the_packed_batch_of_the_page_is_a_step() -> None:
+def test_the_packed_batch_of_the_page_trains_a_step() -> None:
     names: dict[str, Any] = {}
     exec(compile(blocks("python")[1], "finetune.md", "exec"), names)
     assert 3 < names["loss"] < 5
@@ -139,7 +142,7 @@ def test_the_packed_batch_of_the_page_is_a_step() -> None:
         ("export model out --dtype q8_0", "dtype: got q8_0"),
     ],
 )
-def test_refusals_of_the_page_are_said(command: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_errors_of_the_page_are_printed(command: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     given = command.split()
     if given[0] == "train":
         given[1:1] = ["--init", "model", "--data", "chats.jsonl", "--out", "refused"]

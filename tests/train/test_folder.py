@@ -1,4 +1,4 @@
-"""What a run writes, and what it leaves alone: the user's files, links, modes, the same bytes twice."""
+"""The files that a run writes and those that it does not touch: the user's files, links, modes, equal bytes."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def in_a_folder_with_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def found(folder: str) -> dict[str, bytes | None]:
-    """Every name below, with a file's bytes."""
+    """Every path in the folder, with the bytes of files."""
     return {str(p): p.read_bytes() if p.is_file() else None for p in sorted(Path(folder).rglob("*"))}
 
 
 @pytest.mark.parametrize("name", MINE)
-def test_a_folder_with_a_file_of_the_users_is_refused_by_name_and_stays_as_it_was(
+def test_a_folder_with_a_file_of_the_user_is_refused_by_name_and_does_not_change(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = Path("home", name)
@@ -73,7 +73,7 @@ def test_a_run_in_the_current_folder_is_refused_if_it_is_not_empty(capsys: pytes
 
 
 def died(folder: str, at: str = "train") -> None:
-    """A run that ends before its first checkpoint, and takes nothing back."""
+    """A run that ends before its first checkpoint, without cleaning up."""
 
     def show(event: str, _numbers: dict[str, Any]) -> None:
         if event == at:
@@ -90,7 +90,7 @@ def died(folder: str, at: str = "train") -> None:
     assert Path(folder, "run.lock").exists() and not Path(folder, "checkpoints").exists()
 
 
-def test_what_a_killed_run_left_is_replaced_and_what_somebody_put_there_stays() -> None:
+def test_files_of_a_killed_run_are_replaced_and_files_of_the_user_are_kept() -> None:
     died("run")
     Path("elsewhere").mkdir()
     for file in ("run/notes.txt", "run/data/more.txt", "run/tensorboard/mine.txt", "elsewhere/events.out.tfevents.1"):
@@ -110,7 +110,7 @@ def test_what_a_killed_run_left_is_replaced_and_what_somebody_put_there_stays() 
 
 
 @pytest.mark.parametrize("length", [0, 9, 41])
-def test_a_run_begins_where_a_process_was_killed_while_it_wrote_the_marker(length: int) -> None:
+def test_a_run_can_begin_after_a_process_was_killed_while_it_wrote_the_marker(length: int) -> None:
     mark = b'{"format": "tilegrad run", "version": 1}\n'
     assert len(mark) == 41
     Path("run").mkdir()
@@ -124,7 +124,7 @@ def test_a_run_begins_where_a_process_was_killed_while_it_wrote_the_marker(lengt
         train(RUN, Path("mine"))
 
 
-def test_a_run_from_before_there_was_a_marker_resumes() -> None:
+def test_an_older_run_without_a_marker_resumes() -> None:
     train(replace(RUN, train=replace(RUN.train, steps=2)), Path("run"))
     Path("run/.tilegrad-run").unlink()
     assert train(RUN, Path("run"), resume=True).steps == 4
@@ -158,7 +158,7 @@ def test_a_symbolic_link_where_a_run_writes_is_refused_by_name(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", [".run.json.staged", ".report.html.staged", "checkpoints/.staged", "best/.staged"])
-def test_nothing_is_written_or_deleted_through_a_symbolic_link(name: str) -> None:
+def test_no_file_is_written_or_deleted_through_a_symbolic_link(name: str) -> None:
     train(replace(RUN, train=replace(RUN.train, steps=2)), Path("run"))
     Path("victim").mkdir()
     Path("victim/file").write_text("the user's own", encoding="utf-8")
@@ -168,7 +168,7 @@ def test_nothing_is_written_or_deleted_through_a_symbolic_link(name: str) -> Non
     assert found("victim") == before and not Path("run", name).exists()
 
 
-def test_a_checkpoint_that_somebody_put_a_file_into_stays_and_so_does_a_link() -> None:
+def test_a_checkpoint_with_a_file_of_the_user_is_kept_and_so_is_a_link() -> None:
     one, two = (save_checkpoint(Path("run"), step, {"x": torch.ones(3)}, {}) for step in (1, 2))
     (one / "notes.txt").write_text("the user's own", encoding="utf-8")
     two.rename("moved")
@@ -186,7 +186,7 @@ def tensors_in(place: str) -> Path:
     return path / "tensors.safetensors"
 
 
-def test_a_checkpoint_that_is_also_the_best_takes_its_bytes_once() -> None:
+def test_a_checkpoint_that_is_also_the_best_one_uses_its_bytes_once() -> None:
     train(RUN, Path("run"))
     files = [p for place in ("best", "checkpoints") for p in Path("run", place).rglob("*.safetensors")]
     best, newest = tensors_in("best"), tensors_in("checkpoints")
@@ -204,7 +204,7 @@ def no_links(_source: object, _target: object) -> None:
     raise OSError(errno.EPERM, "Operation not permitted")
 
 
-def test_where_there_are_no_links_or_the_best_is_gone_a_checkpoint_is_whole_all_the_same(
+def test_a_checkpoint_is_complete_also_without_links_or_after_the_best_one_is_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def best_goes(event: str, _numbers: dict[str, Any]) -> None:
@@ -221,7 +221,7 @@ def test_where_there_are_no_links_or_the_best_is_gone_a_checkpoint_is_whole_all_
     assert not is_complete(saved)
 
 
-def test_a_save_of_the_same_tensors_that_fails_leaves_nothing_and_names_the_checkpoint(
+def test_a_failed_second_save_leaves_no_file_and_names_the_checkpoint(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     source = save_checkpoint(Path("best"), 3, {"x": torch.ones(3)}, {})
@@ -238,7 +238,7 @@ def test_a_save_of_the_same_tensors_that_fails_leaves_nothing_and_names_the_chec
     assert dict(load_checkpoint(save_same(Path("checkpoints"), source, {"a": 1})).state) == {"a": 1}
 
 
-def test_a_manifest_names_no_file_that_is_missing_or_of_another_size() -> None:
+def test_every_file_of_a_manifest_exists_and_has_its_size() -> None:
     Path("staged").mkdir()
     Path("staged/a").write_bytes(b"12")
     for sizes in ({"a": 3}, {"a": 2, "b": 2}):
@@ -272,7 +272,7 @@ def test_every_file_has_the_mode_that_the_umask_gives(umask: int) -> None:
         assert stat.S_IMODE(mode) == (0o777 if stat.S_ISDIR(mode) else 0o666) & ~umask, name
 
 
-def test_what_is_there_already_is_not_overwritten_by_other_commands(capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_commands_do_not_overwrite_existing_files(capsys: pytest.CaptureFixture[str]) -> None:
     train(RUN, Path("run"))
     for name in ("out/notes.txt", ".new.partial/notes.txt", "page.html", "new.toml"):
         Path(name).parent.mkdir(exist_ok=True)
@@ -293,8 +293,8 @@ def test_what_is_there_already_is_not_overwritten_by_other_commands(capsys: pyte
 TEXT = "naïve Ω → “quoted” … " * 200
 
 
-def test_what_the_terminal_cannot_show_is_escaped_and_the_result_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with PYTHONIOENCODING=latin-1."""
+def test_characters_that_the_terminal_cannot_show_are_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The encoding is that of PYTHONIOENCODING=latin-1."""
     Path("text.txt").write_text(TEXT, encoding="utf-8")
     shown = io.BytesIO()
     streams = [io.TextIOWrapper(shown, encoding="latin-1", write_through=True) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""An engine whose blocks multiply forward in float8; on a CPU by the kernel that checks the GPU's."""
+"""An engine whose blocks multiply in float8; on a CPU with the kernel that checks those of the GPU."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_fp8_trains_as_well_as_bfloat16(config: ModelConfig, linear: Linear, hea
 
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("config", [CONFIG, LLAMA], ids=["gpt", "llama"])
-def test_adapters_of_layers_in_fp8_are_added_as_in_bfloat16(config: ModelConfig) -> None:
+def test_adapters_of_fp8_layers_add_the_same_as_in_bfloat16(config: ModelConfig) -> None:
     config, lora = larger(config), LoraConfig(rank=8, alpha=16)
     x, y = batch(config, 4, 32)
     losses = []
@@ -94,7 +94,7 @@ def test_adapters_of_layers_in_fp8_are_added_as_in_bfloat16(config: ModelConfig)
 
 
 @pytest.mark.usefixtures("on_hopper")
-def test_adapters_of_layers_in_fp8_join_no_product() -> None:
+def test_products_of_adapters_of_fp8_layers_are_not_joined() -> None:
     config = larger(CONFIG)
     models = [declare(config, 4, 32, torch.bfloat16, "cuda", linear=how, lora=LoraConfig(rank=8)) for how in LINEAR]
     adapters = [model.blocks[0].attention.adapter for model in models]
@@ -102,7 +102,7 @@ def test_adapters_of_layers_in_fp8_join_no_product() -> None:
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_fp8_scales_follow_the_last_step_and_are_in_the_checkpoint() -> None:
+def test_fp8_scales_come_from_the_previous_step_and_are_in_the_checkpoint() -> None:
     fp8, _ = engines(CONFIG)
     x, y = batch(fp8.config, 4, 32)
     fp8.step(x, y, 1e-3)
@@ -127,7 +127,7 @@ def test_fp8_evaluation_is_in_bfloat16_and_changes_no_scale() -> None:
 def test_fp8_with_a_budget_or_micro_batches_has_the_same_bits(
     config: ModelConfig, linear: Linear, head: HeadProducts
 ) -> None:
-    """Recomputed products are those of the forward, because their scales are. x8t is kept, or rounded again."""
+    """Recomputed products equal those of the forward, because they have the same scales. x8t is kept, or rounded again."""
     config = larger(config)
     every: tuple[tuple[Recomputed, ...], ...] = ((), ("norm",), ("activation",), ("block",))
     choices = [frozenset(each) for each in every]
@@ -153,7 +153,7 @@ def test_gradients_are_those_of_bfloat16_up_to_the_rounding_of_factors(
     x, y = batch(larger(config), 4, 32)
     fp8, plain = engines(config, linear, head)
     for engine in (fp8, plain):
-        engine.step(x, y, 1e-9)  # the scales follow
+        engine.step(x, y, 1e-9)  # sets the scales
         engine.gradients(x, y)
     found = {n: _cosine(g, plain.grads[n]) for n, g in fp8.grads.items() if plain.grads[n].norm() > 1e-4}
     worst = min(found, key=lambda name: found[name])
@@ -166,8 +166,8 @@ def _cosine(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_fp8_all_keeps_less_than_fp8() -> None:
-    """What weight gradients read is kept in float8."""
+def test_fp8_all_saves_fewer_bytes_than_fp8() -> None:
+    """Inputs of weight gradients are saved in float8."""
     config = replace(larger(LLAMA), n_layer=4)
     spec = StepSpec(config, 8, 32, torch.bfloat16, torch.device("cpu"))
     sizes = {how: plan_model(replace(spec, linear=how)).arenas["activations"].arena_bytes for how in ("fp8", "fp8-all")}
@@ -182,7 +182,7 @@ def test_fp8_all_keeps_less_than_fp8() -> None:
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_a_jump_is_counted_with_its_name() -> None:
+def test_a_jump_is_counted_for_its_tensor() -> None:
     fp8, _ = engines(CONFIG)
     x, y = batch(fp8.config, 4, 32)
     for _ in range(2):
@@ -227,7 +227,7 @@ def test_a_jump_is_counted_with_its_name() -> None:
     ],
 )
 @pytest.mark.usefixtures("on_cpu")
-def test_what_float8_does_not_support_is_refused_by_name(
+def test_options_that_float8_does_not_support_are_refused_by_name(
     change: dict[str, Any], engine: dict[str, Any], error: str
 ) -> None:
     with pytest.raises(ValueError, match=error):
@@ -247,7 +247,7 @@ def test_fp8_is_refused_where_it_cannot_run() -> None:
 
 @pytest.mark.usefixtures("on_cpu")
 def test_jumps_are_in_the_log_and_shown_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here half the magnitude of the step before is already a jump, so every step has some."""
+    """In this test half the magnitude of the previous step already counts as a jump, so every step has some."""
     monkeypatch.setattr(torch_ops, "JUMP", 0.5)
     (tmp_path / "text.txt").write_text("a line of text\n" * 200, encoding="utf-8")
     sizes = {"n_layer": 1, "n_head": 2, "n_embd": 32, "block_size": 16}

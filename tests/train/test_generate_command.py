@@ -1,4 +1,4 @@
-"""`tilegrad generate`: prompts from the command line, files and stdin; text as it comes, or lines of JSON."""
+"""`tilegrad generate`: prompts from the command line, files and stdin; output as text or as lines of JSON."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def lines(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> lis
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-def test_a_line_of_json_for_each_sequence_in_the_order_of_the_prompts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_sequence_has_a_line_of_json_in_the_order_of_the_prompts(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["the", "é 🦊", "--num-samples", "2", "--max-tokens", "6", "--seed", "3"]
     found = lines(capsys, *words)
     expected = tilegrad.generate("run", ["the", "é 🦊"], num_samples=2, max_tokens=6, seed=3)
@@ -90,7 +90,7 @@ def test_prompts_come_from_files_and_stdin(capsys: pytest.CaptureFixture[str], m
         (["a", "--device", "cuda:99"], "device: got 'cuda:99'"),
     ],
 )
-def test_what_it_cannot_do_is_said(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_of_generate_are_sentences(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("gap.txt").write_text("a\n\nb\n", encoding="utf-8")
     Path("empty.txt").touch()
     assert main(["generate", "run", *words]) == 2
@@ -114,7 +114,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("interrupted")
-def test_one_sequence_is_printed_as_it_comes_and_ctrl_c_keeps_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_sequence_is_printed_while_it_is_written_and_ctrl_c_keeps_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "run", "the ", "--max-tokens", "20"]) == 130
     assert capsys.readouterr() == ("the abcdef\n", "")
 
@@ -144,7 +144,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_bar_on_stderr_leaves_stdout_alone(
+def test_a_progress_bar_is_on_stderr_and_not_on_stdout(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("rich")
@@ -156,7 +156,7 @@ def test_a_bar_on_stderr_leaves_stdout_alone(
     assert isinstance(sys.stderr, Terminal) and "2 of 2 sequences, 6 tokens" in sys.stderr.getvalue()
 
 
-def test_stop_strings_and_slides_of_the_window(capsys: pytest.CaptureFixture[str]) -> None:
+def test_stop_strings_end_a_text_and_slides_of_the_window_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     (whole,) = lines(capsys, "the ", "--max-tokens", "40", "--temperature", "1")
     stop = next(c for c in whole["text"][2:] if c != "�")
     (ended,) = lines(capsys, "the ", "--max-tokens", "40", "--temperature", "1", "--stop", "never", "--stop", stop)

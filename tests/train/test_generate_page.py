@@ -1,4 +1,4 @@
-"""docs/generate.md: every command runs, with a small model made on the spot, and every refusal is said as the page has it."""
+"""docs/generate.md: every command runs with a small model that the test makes, and every error is printed as on the page."""
 
 from __future__ import annotations
 
@@ -77,6 +77,6 @@ def test_the_python_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None
         ("models/smollm2 --prompt-file gap.txt", "got no text in line 2; accepted: a prompt in each line"),
     ],
 )
-def test_refusals_of_the_page_are_said(command: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_errors_of_the_page_are_printed(command: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", *shlex.split(command)]) == 2
     assert words in capsys.readouterr().err and f"`{words}" in PAGE

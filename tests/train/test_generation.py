@@ -1,4 +1,4 @@
-"""Prompts over the slots of a decoder: what is written does not depend on the batch, and ends where it should."""
+"""Prompts over the slots of a decoder: texts do not depend on the batch, and end where they should."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ CONFIGS = {
         *(("llama", 7, 20, 10), ("per head, window", 7, 7, 10), ("embedding_mse", 7, 5, 10)),
     ],
 )
-def test_past_block_size_the_window_slides_by_half(name: str, block_size: int, length: int, n: int) -> None:
+def test_after_block_size_tokens_the_window_slides_by_half(name: str, block_size: int, length: int, n: int) -> None:
     model = model_of(replace(CONFIGS[name], block_size=block_size))
     prompt = torch.randint(0, 23, (length,), generator=torch.Generator().manual_seed(1)).tolist()
     assert list(draw(model.config, model.params, prompt, n, temperature=0.0)) == alone(model, prompt, n)
 
 
-def test_what_does_not_fit_is_said_to_slide() -> None:
-    assert sliding(CONFIG, 2, 15) is None  # the last of 17 is never read
+def test_a_text_longer_than_the_window_is_reported_to_slide() -> None:
+    assert sliding(CONFIG, 2, 15) is None  # the last of 17 tokens is never read
     assert sliding(CONFIG, 2, 16) == (
         "18 tokens are more than block_size, 16: the window slides, and a token attends to the last 8 to 16 before it"
     )
@@ -96,7 +96,7 @@ def alone(model: TrainedModel, prompt: Sequence[int], n: int) -> list[int]:
 
 
 @pytest.mark.filterwarnings("ignore::tilegrad.training.generation.WindowSlides")
-def test_greedy_tokens_are_those_of_the_whole_text_in_any_batch(model: TrainedModel) -> None:
+def test_greedy_tokens_in_any_batch_are_those_of_the_whole_text(model: TrainedModel) -> None:
     expected = [tuple(alone(model, prompt, 12)) for prompt in PROMPTS]
     for batch_size in (1, 4, 32):
         found = tilegrad.generate(model, PROMPTS, max_tokens=12, temperature=0.0, batch_size=batch_size, logprobs=True)
@@ -124,7 +124,7 @@ def test_drawn_tokens_do_not_depend_on_the_batch(model: TrainedModel) -> None:
 
 @pytest.mark.parametrize("ahead", ["cpu", "cuda"])
 def test_slots_are_refilled_as_sequences_end(ahead: str) -> None:
-    """Sequence n writes n + 1 tokens and then EOS: in three slots the steps are far fewer than one slot's."""
+    """Sequence n writes n + 1 tokens and then EOS: three slots take far fewer steps than one slot."""
     eos, n = frozenset({0}), 12
     decoder = ScriptedDecoder(3, 50, lambda sequence, draws: 0 if draws > sequence else 1 + draws, ahead)
     requests = [Request([5], 30, Sampling(), i, eos) for i in range(n)]
@@ -136,7 +136,7 @@ def test_slots_are_refilled_as_sequences_end(ahead: str) -> None:
 
 
 @given(st.integers(1, 5), st.integers(1, 9), st.integers(1, 12), st.integers(0, 99), st.sampled_from(["cpu", "cuda"]))
-def test_whatever_the_sizes_each_sequence_has_its_own_tokens(
+def test_each_sequence_has_its_own_tokens_for_any_sizes(
     batch_size: int, capacity: int, max_tokens: int, seed: int, device: str
 ) -> None:
     chance = random.Random(seed)
@@ -164,11 +164,11 @@ def test_a_decoder_can_be_used_again_after_an_early_end() -> None:
     [
         ("END", "one EN two ", "stop", 14),
         (["ND", "zzz"], "one EN two E", "stop", 14),
-        (["two END", "EN t"], "one ", "stop", 8),  # the one that is complete first
+        (["two END", "EN t"], "one ", "stop", 8),  # the stop string that is complete first ends the text
         (["n", "ne"], "o", "stop", 2),
         ("🦊", "one EN two END ", "stop", 19),
         ("nowhere", "one EN two END 🦊 aba", "length", 23),
-        ("abab", "one EN two END 🦊 aba", "length", 23),  # held back, and shown at the end
+        ("abab", "one EN two END 🦊 aba", "length", 23),  # the text is held back, and shown at the end
         ((), "one EN two END 🦊 aba", "length", 23),
     ],
 )
@@ -190,7 +190,7 @@ def replace_block(model: TrainedModel, block_size: int) -> TrainedModel:
     return replace(model, config=replace(model.config, block_size=block_size))
 
 
-def test_what_could_be_a_stop_string_is_held_back() -> None:
+def test_text_that_may_begin_a_stop_string_is_held_back() -> None:
     stop = StopAt(["END", "\n\n"])
     assert [stop.add(text) for text in ("a", " E", "N", "x", "\n", "y", "E", "E", "\n", "\n", "z")] == [
         *("a", " ", "", "ENx", "", "\ny", "", "E", "E", "", ""),
@@ -201,7 +201,7 @@ def test_what_could_be_a_stop_string_is_held_back() -> None:
 @given(
     st.lists(st.text("abé\n", max_size=5), max_size=9), st.lists(st.text("ab\n", min_size=1, max_size=3), max_size=3)
 )
-def test_stopped_text_does_not_depend_on_how_it_is_cut(pieces: list[str], stops: list[str]) -> None:
+def test_stopped_text_does_not_depend_on_the_tokens(pieces: list[str], stops: list[str]) -> None:
     def before(parts: Sequence[str]) -> tuple[str, bool]:
         stop = StopAt(stops)
         text = "".join(stop.add(part) for part in parts)
@@ -215,7 +215,7 @@ def test_stopped_text_does_not_depend_on_how_it_is_cut(pieces: list[str], stops:
 
 
 @given(st.lists(st.integers(0, 260), max_size=20), st.lists(st.integers(0, 255), max_size=9))
-def test_text_at_once_is_the_text_as_it_comes(tokens: list[int], after: list[int]) -> None:
+def test_the_whole_text_equals_the_streamed_text(tokens: list[int], after: list[int]) -> None:
     stream = TextStream(ByteTokenizer(), after=after)
     assert "".join([*map(stream.add, tokens), stream.rest()]) == text_after(ByteTokenizer(), tokens, after)
 
@@ -245,7 +245,7 @@ def test_prompts_are_texts_and_token_lists(model: TrainedModel) -> None:
 
 
 @pytest.mark.usefixtures("over_reference")
-def test_what_does_not_fit_into_the_window_is_said_once(model: TrainedModel) -> None:
+def test_a_prompt_that_does_not_fit_into_the_window_is_reported_once(model: TrainedModel) -> None:
     with pytest.warns(WindowSlides) as caught:
         tilegrad.generate(model, [[1] * 9, [2] * 8], max_tokens=5)
     assert [str(w.message) for w in caught] == [
@@ -283,22 +283,22 @@ def test_what_does_not_fit_into_the_window_is_said_once(model: TrainedModel) -> 
         ("x", {"dtype": "int8"}, "dtype: got 'int8'; accepted: float32, float64, bfloat16"),
     ],
 )
-def test_bad_input_is_refused_by_name(
+def test_a_bad_argument_of_generate_is_refused_by_name(
     prompts: str, settings: dict[str, object], said: str, model: TrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(generation, "Decoder", None)  # nothing is allocated
+    monkeypatch.setattr(generation, "Decoder", None)  # no decoder is made
     for front in (tilegrad.generate, tilegrad.stream):
         with pytest.raises(ValueError, match=f"^{said}"):
             front(model, prompts, **settings)  # type: ignore[arg-type]
 
 
-def test_several_samples_of_one_text_are_not_one_text(model: TrainedModel) -> None:
+def test_several_samples_of_one_prompt_differ(model: TrainedModel) -> None:
     with pytest.raises(ValueError, match=r"num_samples: got 2; accepted: 1, or more with tilegrad.generate"):
         model.generate("x", num_samples=2)
 
 
 @pytest.mark.parametrize("config", [CONFIG, LLAMA])
-def test_weights_that_diverged_are_refused_by_a_sentence(config: ModelConfig) -> None:
+def test_diverged_weights_are_refused_with_a_sentence(config: ModelConfig) -> None:
     diverged = model_of(config)
     diverged.params["ln_f.weight"].fill_(float("nan"))
     with pytest.raises(NonFiniteLogits, match=r"^logits: got values that are not finite; use weights"):

@@ -1,5 +1,5 @@
-"""GGUF in and out: tensors, types, tokenizers and text; the package gguf, transformers and the safetensors export are the
-oracles."""
+"""Reading and writing GGUF: tensors, types, tokenizers and text, compared with the package gguf, transformers and the
+safetensors export."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def engine_of(config: ModelConfig) -> Engine:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_out_and_in_again_is_the_model_of_the_safetensors_export(kind: str, tmp_path: Path) -> None:
+def test_a_written_and_read_model_equals_the_safetensors_export(kind: str, tmp_path: Path) -> None:
     config = KINDS[kind]
     params = engine_of(config).params
     found = write_gguf(tmp_path / "m.gguf", params, config)
@@ -110,7 +110,7 @@ def test_transformers_reads_the_same_tensors_and_config(kind: str, tmp_path: Pat
         assert found["config"][name] == pytest.approx(getattr(ours, name), rel=1e-6), name
 
 
-def test_the_container_is_what_the_package_gguf_reads(tmp_path: Path) -> None:
+def test_the_package_gguf_reads_the_container(tmp_path: Path) -> None:
     file = saved(tmp_path)
     mine, theirs = open_container(file), gguf.GGUFReader(file)
     fields = {name: field.contents() for name, field in theirs.fields.items() if not name.startswith("GGUF.")}
@@ -131,7 +131,7 @@ def saved(tmp_path: Path, name: str = "m.gguf", config: ModelConfig = SMALL, **g
     return tmp_path / name
 
 
-def test_every_type_of_the_package_gguf_is_read_to_the_bit(tmp_path: Path) -> None:
+def test_every_type_is_read_to_the_bits_of_the_package_gguf(tmp_path: Path) -> None:
     draw, count = np.random.default_rng(0), 0
     for kind, (block, size) in gguf.GGML_QUANT_SIZES.items():
         raw = draw.integers(0, 256, (3, 2 * size), np.uint8)
@@ -154,7 +154,7 @@ def test_every_type_of_the_package_gguf_is_read_to_the_bit(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("dtype", GGML_TYPES)
-def test_matrices_are_of_the_dtype_and_vectors_are_float32(dtype: str, tmp_path: Path) -> None:
+def test_matrices_have_the_dtype_and_vectors_are_float32(dtype: str, tmp_path: Path) -> None:
     params = engine_of(replace(SMALL, vocab_size=300)).params
     file = saved(tmp_path, dtype=dtype)
     kind = getattr(gguf.GGMLQuantizationType, GGML_TYPES[dtype])
@@ -168,7 +168,7 @@ def test_matrices_are_of_the_dtype_and_vectors_are_float32(dtype: str, tmp_path:
         assert torch.equal(x, want), name
 
 
-def test_rows_that_q8_0_does_not_divide_are_float16_and_said_so(tmp_path: Path) -> None:
+def test_rows_that_q8_0_does_not_divide_become_float16_with_a_message(tmp_path: Path) -> None:
     found = write_gguf(tmp_path / "m.gguf", engine_of(LLAMA).params, LLAMA, dtype="q8_0")
     tensors = open_container(tmp_path / "m.gguf").tensors
     short = [name for name, entry in tensors.items() if entry.kind == gguf.GGMLQuantizationType.F16]
@@ -180,7 +180,7 @@ def test_rows_that_q8_0_does_not_divide_are_float16_and_said_so(tmp_path: Path) 
 
 
 def tokenizer_of(name: str) -> Any:
-    """A small tokenizer with this pre-tokenizer, special tokens, and BOS where the real one has it."""
+    """A small tokenizer with this pre-tokenizer, special tokens, and BOS if the real one has it."""
     pre = PRE[name]
     content = json.loads(tokenizers.Tokenizer(tokenizers.models.BPE(ignore_merges=pre.ignore_merges)).to_str())
     content |= {"pre_tokenizer": pre.pre_tokenizer, "normalizer": pre.normalizer}
@@ -202,7 +202,7 @@ def tokenizer_of(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", PRE)
-def test_a_tokenizer_goes_out_and_comes_back_with_the_same_ids(name: str, tmp_path: Path) -> None:
+def test_a_written_and_read_tokenizer_gives_the_same_ids(name: str, tmp_path: Path) -> None:
     inner, origin, config = tokenizer_of(name), tmp_path / "origin", replace(SMALL, vocab_size=420)
     origin.mkdir()
     (origin / "tokenizer.json").write_text(inner.to_str(), encoding="utf-8")
@@ -238,7 +238,7 @@ def test_a_tokenizer_goes_out_and_comes_back_with_the_same_ids(name: str, tmp_pa
 
 @pytest.mark.parametrize("end", ["<|end_of_text|>", "<end_of_turn>"])
 @pytest.mark.parametrize("home", ["origin", "next to the tokenizer"])
-def test_eos_and_the_template_are_those_that_training_reads(home: str, end: str, tmp_path: Path) -> None:
+def test_eos_and_the_template_are_those_of_training(home: str, end: str, tmp_path: Path) -> None:
     inner, config = (
         tokenizers.Tokenizer.from_str(train_bpe("a book about a whale", 260).json()),
         replace(SMALL, vocab_size=300),
@@ -272,7 +272,7 @@ def test_the_eos_that_the_post_processor_adds_counts_before_the_named_one(tmp_pa
     assert back.encode("a whale").tolist() == inner.encode("a whale").ids
 
 
-def test_bytes_are_a_tokenizer_without_merges_and_no_letter_ends_a_text(tmp_path: Path) -> None:
+def test_a_tokenizer_of_bytes_has_no_merges_and_no_letter_is_eos(tmp_path: Path) -> None:
     (tmp_path / "bytes.json").write_text('{"model": {"type": "bytes"}}', encoding="utf-8")
     config = replace(SMALL, vocab_size=256)
     write_gguf(tmp_path / "m.gguf", engine_of(config).params, config, tokenizer=tmp_path / "bytes.json")
@@ -297,9 +297,7 @@ def test_bytes_are_a_tokenizer_without_merges_and_no_letter_ends_a_text(tmp_path
         ({"model": {"type": "Unigram", "vocab": [["a", 0.0]], "unk_id": 0}}, "model: got 'Unigram'; accepted: 'BPE'"),
     ],
 )
-def test_tokenizers_that_llama_cpp_does_not_have_are_refused(
-    changed: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_tokenizers_that_llama_cpp_lacks_are_refused(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
     content = json.loads(train_bpe("a book about a whale", 260).json()) | changed
     (tmp_path / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
     config = replace(SMALL, vocab_size=300)
@@ -328,7 +326,9 @@ def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(tmp_path: Path) -> N
         (replace(CONFIG, activation="relu"), "activation: got 'relu'"),
     ],
 )
-def test_what_llama_cpp_does_not_compute_is_not_exported(config: ModelConfig, message: str, tmp_path: Path) -> None:
+def test_a_model_that_llama_cpp_cannot_compute_is_not_exported(
+    config: ModelConfig, message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match=message):
         write_gguf(tmp_path / "m.gguf", engine_of(config).params, config)
     assert not list(tmp_path.iterdir())
@@ -373,14 +373,14 @@ def rewritten(file: Path, **changed: Any) -> Path:
         ({"tokenizer.ggml.merges": ["q zz"]}, "tokenizer.ggml: not a tokenizer that Hugging Face tokenizers can use"),
     ],
 )
-def test_what_the_engine_has_not_is_named(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_an_unsupported_feature_of_a_gguf_file_is_named(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
     file = rewritten(saved(tmp_path), **changed)
     with pytest.raises(ValueError, match=f"changed.gguf: .*{message}"):
         import_gguf(file, tmp_path / "in")
     assert not (tmp_path / "in").exists()
 
 
-def test_frequencies_that_are_not_llama3s_are_refused(tmp_path: Path) -> None:
+def test_frequencies_other_than_those_of_llama3_are_refused(tmp_path: Path) -> None:
     file = saved(tmp_path, config=replace(SMALL, rope_scaling=RopeScaling("llama3", 8.0, original=8)))
     bytes_ = file.read_bytes()
     entry = open_container(file).tensors["rope_freqs.weight"]
@@ -390,7 +390,7 @@ def test_frequencies_that_are_not_llama3s_are_refused(tmp_path: Path) -> None:
         import_gguf(file, tmp_path / "in")
 
 
-def test_a_pre_tokenizer_that_is_not_known_is_said_and_another_file_replaces_it(tmp_path: Path) -> None:
+def test_an_unknown_pre_tokenizer_is_reported_and_a_tokenizer_file_replaces_it(tmp_path: Path) -> None:
     file = rewritten(saved(tmp_path), **{"tokenizer.ggml.pre": "default"})
     found = import_gguf(file, tmp_path / "in")
     assert "give one by --tokenizer tokenizer.json" in found.notes[0] and "'default'" in found.notes[0]
@@ -400,7 +400,7 @@ def test_a_pre_tokenizer_that_is_not_known_is_said_and_another_file_replaces_it(
 
 
 def sentencepiece_ids(text: str, scores: dict[str, float], ids: dict[str, int]) -> list[int]:
-    """The oracle: join the neighbours whose token has the best score, the first of them, until there are none."""
+    """The oracle: joins the first pair of neighbours whose token has the best score, until there is none."""
     pieces = [*("▁" + text).replace(" ", "▁")] if text else []
     while joined := [(-scores[a + b], i) for i, (a, b) in enumerate(pairwise(pieces)) if a + b in scores]:
         i = min(joined)[1]
@@ -408,7 +408,7 @@ def sentencepiece_ids(text: str, scores: dict[str, float], ids: dict[str, int]) 
     return [i for p in pieces for i in ([ids[p]] if p in ids else [ids[f"<0x{byte:02X}>"] for byte in p.encode()])]
 
 
-def test_sentencepiece_goes_in_and_out(tmp_path: Path) -> None:
+def test_a_sentencepiece_tokenizer_is_read_and_written(tmp_path: Path) -> None:
     text = default_text().read_text(encoding="utf-8")[20_000:40_000].replace("\n", " ")
     counts = Counter("▁" + word for word in text.split())
     words = [word for word, _ in counts.most_common(60) if len(word) > 2]
@@ -461,10 +461,10 @@ def test_a_part_of_a_split_model_is_refused_with_the_command_that_joins_them(
     import_gguf(rewritten(file, **{"split.no": 0, "split.count": 1}), tmp_path / "whole")
 
 
-def test_run_to_gguf_and_back_by_the_command_line(
+def test_the_command_line_exports_a_run_as_gguf_and_imports_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A folder of weights is trained and exported as GGUF; what is imported from it writes what the safetensors write."""
+    """A folder of weights is trained and exported as GGUF. The imported model writes the text of the safetensors export."""
     monkeypatch.chdir(tmp_path)
     text = default_text().read_text(encoding="utf-8")[20_000:30_000]
     Path("book.txt").write_text(text, encoding="utf-8")
@@ -504,7 +504,7 @@ def test_run_to_gguf_and_back_by_the_command_line(
     assert Path("book.gguf").read_bytes() == before and not list(Path().glob("x*"))
 
 
-def test_nothing_is_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_export_leaves_no_partial_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -514,7 +514,7 @@ def test_nothing_is_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert not list(tmp_path.iterdir())
 
 
-def test_without_the_package_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_without_the_package_names_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = saved(tmp_path)
     monkeypatch.setitem(sys.modules, "gguf", None)
     for call in (

@@ -1,4 +1,4 @@
-"""A run that is stopped, by a signal, a closed output, a full disk or a loss that is not finite, keeps what it has learned."""
+"""A run that is stopped by a signal, a closed output, a full disk or a loss that is not finite keeps its progress."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def in_a_folder_with_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture(autouse=True)
 def hangups_are_heard() -> Iterator[None]:
-    """Also where nohup runs the tests."""
+    """SIGHUP is not ignored, also where nohup runs the tests."""
     with hangups_heard():
         yield
 
@@ -103,7 +103,7 @@ def send(*numbers: signal.Signals) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_a_signal_saves_and_its_hint_is_the_command_that_works(
+def test_a_signal_saves_and_prints_the_command_that_resumes(
     number: signal.Signals, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     watched_by(at_step(3, send(number)), monkeypatch)
@@ -121,7 +121,7 @@ def test_a_signal_saves_and_its_hint_is_the_command_that_works(
     assert main(["generate", "my run", "--prompt", "the", "--max-tokens", "2"]) == 0
 
 
-def test_several_ranks_that_were_stopped_end_with_0_because_torchrun_would_start_them_again(
+def test_stopped_ranks_end_with_0_so_that_torchrun_does_not_restart_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def of_two(*arguments: Any, **options: Any) -> Any:
@@ -135,7 +135,7 @@ def test_several_ranks_that_were_stopped_end_with_0_because_torchrun_would_start
     assert newest().step == 2
 
 
-def test_two_interruptions_cost_no_bit() -> None:
+def test_a_run_interrupted_twice_has_the_bits_of_an_uninterrupted_one() -> None:
     train(RUN, Path("whole"))
     train(RUN, Path("run"), show=at_step(3, send(signal.SIGHUP)))
     train(None, Path("run"), resume=True, show=at_step(6, send(signal.SIGINT)))
@@ -146,7 +146,7 @@ def test_two_interruptions_cost_no_bit() -> None:
     assert losses[0] == losses[1] and len(losses[0]) == 12
 
 
-def test_a_hangup_that_is_ignored_stays_ignored() -> None:
+def test_an_ignored_hangup_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         result = train(RUN, Path("run"), show=at_step(3, send(signal.SIGHUP)))
@@ -155,7 +155,7 @@ def test_a_hangup_that_is_ignored_stays_ignored() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_signal_after_the_last_step_ends_a_run_that_is_done() -> None:
+def test_a_signal_after_the_last_step_ends_a_finished_run() -> None:
     def show(event: str, _numbers: dict[str, Any]) -> None:
         if event == "validation":
             os.kill(os.getpid(), signal.SIGTERM)
@@ -165,7 +165,7 @@ def test_a_signal_after_the_last_step_ends_a_run_that_is_done() -> None:
 
 
 def interrupted_save(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`times` more Ctrl-C while the tensors are written."""
+    """Sends `times` more Ctrl-C while the tensors are written."""
 
     def save(tensors: dict[str, torch.Tensor], path: Path) -> None:
         send(*[signal.SIGINT] * times)()
@@ -174,7 +174,7 @@ def interrupted_save(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(atomic, "save_file", save)
 
 
-def test_a_second_ctrl_c_within_the_save_loses_nothing(
+def test_a_second_ctrl_c_during_the_save_loses_nothing(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     watched_by(at_step(3, send(signal.SIGINT)), monkeypatch)
@@ -184,7 +184,9 @@ def test_a_second_ctrl_c_within_the_save_loses_nothing(
     assert newest().step == 3 and Path("run/report.html").exists()
 
 
-def test_a_third_ctrl_c_ends_at_once_and_leaves_the_last_good_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_third_ctrl_c_ends_the_run_at_once_and_keeps_the_last_good_checkpoint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     train(replace(RUN, train=replace(RUN.train, steps=4)), Path("run"))
     watched_by(at_step(7, send(signal.SIGINT)), monkeypatch)
     interrupted_save(2, monkeypatch)
@@ -195,7 +197,7 @@ def test_a_third_ctrl_c_ends_at_once_and_leaves_the_last_good_checkpoint(monkeyp
 
 @contextmanager
 def started(*command: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """After the block it has ended and its pipes are closed, also where a test fails: else the next test would be blamed."""
+    """After the block the process has ended and its pipes are closed, also if a test fails: else the next test would fail."""
     here = os.environ | {"PYTHONPATH": str(Path(tilegrad.__file__).parents[1])}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen([sys.executable, *command], text=True, env=here, **(pipes | options)) as process:
@@ -208,8 +210,8 @@ def started(*command: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
 TRAIN = ("-m", "tilegrad", "train", "run.toml", "--out", "run")
 
 
-@needs_library  # whose absence is said on stderr
-def test_a_broken_pipe_saves() -> None:
+@needs_library  # without it there is a warning on stderr
+def test_a_run_saves_when_its_pipe_is_closed() -> None:
     with started(*TRAIN) as process:
         assert process.stdout is not None and process.stderr is not None
         next(line for line in process.stdout if line.startswith("step      3"))
@@ -219,7 +221,7 @@ def test_a_broken_pipe_saves() -> None:
     assert newest().step >= 3 and Path("run/report.html").exists()
 
 
-def test_a_terminal_that_is_gone_saves() -> None:
+def test_a_run_saves_when_its_terminal_is_closed() -> None:
     master, slave = pty.openpty()
     terminal = {"stdin": slave, "stdout": slave, "stderr": slave, "start_new_session": True}
     with started(*TRAIN, **terminal, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)) as process:
@@ -232,7 +234,7 @@ def test_a_terminal_that_is_gone_saves() -> None:
     assert newest().step >= 1 and Path("run/report.html").exists()
 
 
-def test_an_output_on_a_full_disk_saves() -> None:
+def test_a_run_saves_when_the_disk_of_its_output_is_full() -> None:
     with open("/dev/full", "w", encoding="utf-8") as full, started(*TRAIN, stdout=full) as process:
         _, error = process.communicate(timeout=300)
     assert process.returncode == 1 and error.count("\n") == 1, error
@@ -252,7 +254,7 @@ def no_limit_afterwards() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_limit_afterwards")
-def test_a_disk_that_takes_no_more_leaves_the_last_good_checkpoint() -> None:
+def test_a_full_disk_keeps_the_last_good_checkpoint() -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     fill = at_step(6, lambda: limit_file_size(Path("run/log.jsonl").stat().st_size + 10))
     with pytest.raises(RunEnded) as ended:
@@ -271,7 +273,7 @@ def full(*_arguments: object, **_options: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_log_that_cannot_be_written_saves_the_steps_that_were_made(
+def test_a_log_that_cannot_be_written_saves_the_finished_steps(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from tilegrad.training.log import RunLog
@@ -296,7 +298,7 @@ def test_a_log_that_cannot_be_written_saves_the_steps_that_were_made(
     assert newest().step == 6
 
 
-def test_a_save_that_fails_is_named_as_the_system_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_a_failed_save_is_that_of_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
     train(replace(RUN, train=replace(RUN.train, steps=4, keep_checkpoints=1)), Path("run"))
 
     def no_space(_tensors: object, path: Path) -> None:
@@ -311,7 +313,7 @@ def test_a_save_that_fails_is_named_as_the_system_names_it(monkeypatch: pytest.M
     assert [p.name for p in Path("run/checkpoints").iterdir()] == ["000001-step-4"] and newest().step == 4
 
 
-def test_a_report_that_cannot_be_written_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_that_cannot_be_written_is_an_error_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "write_whole", lambda _path, _pieces: full())
     with pytest.raises(RunEnded, match=r"No space left on device; saved: run/checkpoints/.*-step-12, after 12 steps"):
         train(RUN, Path("run"))
@@ -331,7 +333,7 @@ def poisoned_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Engine, "gradients", poisoned)
 
 
-def test_a_loss_that_is_not_finite_leaves_a_checkpoint_from_before_it_and_a_report(
+def test_a_loss_that_is_not_finite_leaves_an_earlier_checkpoint_and_a_report(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = replace(RUN, train=replace(RUN.train, steps=30, checkpoint_interval=7))
@@ -351,7 +353,7 @@ def test_a_loss_that_is_not_finite_leaves_a_checkpoint_from_before_it_and_a_repo
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_a_run_resumed_amid_steps_that_are_not_finite_still_ends_before_the_first_of_them(
+def test_a_run_resumed_among_steps_that_are_not_finite_ends_before_the_first_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = replace(RUN, train=replace(RUN.train, steps=30, checkpoint_interval=0))
@@ -372,7 +374,7 @@ def test_a_run_resumed_amid_steps_that_are_not_finite_still_ends_before_the_firs
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_a_new_run_does_not_mix_with_one_that_died_before_its_first_checkpoint() -> None:
+def test_a_new_run_does_not_mix_with_a_run_that_died_before_its_first_checkpoint() -> None:
     def killed() -> None:
         raise SystemExit
 
@@ -386,7 +388,7 @@ def test_a_new_run_does_not_mix_with_one_that_died_before_its_first_checkpoint()
     assert not Path("run/tensorboard").exists()
     length = len(read_log(Path("run/log.jsonl")))
     train(None, Path("run"), resume=True)
-    assert len(read_log(Path("run/log.jsonl"))) > length  # of its own run nothing goes
+    assert len(read_log(Path("run/log.jsonl"))) > length  # its own run loses no record
 
 
 SLOW = """
@@ -411,8 +413,8 @@ for number in map(int, sys.argv[1:]):
 """
 
 
-def test_a_signal_while_the_data_is_prepared_leaves_no_folder() -> None:
-    """Forked for each signal, because a process with torch loaded starts at once."""
+def test_a_signal_during_the_preparation_of_data_leaves_no_folder() -> None:
+    """The process is forked for each signal, because one with torch loaded starts at once."""
     here = os.environ | {"PYTHONPATH": str(Path(tilegrad.__file__).parents[1])}
     numbers = [str(int(number)) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     done = subprocess.run([sys.executable, "-c", SLOW, *numbers], capture_output=True, text=True, env=here, timeout=300)
@@ -420,8 +422,8 @@ def test_a_signal_while_the_data_is_prepared_leaves_no_folder() -> None:
 
 
 @pytest.mark.parametrize("left", [0, 100, 1000])
-def test_data_that_ends_while_it_is_learned_from_saves_and_is_refused_until_it_is_whole(left: int) -> None:
-    """Without a look at its length the process would end by SIGBUS."""
+def test_a_run_saves_when_its_data_is_truncated_and_resumes_when_it_is_whole_again(left: int) -> None:
+    """Without a check of the file's length the process would end by SIGBUS."""
     tokens, whole = Path("run/data/tokens.bin"), b""
 
     def cut() -> None:
@@ -454,7 +456,7 @@ def test_a_learning_rate_that_breaks_the_model_is_reported_without_a_sample() ->
     assert (stopped.steps, stopped.sample, stopped.stopped_by) == (1, "", "SIGINT")
 
 
-def test_a_second_training_in_one_folder_is_refused() -> None:
+def test_a_second_run_in_the_folder_of_a_running_one_is_refused() -> None:
     refusals: list[str] = []
 
     def second() -> None:
@@ -481,7 +483,7 @@ time.sleep(600)
 """
 
 
-def test_the_lock_of_a_killed_process_is_nobodys() -> None:
+def test_the_lock_of_a_killed_process_is_free() -> None:
     Path("run").mkdir()
     with started("-c", HOLDER) as process:
         assert process.stdout is not None and process.stdout.readline()
@@ -491,7 +493,7 @@ def test_the_lock_of_a_killed_process_is_nobodys() -> None:
     assert train(RUN, Path("run")).steps == 12 and not Path("run/run.lock").exists()
 
 
-def test_an_interrupted_demo_says_that_it_was_stopped(
+def test_an_interrupted_demo_prints_that_it_was_stopped(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sections, "preset_run", lambda _name: replace(RUN, data=DataConfig()))
@@ -507,8 +509,8 @@ def test_the_last_step_is_evaluated_once() -> None:
     assert [r["step"] for r in read_log(Path("run/log.jsonl")) if r["kind"] == "validation"] == [3, 6]
 
 
-def test_processes_of_a_test_hear_what_a_script_or_nohup_ignores() -> None:
-    """Both ignore signals for all that they start, and these tests would wait for ever."""
+def test_processes_of_a_test_get_the_signals_that_a_script_or_nohup_ignores() -> None:
+    """Both ignore signals for all processes that they start, and then these tests would wait for ever."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGHUP)}
     say = "import signal; print(*[signal.getsignal(n) != signal.SIG_IGN for n in (signal.SIGINT, signal.SIGHUP)])"
     try:

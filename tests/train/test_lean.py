@@ -1,4 +1,4 @@
-"""Engines with lean states: bytes a parameter, one layout, exact resume, ranks and shards, what is refused."""
+"""Engines with lean states: bytes per parameter, one layout, exact resume, ranks and shards, errors."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def named(states: States) -> str:
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("on_hopper")
-def test_bytes_of_a_parameter_on_cuda(states: States, bytes_: int) -> None:
+def test_a_parameter_on_cuda_has_the_documented_bytes(states: States, bytes_: int) -> None:
     pytest.importorskip("triton")
     model = replace(tilegrad.presets()["gpt2"].model, n_layer=2)
     plan = plan_model(StepSpec(model, 1, 64, BF16, torch.device("cuda", 0), states=states))
@@ -150,7 +150,7 @@ def test_micro_batches_add_up_in_bfloat16_gradients() -> None:
 
 
 def stepped(config: Any, mesh: Mesh | None, steps: int, count: int, **how: Any) -> Engine:
-    """An engine without clipping: the norm of slices has other last bits than the norm of the whole."""
+    """An engine without clipping, because the norm of slices differs in its last bits from the norm of the whole."""
     how = {"dtype": BF16, "max_norm": float("inf"), "seed": 3, **how}
     how |= {} if mesh is None else {"mesh": mesh, "bucket_bytes": 5_000}
     engine = Engine(config, 2, 8, **how)
@@ -167,8 +167,10 @@ def go_on(engine: Engine, mesh: Mesh | None, steps: int, count: int) -> Engine:
 
 
 def lean_ranks(mesh: Mesh, shard: str, states: States, folder: str) -> None:
-    config = replace(GAPS, n_embd=32, tie_embeddings=states.gradients == "float32")  # tied: one process rounds twice
-    count = 1  # micro-batches: one process adds the next inside its products, in another order than ranks
+    config = replace(
+        GAPS, n_embd=32, tie_embeddings=states.gradients == "float32"
+    )  # with tied embeddings one process would round twice
+    count = 1  # one micro-batch: one process adds a second inside its products, in another order than ranks
     one = stepped(config, None, 2, count, states=states)
     many = stepped(config, mesh, 2, count, states=states, shard=shard)
     assert equal(many.params, one.params), "ranks are one process, to the bit"
@@ -192,7 +194,7 @@ def lean_ranks(mesh: Mesh, shard: str, states: States, folder: str) -> None:
     ("shard", "states"),
     [
         ("optimizer", States("bfloat16")), ("all", ALL), ("optimizer", ALL),
-        pytest.param("none", ALL, marks=pytest.mark.slow),  # the others resume without shards
+        pytest.param("none", ALL, marks=pytest.mark.slow),  # the other cases resume without shards
         *(pytest.param(shard, States("bfloat16", "none"), marks=pytest.mark.slow) for shard in ("none", "optimizer", "all")),
         *(pytest.param(shard, States("bfloat16"), marks=pytest.mark.slow) for shard in ("none", "all")),
     ],
@@ -213,7 +215,9 @@ RUN: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def test_a_checkpoint_says_what_it_has_and_is_resumed_only_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_records_its_states_and_resumes_only_with_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     tilegrad.train(RUN, "run")
     path = latest_checkpoint(Path("run/checkpoints"))
@@ -258,7 +262,7 @@ def test_a_checkpoint_says_what_it_has_and_is_resumed_only_so(tmp_path: Path, mo
         ({"states": States(masters="none"), "ema": 0.9}, "masters: got 'none' with ema 0.9, .*; accepted: "),
     ],
 )
-def test_what_the_kernels_do_not_support_is_refused(how: dict[str, Any], match: str) -> None:
+def test_states_that_the_kernels_do_not_support_are_refused(how: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         Engine(CONFIG, 1, 8, **{"dtype": BF16, **how})
 
@@ -271,7 +275,7 @@ def test_what_the_kernels_do_not_support_is_refused(how: dict[str, Any], match: 
         ("train", "gradients", "'float32' or 'bfloat16'"),
     ],
 )
-def test_bad_values_of_the_keys_are_refused(section: str, key: str, accepted: str) -> None:
+def test_bad_values_of_the_keys_of_states_are_refused(section: str, key: str, accepted: str) -> None:
     for bad in ("float16", 1, True, ["bfloat16"]):
         with pytest.raises(ValueError, match=rf"{key}: got .*; accepted: {accepted}"):
             run_from({section: {key: bad}}, "test")
@@ -283,7 +287,7 @@ def test_bad_values_of_the_keys_are_refused(section: str, key: str, accepted: st
     assert not Path("never").exists()
 
 
-def test_adapters_and_averages_go_with_bfloat16_moments() -> None:
+def test_adapters_and_averages_work_with_bfloat16_moments() -> None:
     tokens, targets = batch(CONFIG, 2, 8)
     hows: list[dict[str, Any]] = [{"lora": LoraConfig(2, 4)}, {"ema": 0.9}, {"freeze": ("wte.*", "*.bias")}]
     for how in hows:

@@ -1,4 +1,4 @@
-"""What cannot be is refused at once: sizes beyond the limits, nesting, text that memory can't hold, a full disk."""
+"""Impossible requests are refused at once: sizes beyond the limits, nesting, text that memory can't hold, a full disk."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_only_minus_one_means_automatic(value: Any) -> None:
     "values",
     [{"norm_eps": 0}, {"qkv_bias": 1}, {"window_layers": [True]}, {"window_layers": [[]]}, {"rope_theta": 10**400}],
 )
-def test_a_model_takes_no_value_of_another_type(values: dict[str, Any]) -> None:
+def test_a_model_refuses_values_of_another_type(values: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(values))}: got"):
         ModelConfig(vocab_size=9, block_size=8, n_layer=2, n_head=2, n_embd=8, **values)
 
@@ -98,7 +98,7 @@ def test_a_model_takes_no_value_of_another_type(values: dict[str, Any]) -> None:
         ("a.jsonl", r'{"text": "\ud800"}', "a.jsonl, line 1: got half of a surrogate pair in 'text'"),
     ],
 )
-def test_deep_nesting_and_numbers_of_thousands_of_digits_are_one_sentence(
+def test_the_error_for_deep_nesting_or_a_number_of_thousands_of_digits_is_one_sentence(
     name: str, text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / name).write_text(text, encoding="utf-8")
@@ -111,7 +111,7 @@ def test_deep_nesting_and_numbers_of_thousands_of_digits_are_one_sentence(
     assert "n_layer: got" in capsys.readouterr().err
 
 
-def test_a_gzip_bomb_is_refused_before_it_is_in_memory(tmp_path: Path) -> None:
+def test_a_gzip_bomb_is_refused_before_it_is_decompressed(tmp_path: Path) -> None:
     bomb = tmp_path / "a.txt.gz"
     with gzip.open(bomb, "wb", 9) as file:
         for _ in range(64):
@@ -125,7 +125,7 @@ def test_a_gzip_bomb_is_refused_before_it_is_in_memory(tmp_path: Path) -> None:
     assert tracemalloc.get_traced_memory()[1] < 40 << 20
     tracemalloc.stop()
     small = tmp_path / "b.txt.gz"
-    small.write_bytes(gzip.compress(b"a" * (1 << 20), 9))  # a thousand times its size, and small
+    small.write_bytes(gzip.compress(b"a" * (1 << 20), 9))  # it grows a thousand times, but is small
     assert len(read_documents([small]).text) == 1 << 20
 
 
@@ -133,7 +133,7 @@ def test_text_that_memory_cannot_hold_is_refused_before_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with (tmp_path / "a.txt").open("wb") as file:
-        file.truncate(1 << 43)  # takes no place on the disk
+        file.truncate(1 << 43)  # a sparse file
     with pytest.raises(ValueError, match=r"a.txt: got 8.*TiB of text, .* more than half of this machine's memory"):
         read_documents([tmp_path / "a.txt"])
     monkeypatch.setattr(documents, "memory_limit", lambda _: 100)
@@ -143,8 +143,10 @@ def test_text_that_memory_cannot_hold_is_refused_before_it_is_read(
         read_documents([tmp_path / "a.txt", tmp_path / "a.txt"])
 
 
-def test_import_and_export_on_a_full_disk_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A limit on the size of files plays the full disk."""
+def test_the_error_of_import_and_export_on_a_full_disk_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A limit on the size of files simulates the full disk."""
     params = tilegrad.Engine(CONFIG, 1, 4).params
     write_weights(tmp_path / "model", params, CONFIG)
     out, soft = tmp_path / "out", resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -152,7 +154,7 @@ def test_import_and_export_on_a_full_disk_are_one_sentence(tmp_path: Path, capsy
     try:
         assert main(["import", str(tmp_path / "model"), "--out", str(out)]) == 1
         with pytest.raises(OSError, match="File too large") as caught:
-            write_weights(out, params, CONFIG, max_shard_bytes=1000)  # what `export` calls
+            write_weights(out, params, CONFIG, max_shard_bytes=1000)  # `export` calls this function
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, soft)
     assert capsys.readouterr().err == f"tilegrad: [Errno 27] File too large: '{out}'\n"
@@ -161,7 +163,7 @@ def test_import_and_export_on_a_full_disk_are_one_sentence(tmp_path: Path, capsy
 
 
 def test_memory_of_a_generated_text_follows_its_length_not_the_context(tmp_path: Path) -> None:
-    """A config.json may say a context of millions, which no file of a rope model has to hold."""
+    """A config.json may have a context of millions of tokens, because the files of a rope model do not grow with it."""
     from dataclasses import replace
 
     from support.models import LLAMA

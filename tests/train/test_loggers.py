@@ -49,7 +49,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str,
 
 
 def logged() -> list[Point]:
-    """Every number of log.jsonl, resumed steps included."""
+    """The numbers of log.jsonl, resumed steps included."""
     lines = [json.loads(line) for line in Path("run/log.jsonl").read_text(encoding="utf-8").splitlines()]
     return [
         (f"{name}/{line['kind']}", line["step"], value)
@@ -75,7 +75,9 @@ def of_mlflow() -> tuple[list[Point], dict[str, Any]]:
 def test_loggers_have_the_numbers_of_the_log_and_a_resumed_run_continues_them() -> None:
     both = ["--log", '["wandb", "mlflow"]']
     assert main(["train", *SMALL, "--steps", "4", *both]) == 0
-    assert main(["train", "--resume", "run/checkpoints/000001-step-2", "--steps", "6"]) == 0  # steps 3 and 4 once more
+    assert (
+        main(["train", "--resume", "run/checkpoints/000001-step-2", "--steps", "6"]) == 0
+    )  # trains steps 3 and 4 again
     assert main(["train", "--resume", "run", "--steps", "7", "--log", "none"]) == 0
     numbers = [point for point in logged() if point[1] <= 6]
     assert len([point for point in numbers if point[0] == "loss/train"]) == 4 + 4
@@ -93,7 +95,7 @@ def test_loggers_have_the_numbers_of_the_log_and_a_resumed_run_continues_them() 
 
 
 @pytest.mark.parametrize("call", ["init", "log", "finish", "create_run", "log_batch", "set_terminated"])
-def test_a_logger_that_fails_is_one_sentence_and_the_run_continues(
+def test_the_error_of_a_logger_is_one_sentence_and_the_run_continues(
     call: str, fakes: dict[str, list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     name, other = ("wandb", "mlflow") if call in ("init", "log", "finish") else ("mlflow", "wandb")
@@ -111,7 +113,9 @@ def test_a_logger_that_fails_is_one_sentence_and_the_run_continues(
     assert points == logged()
 
 
-def test_an_id_that_is_none_is_a_sentence(fakes: dict[str, list[str]], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_error_for_an_invalid_id_is_a_sentence(
+    fakes: dict[str, list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert not fakes["wandb"]
     assert main(["train", *SMALL, "--steps", "2", "--log", "wandb"]) == 0
     Path("run/loggers.json").write_text('{"wandb": "../../x", "mlflow": "0"}', encoding="utf-8")
@@ -122,7 +126,7 @@ def test_an_id_that_is_none_is_a_sentence(fakes: dict[str, list[str]], capsys: p
     assert "mlflow: MlflowException: Run with id=0 not found" in second
 
 
-def test_wandb_writes_through_no_link(fakes: dict[str, list[str]], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wandb_does_not_write_through_a_link(fakes: dict[str, list[str]], capsys: pytest.CaptureFixture[str]) -> None:
     assert not fakes["wandb"]
     assert main(["train", *SMALL, "--steps", "2", "--log", "none"]) == 0
     Path("mine").mkdir()
@@ -131,7 +135,9 @@ def test_wandb_writes_through_no_link(fakes: dict[str, list[str]], capsys: pytes
     assert "run/wandb: got a symbolic link" in capsys.readouterr().err and not [*Path("mine").iterdir()]
 
 
-def test_a_run_that_ends_with_an_error_is_marked(fakes: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_ends_with_an_error_is_marked_as_failed(
+    fakes: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert not fakes["mlflow"]
     monkeypatch.setattr(tilegrad.Engine, "evaluate", lambda *_, **_ends: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -143,7 +149,7 @@ def test_a_run_that_ends_with_an_error_is_marked(fakes: dict[str, list[str]], mo
 def test_a_logger_that_is_not_installed_is_refused_with_the_pip_line(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Path(name).mkdir()  # wandb leaves a folder of its name, which Python takes for a package
+    Path(name).mkdir()  # wandb leaves a folder with its name, which Python takes for a package
     monkeypatch.syspath_prepend(".")
     found = importlib.util.find_spec
     namespace = found(name) if name != "tensorboard" else None
@@ -158,7 +164,7 @@ def test_a_logger_that_is_not_installed_is_refused_with_the_pip_line(
 
 
 @pytest.mark.parametrize("given", ["wandbs", 3, None, ["auto"], ["wandb", "wandb"], ["none"], [[]], True])
-def test_a_logger_that_there_is_not_is_refused(given: Any) -> None:
+def test_an_unknown_logger_is_refused(given: Any) -> None:
     with pytest.raises(
         ValueError, match=r"^log: got .*; accepted: 'auto', 'none', or tensorboard, wandb, mlflow, or a list"
     ):
@@ -166,7 +172,7 @@ def test_a_logger_that_there_is_not_is_refused(given: Any) -> None:
 
 
 def wandb_records(file: Path) -> Iterator[Point]:
-    """The numbers in a file of wandb: LevelDB's log format, blocks of 32 KiB with pieces of records."""
+    """The numbers in a file of wandb, in LevelDB's log format: blocks of 32 KiB with pieces of records."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, at, whole = file.read_bytes(), 7, b""
@@ -187,7 +193,7 @@ def wandb_records(file: Path) -> Iterator[Point]:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.skipif(not loggers.installed("wandb"), reason="wandb is not installed (pip install 'tilegrad[wandb]')")
-def test_wandb_offline_for_real(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_real_wandb_gets_the_numbers_offline(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}.items():
         monkeypatch.setenv(name, value)
     for steps in (["--steps", "3"], ["--resume", "run", "--steps", "5"]):
@@ -199,7 +205,7 @@ def test_wandb_offline_for_real(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.skipif(not loggers.installed("mlflow"), reason="mlflow is not installed (pip install 'tilegrad[mlflow]')")
-def test_mlflow_in_a_file_for_real(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_real_mlflow_gets_the_numbers_in_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from mlflow import MlflowClient
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/m.db")

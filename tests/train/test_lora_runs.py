@@ -1,5 +1,5 @@
-"""Runs with adapters and with frozen parameters: what a checkpoint has, resume to the same bits, other base weights refused,
-merged and unmerged models, every key and its refusal."""
+"""Runs with adapters and with frozen parameters: the contents of a checkpoint, resume to the same bits, different base
+weights, merged and unmerged models, every key and its errors."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def in_a_copy(originals: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def change_manifests(run: str, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change the saved state in all checkpoints of a run, with the right digest."""
+    """Changes the saved state in all checkpoints of a run, with the right digest."""
     for manifest in Path(run).glob("*/*/manifest.json"):
         content = json.loads(manifest.read_text(encoding="utf-8"))
         change(content["state"])
@@ -137,7 +137,7 @@ def test_a_stopped_run_resumes_to_the_same_bits(
     assert equal(open_weights(Path("out")).read(), {name: x.float() for name, x in a.params.items()})
 
 
-def test_a_checkpoint_has_the_adapters_and_their_moments_alone() -> None:
+def test_a_checkpoint_has_only_the_adapters_and_their_moments() -> None:
     saved = newest("run")
     names = {name.removeprefix("m.").removeprefix("v.") for name in saved.tensors} - {"adam_step"}
     assert all(name.endswith((".lora_a", ".lora_b")) for name in names)
@@ -171,7 +171,7 @@ def test_a_loaded_run_is_merged() -> None:
     assert equal(tilegrad.load("run").params, want)
 
 
-def test_other_base_weights_are_refused_and_moved_ones_are_found(capsys: pytest.CaptureFixture[str]) -> None:
+def test_different_base_weights_are_refused_and_moved_ones_are_found(capsys: pytest.CaptureFixture[str]) -> None:
     text = tilegrad.load("run").generate("the", 4)
     Path("base").rename("moved")
     moved = r"base: no such folder or file; .*--init says where these are now"
@@ -245,7 +245,7 @@ def test_keys_that_differ_from_the_adapters_are_refused() -> None:
         tilegrad.train(run({"adapter": "adapter"}, init="other"), "new")
 
 
-def test_frozen_parameters_are_copied_once_and_the_base_may_go(capsys: pytest.CaptureFixture[str]) -> None:
+def test_frozen_parameters_are_copied_once_and_the_base_may_be_deleted(capsys: pytest.CaptureFixture[str]) -> None:
     before = open_weights(Path("base")).read()
     shutil.rmtree("run")
     tilegrad.train(run(None, freeze=["blocks.*", "wte.*"]), "run")
@@ -305,7 +305,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_bad_keys_are_refused_before_anything_is_made(what: str) -> None:
+def test_bad_keys_are_refused_before_a_folder_is_made(what: str) -> None:
     changed, message = BAD[what]
     with pytest.raises(ValueError, match=message):
         tilegrad.train(run(None) | changed, "new")
@@ -329,8 +329,8 @@ def test_a_resumed_run_keeps_its_adapters() -> None:
     assert "lora" not in json.loads(Path("plain-run/run.json").read_text(encoding="utf-8"))
 
 
-def test_runs_from_before_these_keys_are_resumed() -> None:
-    """Without the folder of weights that they began with: not even a key of the model that they lack is read from it."""
+def test_older_runs_without_these_keys_are_resumed() -> None:
+    """The folder of their initial weights is gone: no missing key of the model is read from it."""
     tilegrad.train(run(None), "older")
 
     def without(saved: dict[str, Any]) -> None:
@@ -357,7 +357,7 @@ def test_runs_from_before_these_keys_are_resumed() -> None:
         ({"run.lora": 7}, "run.lora: got 7; accepted: an object"),
     ],
 )
-def test_a_manifest_that_lies_about_frozen_weights_is_damaged(state: dict[str, Any], message: str) -> None:
+def test_a_manifest_with_false_frozen_weights_counts_as_damaged(state: dict[str, Any], message: str) -> None:
     def lie(saved: dict[str, Any]) -> None:
         for name, value in state.items():
             section, _, key = name.rpartition(".")
@@ -370,7 +370,7 @@ def test_a_manifest_that_lies_about_frozen_weights_is_damaged(state: dict[str, A
         tilegrad.train({"train": {"steps": 8}}, resume="run")
 
 
-def test_how_many_parameters_are_trained_is_said_and_reported(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_number_of_trained_parameters_is_printed_and_reported(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--init", "base", "--data", "text.txt", "--out", "new", "--steps", "1", "--train.sample_tokens", "0"]
     assert main(["train", *flags, "--seq-len", "12", "--lora.rank", "2", "--lora.layers", "q", "v"]) == 0
     every = sum(x.numel() for x in open_weights(Path("base")).read().values())
@@ -394,7 +394,7 @@ def test_the_plan_of_adapters_needs_no_weights(capsys: pytest.CaptureFixture[str
     )
 
 
-def test_the_flags_of_adapters(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_flags_of_adapters_set_their_keys(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--init", "base", "--lora.rank", "0", "--out", "new"]) == 2
     assert "lora.rank: got 0; accepted: an int ≥ 1" in capsys.readouterr().err
     assert main(["train", "--lora.rank", "4", "--out", "new"]) == 2

@@ -69,9 +69,9 @@ sys.exit(tilegrad.cli.main(sys.argv[1:]))
 """
 
 
-@needs_library  # whose absence is said on stderr
-def test_on_windows_a_run_is_one_sentence_and_generate_works() -> None:
-    """What POSIX alone has is asked for by training alone."""
+@needs_library  # without it there is a warning on stderr
+def test_on_windows_the_error_of_a_run_is_one_sentence_and_generate_works() -> None:
+    """Only training uses functions of POSIX."""
     train(RUN, Path("run"))
     done = python(ON_WINDOWS, "train", "--data", "text.txt", "--out", "other")
     assert done.returncode == 2 and not Path("other").exists()
@@ -83,7 +83,7 @@ def test_on_windows_a_run_is_one_sentence_and_generate_works() -> None:
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("the")
 
 
-def test_the_narrowest_limit_is_the_memory_there_is(tmp_path: Path) -> None:
+def test_the_available_memory_is_the_tightest_limit(tmp_path: Path) -> None:
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/meminfo").write_text("MemTotal: 4000 kB\nMemAvailable: 1000 kB\n", encoding="utf-8")
     assert memory_limit(CPU, tmp_path) == 4000 * 1024 and memory_available(CPU, tmp_path) == 1000 * 1024
@@ -98,7 +98,7 @@ def test_the_narrowest_limit_is_the_memory_there_is(tmp_path: Path) -> None:
     assert memory_limit(torch.device("meta"), tmp_path) is memory_available(torch.device("meta"), tmp_path) is None
 
 
-def test_without_proc_the_limit_is_the_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_proc_the_limit_is_that_of_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory_limit(CPU, tmp_path) == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     monkeypatch.setattr(os, "sysconf_names", {})
     assert memory_limit(CPU, tmp_path) is None

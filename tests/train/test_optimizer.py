@@ -1,4 +1,4 @@
-"""The optimizer's room: flat ranges over the arenas, its part of the trace, its state."""
+"""The memory of the optimizer: flat ranges over the arenas, its part of the trace, its state."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tilegrad.training.checkpoint import latest_checkpoint, load_checkpoint
 from tilegrad.training.sections import run_from
 
 CPU = torch.device("cpu")
-GAPS = replace(CONFIG, n_embd=12)  # not a whole number of cache lines: arenas have gaps
+GAPS = replace(CONFIG, n_embd=12)  # not a multiple of a cache line, so that arenas have gaps
 NORM = {"cpu": {"scratch.optimizer.global_norm.torch.parts"}, "cuda": {"scratch.optimizer.global_norm.triton.squares"}}
 GUARD = {"scratch.optimizer.guard.halted", "scratch.optimizer.guard.spoiled"}
 ADAMW = {
@@ -125,7 +125,7 @@ def test_a_step_of_the_optimizer_allocates_no_more_than_scalars(dtype: torch.dty
     assert max(allocated, default=0) <= 64, sorted(allocated)[-5:]
 
 
-def test_state_and_tensors_resume_to_the_bit() -> None:
+def test_state_and_tensors_resume_to_the_same_bits() -> None:
     batches = [batch(CONFIG, 2, 8, seed=i) for i in range(4)]
     config = replace(CONFIG, dropout=0.1)
     engine, other = Engine(config, 2, 8, seed=1), Engine(config, 2, 8, seed=2)
@@ -141,7 +141,7 @@ def test_state_and_tensors_resume_to_the_bit() -> None:
     assert equal(clones(engine.tensors()), other.tensors())
 
 
-def test_a_plan_of_another_alignment_is_refused_and_not_misread() -> None:
+def test_state_of_a_plan_with_another_alignment_is_refused() -> None:
     handles = Optimizer.declare(declare(GAPS, 2, 8, torch.float32, CPU).params.values())
     plan = plan_model(StepSpec(GAPS, 2, 8, torch.float32, CPU))
     arenas = Arenas(plan_memory(plan.trace, align=16))
@@ -228,7 +228,7 @@ def test_adapters_have_no_muon() -> None:
         (LLAMA, {"attn.qkv": ((16, 16), (8, 16), (8, 16)), "ffn.up_gate": ((24, 16), (24, 16))}),
     ],
 )
-def test_the_matrices_that_muon_updates(config: ModelConfig, expected: dict[str, Any]) -> None:
+def test_muon_updates_the_matrices_of_blocks(config: ModelConfig, expected: dict[str, Any]) -> None:
     config = replace(config, n_embd=16, n_head=2, n_kv_head=1 if config.kv_heads < config.n_head else None)
     config = replace(config, ffn_dim=24 if config.activation == "swiglu" else None)
     params = declare(config, 1, 4, torch.float32, CPU).params
@@ -239,7 +239,7 @@ def test_the_matrices_that_muon_updates(config: ModelConfig, expected: dict[str,
     assert all("blocks" not in name or name.endswith("bias") or ".ln" in name for name in others)
 
 
-def test_muon_alone_where_all_else_is_frozen() -> None:
+def test_muon_can_be_alone_if_the_rest_is_frozen() -> None:
     """No parameter is left for AdamW: v has no memory."""
     freeze = ("wte.*", "wpe.*", "ln_f.*", "*.ln?.*", "*.bias")
     engine, (tokens, targets) = Engine(CONFIG, 2, 8, freeze=freeze, muon=MuonConfig()), batch(CONFIG, 2, 8)

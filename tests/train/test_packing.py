@@ -1,4 +1,4 @@
-"""Packed rows: the losses and gradients of the documents one by one, in one batch with their ends in cu_seqlens."""
+"""Packed rows: one batch, with the ends of documents in cu_seqlens, has the losses and gradients of single documents."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ ENDS = {
 
 
 def engine_of(config: ModelConfig, b: int = 3, t: int = 13, **given: Any) -> Engine:
-    """An engine away from its initial values, where many gradients are nearly 0."""
+    """An engine moved from its initial values, at which many gradients are nearly 0."""
     defaults: dict[str, Any] = {"dtype": torch.float64, "documents": t}
     engine = Engine(config, b, t, **defaults | given)
     generator = torch.Generator().manual_seed(4)
@@ -81,7 +81,9 @@ def assert_one_by_one(engine: Engine, loss: float, parts: list[tuple[Tensor, Ten
     ("name", "kernel"),
     [*(pytest.param(name, "native", marks=needs_library) for name in MODELS), ("gpt", "tiled"), ("window", "tiled")],
 )
-def test_packed_rows_are_the_documents_one_by_one(name: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_rows_have_the_gradients_of_single_documents(
+    name: str, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     only = tuple(row for row in table.ATTENTION.rows if row.name == kernel)
     monkeypatch.setattr(table, "ATTENTION", replace(table.ATTENTION, rows=only))
     config = MODELS[name]
@@ -94,8 +96,8 @@ def test_packed_rows_are_the_documents_one_by_one(name: str, kernel: str, monkey
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama"])
-def test_no_document_reads_another(name: str) -> None:
-    """Other tokens in one document change no gradient of the others' targets, not in the last bit."""
+def test_no_document_attends_to_another(name: str) -> None:
+    """Changed tokens in one document change no bit of the gradients from the targets of the rest."""
     config = MODELS[name]
     engine, (tokens, targets) = engine_of(config, dtype=torch.float32), batch(config, 3, 13, ignored=0.0)
     ends = torch.tensor(ENDS["ragged"], dtype=torch.int32)
@@ -110,7 +112,7 @@ def test_no_document_reads_another(name: str) -> None:
     assert engine.gradients(changed, targets) != losses[0]
 
 
-def test_rows_without_cu_seqlens_are_one_document_each() -> None:
+def test_without_cu_seqlens_each_row_is_one_document() -> None:
     config = MODELS["llama"]
     packed, plain = engine_of(config), engine_of(config, documents=0)
     tokens, targets = batch(config, 2, 9)
@@ -134,7 +136,7 @@ def test_one_engine_takes_batches_of_any_number_of_documents_and_of_any_size(dty
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama"])
-def test_recomputing_changes_no_bit_and_nothing_dead_is_read(name: str) -> None:
+def test_recomputing_changes_no_bit_and_no_dead_buffer_is_read(name: str) -> None:
     config = MODELS[name]
     plain = engine_of(config)
     recomputed = engine_of(config, memory_budget=plain.plan.peak_bytes - 1)
@@ -149,7 +151,7 @@ def test_recomputing_changes_no_bit_and_nothing_dead_is_read(name: str) -> None:
     assert equal(plain.grads, recomputed.grads) and equal(plain.tensors(), recomputed.tensors())
 
 
-def test_micro_batches_and_forward_then_backward() -> None:
+def test_micro_batches_and_forward_then_backward_have_the_gradients_of_single_documents() -> None:
     config = MODELS["gpt"]
     given = [Batch(*batch(config, 3, 13, seed=i), random_ends(3, 13, 4, seed=i)) for i in range(2)]
     tokens, targets, ends = arguments(given)
@@ -170,7 +172,7 @@ def test_micro_batches_and_forward_then_backward() -> None:
 
 
 def test_the_program_of_a_device_step_stages_the_documents() -> None:
-    """As on CUDA: one set of buffers, two packings."""
+    """As on CUDA, two packings use one set of buffers."""
     config = MODELS["llama"]
     one, other = (engine_of(config, dtype=torch.float32) for _ in range(2))
     step = DeviceStep([other._model(3, 13, accumulate=False)], other.optimizer, None)  # type: ignore[arg-type]
@@ -201,14 +203,14 @@ def parity(mesh: Mesh, shard: Any) -> float:
 
 
 @pytest.mark.parametrize("shard", ["optimizer", "all"])
-def test_two_ranks_compute_what_one_would(two_ranks: Ranks, shard: str) -> None:
+def test_two_ranks_have_the_results_of_one(two_ranks: Ranks, shard: str) -> None:
     assert max(two_ranks.run(parity, shard)) < 1e-9
 
 
 # ── the plan ──
 
 
-def test_the_plan_has_the_inputs_and_nothing_changes_without_documents() -> None:
+def test_the_plan_has_the_ends_only_with_documents() -> None:
     spec = StepSpec(MODELS["llama"], 2, 9, torch.float32, torch.device("cpu"))
     plain, packed = plan_model(spec), plan_model(replace(spec, documents=5))
     inputs = {name: h.nbytes for name, h in packed.trace.handles.items() if h.role == "inputs"}
@@ -229,7 +231,7 @@ def test_every_smaller_batch_finds_its_scratch_on_hopper(documents: int, monkeyp
         spec = StepSpec(config, 3, seq_len, torch.bfloat16, cuda, documents=min(documents, seq_len))
         plan = plan_model(spec)
 
-        def fits(handle: Handle, handles: Any = plan.trace.handles) -> Handle:  # as Arenas.view
+        def fits(handle: Handle, handles: Any = plan.trace.handles) -> Handle:  # like Arenas.view
             planned = handles.get(handle.name)
             assert planned is None or handle.nbytes <= planned.nbytes, handle.name
             return handle
@@ -244,7 +246,7 @@ def test_every_smaller_batch_finds_its_scratch_on_hopper(documents: int, monkeyp
                 assert used <= plan.trace.handles.keys()
         staged = planning.unplanned_bytes(spec)["the batch as it is staged"]
         words = 3 * 3 * seq_len + (3 * spec.documents + 2) // 2
-        assert staged == 8 * words + 3 * seq_len  # and a bool for each target
+        assert staged == 8 * words + 3 * seq_len  # plus a bool for each target
 
 
 # ── refusals ──
@@ -282,7 +284,7 @@ def test_bad_ends_are_refused_before_anything_changes(given: Tensor, message: st
     assert equal(before, engine.tensors()) and engine.steps == 0
 
 
-def test_other_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_arguments_of_packing_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     config, (x, y) = MODELS["llama"], batch(MODELS["llama"], 2, 9)
     engine: Any = Engine(config, 2, 9)
     with pytest.raises(ValueError, match=r"^cu_seqlens: got Tensor for an engine with documents 0; accepted: None"):
@@ -323,4 +325,4 @@ def test_canary_wrong_documents_are_seen(name: str, what: str, monkeypatch: pyte
 
     monkeypatch.setattr("tilegrad.engine.engine.write_documents", wrong)
     with pytest.raises(AssertionError):
-        test_packed_rows_are_the_documents_one_by_one(name, "tiled", monkeypatch)
+        test_packed_rows_have_the_gradients_of_single_documents(name, "tiled", monkeypatch)

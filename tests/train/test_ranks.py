@@ -49,12 +49,16 @@ CASES = {
     "speed run": replace(SPEED_RUN, vocab_size=97, n_embd=32),
     "tied, rope, biases": replace(CONFIG, vocab_size=97, n_embd=32, n_layer=2, position="rope"),
 }
-F64: Any = {"dtype": torch.float64, "seed": 3, "eps": 1e-6}  # AdamW turns noise below eps into rate · noise / eps
+F64: Any = {
+    "dtype": torch.float64,
+    "seed": 3,
+    "eps": 1e-6,
+}  # AdamW makes noise below eps an update of rate · noise / eps
 Batch = tuple[Tensor, Tensor]
 
 
 def micro_batches(vocab: int, step: int, count: int) -> list[Batch]:
-    """Unequal sizes; some positions have no target."""
+    """Micro-batches of unequal sizes, in which some positions have no target."""
     g = torch.Generator().manual_seed(step)
     out = []
     for i in range(count):
@@ -77,7 +81,7 @@ def apart(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 def parity(
     mesh: Mesh, case: str, shard: str, count: int, context: int = 1, **trained: Any
 ) -> tuple[float, int, int, int, int]:
-    """The worst relative distance after three steps, and bytes, and how many collectives this rank has entered."""
+    """The largest relative distance after three steps, bytes, and the number of collectives that this rank has entered."""
     config = CASES[case]
     ranks: Any = {"mesh": mesh, "shard": shard, "bucket_bytes": 20_000, "context": context}
     one, many = Engine(config, 3, 16, **F64, **trained), Engine(config, 3, 16, **F64, **trained, **ranks)
@@ -128,8 +132,8 @@ def check_parity(found: list[Any], shard: str) -> None:
         ("speed run", "all", 3),
     ],
 )
-def test_ranks_are_one_process(two_ranks: Ranks, case: str, shard: str, count: int) -> None:
-    """Ranks with unequal micro-batches, and with none."""
+def test_ranks_have_the_results_of_one_process(two_ranks: Ranks, case: str, shard: str, count: int) -> None:
+    """Ranks have unequal micro-batches, or none."""
     check_parity(two_ranks.run(parity, case, shard, count), shard)
 
 
@@ -169,7 +173,7 @@ def muon_parity(mesh: Mesh, case: str, shard: str, context: int, muon: MuonConfi
         ("tied, rope, biases", "optimizer", 2, MuonConfig(scale="rms", nesterov=False)),
     ],
 )
-def test_ranks_with_muon_are_one_process(
+def test_ranks_with_muon_have_the_results_of_one_process(
     two_ranks: Ranks, case: str, shard: str, context: int, muon: MuonConfig
 ) -> None:
     two_ranks.run(muon_parity, case, shard, context, muon)
@@ -184,14 +188,14 @@ def test_ranks_with_muon_are_one_process(
         ("untied, GQA, window", "optimizer", 2, {"lora": LoraConfig(4, 8)}),
     ],
 )
-def test_ranks_average_as_one_process(
+def test_ranks_have_the_averages_of_one_process(
     two_ranks: Ranks, case: str, shard: str, context: int, trained: dict[str, Any]
 ) -> None:
     two_ranks.run(frozen_parity, case, shard, 3, context, {"ema": 0.8, **trained})
 
 
 def averages_saved(mesh: Mesh, folder: str, trained: dict[str, Any]) -> str:
-    """Saved by ranks that own slices, or whole matrices, and read by ranks that own something else."""
+    """Averages are saved by ranks that own slices or whole matrices, and read by ranks with other parts."""
     config: Any = {
         "model_config": CASES["tied, dropout"],
         "batch_size": 3,
@@ -244,7 +248,7 @@ def test_a_rank_that_fails_inside_averaged_waits_for_no_other(two_ranks: Ranks) 
 
 
 def made_older(path: Path) -> int:
-    """Rewrite a checkpoint of ranks as one with up and gate apart; how many slices had parts of both."""
+    """Rewrites a checkpoint of ranks with separate up and gate. Returns how many slices had parts of both."""
     content, both = json.loads((path / "manifest.json").read_text(encoding="utf-8")), 0
     shapes = content["state"]["shapes"]
     for file in sorted(content["files"]):
@@ -271,7 +275,7 @@ def made_older(path: Path) -> int:
 
 
 def from_older_ranks(mesh: Mesh, folder: str) -> int:
-    """Saved with its parts apart, and read by ranks that own the same, and other, slices of the joined tensor."""
+    """A checkpoint with separate parts is read by ranks that own the same, or other, slices of the joined tensor."""
     given: Any = {"mesh": mesh, "ema": 0.8, "seed": 3}
     case = replace(CASES["untied, GQA, window"], vocab_size=97)
     engine = go_on(Engine(case, 3, 16, shard="all", **given), mesh, 2)
@@ -304,13 +308,13 @@ def four_ranks() -> Iterator[Ranks]:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("shard", ["none", "optimizer", "all"])
 @pytest.mark.parametrize("count", [2, 7])
-def test_four_ranks_are_one_process(four_ranks: Ranks, case: str, shard: str, count: int) -> None:
-    """Two of them without a micro-batch; and three with twice as many as the fourth."""
+def test_four_ranks_have_the_results_of_one_process(four_ranks: Ranks, case: str, shard: str, count: int) -> None:
+    """Two of them have no micro-batch; then three have twice as many as the fourth."""
     check_parity(four_ranks.run(parity, case, shard, count), shard)
 
 
 def printed_and_allocated(mesh: Mesh, shard: str, context: int) -> tuple[int, int]:
-    """Bytes that `tilegrad plan` says of one of these ranks, and that one has."""
+    """The bytes of a rank that `tilegrad plan` prints, and those that a rank has."""
     sizes = ["--train.batch_size", "2", "--train.seq_len", "24", "--bucket-mb", "0.5", "--model.position", "rope"]
     ranks = ["--world-size", str(mesh.world), "--shard", shard, "--context", str(context)]
     with redirect_stdout(StringIO()) as out:
@@ -331,8 +335,10 @@ def test_a_rank_allocates_what_the_plan_prints(two_ranks: Ranks, shard: str, con
     ("case", "shard", "count"),
     [("untied, GQA, window", "optimizer", 3), ("tied, rope, biases", "none", 1), ("untied, GQA, window", "all", 2)],
 )
-def test_ranks_that_share_sequences_are_one_process(two_ranks: Ranks, case: str, shard: str, count: int) -> None:
-    """Sequences of unequal lengths, also such as two ranks cannot halve."""
+def test_ranks_that_share_sequences_have_the_results_of_one_process(
+    two_ranks: Ranks, case: str, shard: str, count: int
+) -> None:
+    """Sequences have unequal lengths, some of them odd."""
     for worst, allocated, planned, alone, _ in two_ranks.run(parity, case, shard, count, 2):
         assert worst < 1e-12
         assert allocated == planned < alone
@@ -341,8 +347,10 @@ def test_ranks_that_share_sequences_are_one_process(two_ranks: Ranks, case: str,
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["untied, GQA, window", "tied, rope, biases"])
 @pytest.mark.parametrize(("shard", "count"), [("optimizer", 3), ("none", 1), ("all", 3)])
-def test_two_groups_of_two_ranks_are_one_process(four_ranks: Ranks, case: str, shard: str, count: int) -> None:
-    """A group with one micro-batch more, and a group with none."""
+def test_two_groups_of_two_ranks_have_the_results_of_one_process(
+    four_ranks: Ranks, case: str, shard: str, count: int
+) -> None:
+    """One group has one micro-batch more, then one group has none."""
     found = four_ranks.run(parity, case, shard, count, 2)
     assert len({entered for *_, entered in found}) == 1, "the lowest count is who the others wait for"
     for worst, allocated, planned, alone, _ in found:
@@ -356,7 +364,7 @@ def sharing(mesh: Mesh, shard: str) -> Engine:
 
 
 def by_hand(mesh: Mesh, shard: str) -> None:
-    """Both programs of a step in calls of their own, and evaluation: losses are those of whole sequences."""
+    """Forward and backward in separate calls, and evaluation: losses are those of whole sequences."""
     one, many = Engine(CASES["untied, GQA, window"], 3, 16, **F64), sharing(mesh, shard)
     for x, y in micro_batches(89, 5, 2):
         for engine in (one, many):
@@ -377,7 +385,7 @@ def test_losses_of_shared_sequences_are_those_of_one_process(two_ranks: Ranks, s
 
 
 def saved_by_a_group(mesh: Mesh, folder: str) -> str:
-    """Read by ranks that share nothing, whose checkpoint a group reads in turn."""
+    """The checkpoint is read by ranks that share no sequences, and a group reads theirs."""
     engine = sharing(mesh, "optimizer")
     engine.step(*micro_batches(89, 0, 1)[0], 1e-2)
     apart_ = Engine(CASES["untied, GQA, window"], 3, 16, **F64, mesh=mesh)
@@ -409,7 +417,7 @@ def test_a_checkpoint_does_not_depend_on_context(two_ranks: Ranks, tmp_path: Pat
         ({"projection": "per_head", "n_kv_head": None}, (2, 2), "projection: got 'per_head' with context 2; accepted: 'dense'"),
     ],
 )  # fmt: skip
-def test_what_ranks_cannot_share_is_refused_before_memory_is_taken(
+def test_a_model_that_ranks_cannot_share_is_refused_before_memory_is_allocated(
     monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], ranks: tuple[int, int], message: str
 ) -> None:
     monkeypatch.setattr("tilegrad.engine.engine.Arenas", None)
@@ -442,7 +450,7 @@ def go_on(engine: Engine, mesh: Mesh | None, until: int) -> Engine:
 
 
 def saved_and_resumed(mesh: Mesh, folder: str) -> str:
-    """Resumed on the same ranks and buckets: the same bits. On others: the same parameters."""
+    """Resumed with the same ranks and buckets it has the same bits, with different ones the same parameters."""
     engine = trained(mesh, 3)
     path = save_pieces(Path(folder), engine, mesh, {"engine": counters(engine)})
     at_3 = {name: p.clone() for name, p in engine.params.items()}
@@ -486,7 +494,7 @@ def saved(mesh: Mesh, folder: str, shard: str) -> tuple[str, str]:
 
 
 def read_again(mesh: Mesh, path: str, shard: str) -> tuple[str, int]:
-    """With buckets of another size than it was saved with."""
+    """Reads a checkpoint with buckets of another size."""
     engine = trained(mesh, 0, shard, 33_000)
     restore_counters(engine, load_pieces(Path(path), engine, mesh)["engine"])
     return digest(list(engine.params.values())), engine.steps
@@ -494,7 +502,7 @@ def read_again(mesh: Mesh, path: str, shard: str) -> tuple[str, int]:
 
 @pytest.mark.slow
 def test_a_checkpoint_of_four_ranks_is_read_by_any_number(four_ranks: Ranks, tmp_path: Path) -> None:
-    """The same bits of every parameter, whatever is sharded where it is saved and where it is read."""
+    """Every parameter has the same bits, whichever parts are sharded on saving and on reading."""
     checkpoints = {}
     for shard in ("none", "optimizer", "all"):
         ((path, want),) = set(four_ranks.run(saved, str(tmp_path / shard), shard))
@@ -512,7 +520,7 @@ def test_a_checkpoint_of_four_ranks_is_read_by_any_number(four_ranks: Ranks, tmp
 
 
 def no_room(mesh: Mesh, folder: str) -> tuple[str, str]:
-    """The disk of rank 1 is full amid a save; then there is room again."""
+    """The disk of rank 1 is full during a save; then there is room again."""
     engine = trained(mesh, 1)
     good = save_pieces(Path(folder), engine, mesh, {"engine": counters(engine)})
 
@@ -539,7 +547,7 @@ def test_a_full_disk_of_one_rank_is_raised_on_all(two_ranks: Ranks, tmp_path: Pa
 
 
 def apart_in_folders(mesh: Mesh, folder: str) -> tuple[str, str]:
-    """A run whose ranks have folders of their own; then a save into them."""
+    """A run whose ranks have different folders, then a save into them."""
     text = Path(folder, "text.txt")
     text.write_text("the quick brown fox jumps over the lazy dog. " * 20, encoding="utf-8")
     settings = TrainConfig(steps=2, batch_size=1, gradient_accumulation=2, eval_interval=0, sample_tokens=2)
@@ -608,7 +616,7 @@ def test_a_damaged_shard_and_another_model_are_refused_on_all_ranks(two_ranks: R
 
 
 def guarded(mesh: Mesh) -> None:
-    """A gradient that is not finite on one rank is skipped by all, and a stop asked of one is heard by all."""
+    """All ranks skip a step if a gradient is not finite on one rank, and all stop if one is asked to."""
     many = trained(mesh, 1)
     before = {name: p.clone() for name, p in many.params.items()}
     many.zero_gradients()
@@ -628,12 +636,12 @@ def guarded(mesh: Mesh) -> None:
     many.backward()
 
 
-def test_a_guard_and_a_stop_are_agreed(two_ranks: Ranks) -> None:
+def test_ranks_agree_on_skipped_steps_and_on_a_stop(two_ranks: Ranks) -> None:
     two_ranks.run(guarded)
 
 
 def unread(mesh: Mesh) -> int:
-    """Unfinished gathers when a rank changes its own slices, over steps in which rank 1 has no micro-batch."""
+    """The gathers in flight when a rank updates its slices, over steps in which rank 1 has no micro-batch."""
     engine, found = trained(mesh, 1), []
     ranks, update = engine.ranks, engine.optimizer.apply
     assert isinstance(ranks, ShardedOptimizer)
@@ -654,7 +662,7 @@ def test_a_rank_updates_only_after_its_gathers_are_done(two_ranks: Ranks) -> Non
 
 
 def poisoned(mesh: Mesh, context: int) -> None:
-    """Units whose values are spoiled after their last use, as every dead value: no bit of a gradient changes."""
+    """The values of units are poisoned after their last use, as every dead value, and no bit of a gradient changes."""
     engine = trained(mesh, 1, "all") if context == 1 else sharing(mesh, "all")
     x, y = micro_batches(89, 5, 2)[mesh.rank // context]
 
@@ -681,7 +689,7 @@ def test_units_are_dead_when_the_plan_says_so(two_ranks: Ranks, context: int) ->
 
 
 def nothing(mesh: Mesh) -> list[str]:
-    """A step of which no rank has a micro-batch; the gradients that were summed before it stay so."""
+    """No rank has a micro-batch in a step; the gradients that were summed before do not change."""
     engine, errors = trained(mesh, 1), []
     engine.gradients(*mine(mesh, micro_batches(97, 5, 2)))
     before, draws = {name: p.clone() for name, p in engine.params.items()}, engine.draws
@@ -697,14 +705,14 @@ def test_a_step_without_a_micro_batch_is_refused_on_all_ranks(two_ranks: Ranks) 
 
 
 def evaluated(mesh: Mesh) -> float:
-    """A forward of its own gathers units too, and a rank without a micro-batch takes part."""
+    """A forward alone gathers units too, and a rank without a micro-batch takes part."""
     one, many = trained(None, 0), trained(mesh, 0, "all")
     x, y = micro_batches(97, 5, 1)[0]
     assert many.evaluate(x, y) == pytest.approx(one.evaluate(x, y), abs=1e-6)
     return many.step(*mine(mesh, [(x, y)]), 1e-2) - one.step(x, y, 1e-2)
 
 
-def test_evaluation_and_empty_ranks_of_units(two_ranks: Ranks) -> None:
+def test_evaluation_gathers_units_also_on_ranks_without_a_micro_batch(two_ranks: Ranks) -> None:
     assert two_ranks.run(evaluated) == pytest.approx([0.0, 0.0], abs=1e-6)
 
 
@@ -718,7 +726,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_refused_before_anything_is_made(
+def test_bad_arguments_of_ranks_are_refused_before_anything_is_made(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for key, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2")):
@@ -769,7 +777,7 @@ def disagreeing(mesh: Mesh) -> list[str]:
     return errors
 
 
-def test_what_is_recomputed_is_compared_in_one_order() -> None:
+def test_names_of_recomputed_ops_are_compared_in_a_fixed_order() -> None:
     """str() of a set depends on the hash seed of the process."""
     sent: dict[str, str] = {}
 
@@ -792,7 +800,7 @@ def test_ranks_that_disagree_are_refused_with_the_field(two_ranks: Ranks) -> Non
 
 
 def begun_elsewhere(mesh: Mesh) -> list[str]:
-    """Rank 1 draws other weights by the same seed; then it reads others from a file of the same name."""
+    """Rank 1 draws different weights from the same seed; then it reads different ones from a file with the same name."""
     errors = []
     for shard in ("optimizer", "all"):
         with pytest.MonkeyPatch.context() as patch:
@@ -814,5 +822,5 @@ def _drawn(randn: Callable[..., Tensor], rank: int, *shape: Any, **options: Any)
     return randn(*shape, **options) * (1 + 1e-6 * rank)
 
 
-def test_a_rank_with_other_initial_weights_is_named(two_ranks: Ranks) -> None:
+def test_a_rank_with_different_initial_weights_is_named(two_ranks: Ranks) -> None:
     assert two_ranks.run(begun_elsewhere) == [["initial weights", "init"] * 2] * 2

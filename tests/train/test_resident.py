@@ -1,4 +1,4 @@
-"""The measured arenas are the plan, to the byte; unplanned memory is counted apart."""
+"""The measured bytes of arenas equal the plan, and unplanned memory is counted separately."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAGE = mmap.PAGESIZE
 
 
 def fresh(pages: int) -> torch.Tensor:
-    """Memory that nobody has touched, the process's own as an arena is, without huge pages."""
+    """Private memory that was never touched, like a new arena, without huge pages."""
     region = mmap.mmap(-1, pages * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         region.madvise(mmap.MADV_NOHUGEPAGE)
@@ -28,15 +28,15 @@ def test_only_pages_that_were_written_are_resident() -> None:
     x[PAGE * 3 + 5] = 1
     x[PAGE * 7 : PAGE * 9] = 1
     assert resident_bytes(x) == 3 * PAGE
-    part = x[PAGE * 3 + 100 : PAGE * 8 + 200]  # bytes of pages 3, 7 and 8 that are its own
+    part = x[PAGE * 3 + 100 : PAGE * 8 + 200]  # some bytes of pages 3, 7 and 8 belong to it
     assert resident_bytes(part) == (PAGE - 100) + PAGE + 200
     assert resident_bytes(x[PAGE * 3 + 100 : PAGE * 3 + 200]) == 100
     assert resident_bytes(x[:0]) == 0
 
 
-def test_unplanned_memory_is_what_the_arenas_leave() -> None:
+def test_unplanned_memory_is_the_growth_without_the_arenas() -> None:
     for _ in range(5):  # torch's allocator may return pages of other tests in between
-        x = torch.empty(0)  # what the last window wrote is returned
+        x = torch.empty(0)  # frees the memory of the last window
         x, now = fresh(1024), process_memory(CPU)
         x.fill_(1)
         before = ProcessMemory(now.private - 5 * 2**20, now.files - 3 * 2**20)
@@ -48,12 +48,12 @@ def test_unplanned_memory_is_what_the_arenas_leave() -> None:
     assert max(apart) < 2**20, found
     assert found.measured_bytes == x.nbytes + found.unplanned_bytes
     assert "torch's, BLAS's and Python's own" in str(found)
-    before = ProcessMemory(process_memory(CPU).private + 2**30, 0)  # freed since: the arenas took its place
+    before = ProcessMemory(process_memory(CPU).private + 2**30, 0)  # memory was freed since, and the arenas replaced it
     assert resident({"params": x}, x.nbytes, before, CPU).unplanned_bytes == 0
 
 
-def test_the_arenas_of_a_trained_model_are_the_plan_to_the_byte() -> None:
-    """In a process of its own; less than 16 MiB are unplanned, whatever the model."""
+def test_the_arenas_of_a_trained_model_have_exactly_the_bytes_of_the_plan() -> None:
+    """It runs in its own process. Less than 16 MiB are unplanned for any model."""
     code = """
 import torch
 from tilegrad import Engine

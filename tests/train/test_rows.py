@@ -30,7 +30,7 @@ def file_of(lengths: list[int], trained: list[bool] | None = None) -> DocumentFi
 
 
 def documents_of(batch: Batch, seq_len: int) -> list[tuple[list[int], list[int]]]:
-    """(tokens, targets) of each document of a batch, padding left out; checked as the engine does."""
+    """(tokens, targets) of each document of a batch without padding, checked as by the engine."""
     assert batch[2] is not None
     tokens, targets, ends = (x.flatten().tolist() for x in (batch[0], batch[1], batch[2]))
     assert ends[0] == 0 and ends[-1] == len(tokens)
@@ -80,7 +80,7 @@ def test_every_target_is_in_an_epoch_once(
 
 @settings(max_examples=25, deadline=None)
 @given(LENGTHS, st.integers(0, 40), st.integers(1, 3), st.sampled_from([0, 2, 5]))
-def test_resume_at_any_point_gives_the_same_rows(
+def test_a_resume_at_any_point_gives_the_same_rows(
     lengths: list[int], steps: int, batch_size: int, documents: int
 ) -> None:
     tokens, file = np.arange(sum(lengths) + 9), file_of([*lengths, 9])
@@ -97,7 +97,7 @@ def test_resume_at_any_point_gives_the_same_rows(
     assert resumed.position == whole.position
 
 
-def test_rows_are_filled_first_fit_and_closed() -> None:
+def test_rows_are_filled_first_fit_and_closed_when_full() -> None:
     assert first_fit(np.array([5, 4, 3, 5, 2]), 8, 9) == [[0, 2], [1, 4], [3]]
     assert first_fit(np.array([5, 4, 3, 4, 2, 6]), 8, 9) == [[0, 2], [1, 3], [4, 5]]
     assert first_fit(np.array([1, 1, 1, 1, 1]), 8, 2) == [[0, 1], [2, 3], [4]]
@@ -109,7 +109,7 @@ def test_the_oldest_open_row_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first_fit(np.array([6, 6, 6, 2]), 8, 9) == [[0], [1, 3], [2]], "row 0 has room and is closed"
 
 
-def test_the_example_of_the_docstring() -> None:
+def test_the_example_of_the_docstring_is_right() -> None:
     file = file_of([4, 3], [False, True, True, True, False, True, False])
     tokens, targets, ends = PackedRows(
         np.arange(10, 17), file, Pieces(np.array([0, 4]), np.array([3, 2])), 7, 3
@@ -144,7 +144,7 @@ def test_each_epoch_and_each_seed_has_an_order_and_ranks_share_a_step() -> None:
 
 
 @pytest.mark.parametrize("documents", [8, 0, None])
-def test_tokens_that_were_read_are_those_that_are_not_padding(documents: int | None) -> None:
+def test_the_count_of_tokens_leaves_padding_out(documents: int | None) -> None:
     file = file_of([5, 9, 3, 12, 7, 2, 6])
     tokens = np.arange(1, 45)  # 0 is padding only
     pieces = cut_documents(file, 8, "cut")
@@ -160,7 +160,7 @@ def test_tokens_that_were_read_are_those_that_are_not_padding(documents: int | N
     assert batches.position[0] > 2, "several epochs"
 
 
-def test_what_is_cut_dropped_or_untrained_is_counted_and_refused_by_name() -> None:
+def test_cut_and_dropped_documents_are_counted_and_bad_options_are_refused_by_name() -> None:
     file = file_of([9, 3, 12, 1], [False] * 8 + [True] + [True] * 16)
     cut = cut_documents(file, 5, "cut")
     assert (len(cut), cut.cut, cut.cut_tokens, cut.dropped, cut.untrained) == (2, 2, 3 + 6, 0, 2)
@@ -178,7 +178,7 @@ def test_what_is_cut_dropped_or_untrained_is_counted_and_refused_by_name() -> No
 
 @pytest.mark.parametrize("seed", [None, 0, 7])
 def test_equal_documents_are_never_in_both_parts(seed: int | None) -> None:
-    tokens = np.concatenate([np.full(4, i % 12) for i in range(60)])  # each five times
+    tokens = np.concatenate([np.full(4, i % 12) for i in range(60)])  # each document occurs five times
     pieces = cut_documents(file_of([4] * 60), 8, "cut")
     training, validation = split_pieces(tokens, pieces, 0.2, seed=seed)
     assert sorted([*training, *validation]) == list(range(60)) and len(validation) == 10
@@ -198,7 +198,7 @@ def written(folder: Path, *, mask: bool = True) -> Path:
 
 
 @pytest.mark.parametrize("mask", [True, False])
-def test_document_file_round_trip(mask: bool, tmp_path: Path) -> None:
+def test_a_document_file_is_read_as_it_was_written(mask: bool, tmp_path: Path) -> None:
     path = written(tmp_path, mask=mask)
     file = open_documents(path, open_tokens(tmp_path / "tokens.bin"))
     assert file.ends.tolist() == [3, 5, 9] and path.stat().st_size == 128 + 24 + 2 * mask
@@ -230,7 +230,7 @@ def test_damaged_document_files_are_named(damage: Callable[[bytes], bytes], word
 
 
 @pytest.mark.parametrize("ends", [[0, 5, 9], [3, 3, 9], [5, 3, 9], [3, 5, 8]])
-def test_ends_that_do_not_rise_are_refused(ends: list[int], tmp_path: Path) -> None:
+def test_ends_that_do_not_increase_are_refused(ends: list[int], tmp_path: Path) -> None:
     path = written(tmp_path, mask=False)
     write_documents(path, np.array(ends), None, source_sha256=ZERO, tokenizer_sha256=ONE)
     with pytest.raises(TokenFileError, match=r"do not rise from 1 to 9|belongs to other tokens"):

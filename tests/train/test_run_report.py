@@ -1,4 +1,4 @@
-"""The log survives what kills a run, and the report shows the log and needs no other file."""
+"""The log survives when a run is killed. The report shows the log and needs no other file."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_damaged_line_inside_is_named(tmp_path: Path, line: str) -> None:
         read_log(path)
 
 
-def test_what_was_logged_after_the_step_of_a_resume_does_not_count(tmp_path: Path) -> None:
+def test_records_after_the_step_of_a_resume_do_not_count(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     with RunLog(path) as run:
         for step in (1, 2, 3, 4):
@@ -101,10 +101,10 @@ def test_tensorboard_has_every_number(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("room", [0, 60, 300, 700])
-def test_a_disk_without_room_for_tensorboard_is_one_sentence_that_names_the_file(
+def test_the_error_of_a_disk_without_room_for_tensorboard_names_the_file(
     tmp_path: Path, room: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A thread of TensorBoard's would print a traceback."""
+    """A thread of TensorBoard would print a traceback."""
     pytest.importorskip("tensorboard")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     monkeypatch.setattr(
@@ -168,7 +168,7 @@ def test_the_page_has_every_value_of_the_log() -> None:
     assert found.attributes["iframe"]["srcdoc"] == MEMORY
 
 
-def test_the_tables_have_every_hyper_parameter_the_data_the_machine_and_memory_by_role() -> None:
+def test_the_tables_have_hyper_parameters_the_data_the_machine_and_memory_by_role() -> None:
     run = preset_run("tiny")
     held = Resident(100 << 20, {"params": 60 << 20, "activations": 40 << 20}, 7 << 20, 9 << 20, "cpu")
     records = [{"step": 0, "kind": "data", "files": 2, "documents": 3, "bytes": 4567, "tokens": 1234}, *RECORDS]
@@ -197,7 +197,7 @@ def test_a_resumed_step_is_drawn_once_and_a_bad_one_is_a_gap() -> None:
     assert RunPage(page(records=records)).curves(1) == {"": []}
 
 
-def test_the_running_mean_of_a_long_run() -> None:
+def test_a_long_run_has_a_running_mean() -> None:
     losses: list[float | None] = [math.sin(s) + 3 for s in range(300)]
     losses[100] = None
     found = RunPage(page(records=[{"step": s, "kind": "train", "loss": y} for s, y in enumerate(losses)])).curves(0)
@@ -208,13 +208,13 @@ def test_the_running_mean_of_a_long_run() -> None:
         assert mean == pytest.approx(sum(known) / len(known), rel=1e-9)
 
 
-def test_a_run_of_nothing_has_a_page() -> None:
+def test_a_run_without_records_has_a_page() -> None:
     found = RunPage(page(records=[], sample="", facts={}))
     assert found.curves(0) == {"train": []}
     assert "pre" not in found.tags and "iframe" not in found.tags
 
 
-def test_the_page_reaches_for_nothing() -> None:
+def test_the_page_needs_no_network() -> None:
     text = page(unigram_entropy=3.0, memory_page=MEMORY)
     check_alone(text)
 

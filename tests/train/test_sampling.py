@@ -1,4 +1,4 @@
-"""`Sampling`: its checks, and its numbers as the op takes them."""
+"""`Sampling`: its checks, and that the op accepts its numbers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from tilegrad.kernels.sampling import sample_fwd, sample_workspace
         ({"seed": True}, "seed: got True"),
     ],
 )
-def test_bad_settings(given: dict[str, Any], message: str) -> None:
+def test_bad_settings_of_sampling_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Sampling(**given)
 
@@ -54,8 +54,8 @@ def test_seeds_have_64_bits() -> None:
     assert Sampling(seed=(1 << 63) - 1).seed_word == (1 << 63) - 1
 
 
-def test_what_is_accepted_is_accepted_by_the_op() -> None:
-    """Also numbers that float32 has not, and those at the ends of their ranges."""
+def test_the_op_accepts_every_accepted_setting() -> None:
+    """The numbers include some that float32 cannot represent, and the ends of the ranges."""
     some = [
         Sampling(),
         Sampling(temperature=1e-300, top_k=1 << 40, top_p=1e-300, min_p=1e-300, repetition_penalty=1e-300),

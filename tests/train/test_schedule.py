@@ -1,4 +1,4 @@
-"""The learning rate is a function of the step: its corners, the shape of each schedule, and what it refuses."""
+"""The learning rate is a function of the step: its corner points, the shape of each schedule, its errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tilegrad.training.sections import with_steps
 RUN: dict[str, Any] = {"peak": 1e-3, "floor": 1e-4, "warmup_steps": 10, "total_steps": 110}
 
 
-def test_corners() -> None:
+def test_the_learning_rate_at_its_corner_points() -> None:
     assert learning_rate(0, **RUN) == 1e-3 / 10
     assert learning_rate(4, **RUN) == 1e-3 / 2
     assert learning_rate(9, **RUN) == 1e-3
@@ -57,7 +57,7 @@ def test_wsd_and_trapezoid_are_stable_and_then_decay(schedule: str, decay: Any) 
     assert rates(schedule, decay_steps=100)[10] < 1e-3
 
 
-def test_a_fifth_of_the_steps_decays_if_nothing_else_is_asked() -> None:
+def test_by_default_the_last_fifth_of_the_steps_decays() -> None:
     for steps, decay in ((1000, 200), (4, 1), (1, 1)):
         for schedule, expected in (("wsd", decay), ("trapezoid", decay), ("cosine", -1), ("linear", -1)):
             settings = TrainConfig(steps=steps, warmup_steps=0, schedule=schedule)  # type: ignore[arg-type]
@@ -85,12 +85,12 @@ def test_a_fifth_of_the_steps_decays_if_nothing_else_is_asked() -> None:
         ),
     ],
 )  # fmt: skip
-def test_settings_that_name_no_schedule_are_refused(settings: dict[str, Any], words: str) -> None:
+def test_bad_settings_of_a_schedule_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=f"^{words}"):
         TrainConfig(steps=100, **settings)
 
 
-def test_without_warm_up_and_in_one_step() -> None:
+def test_a_schedule_may_have_no_warm_up_or_one_step() -> None:
     assert learning_rate(0, peak=1.0, floor=0.0, warmup_steps=0, total_steps=2) == 0.5
     assert learning_rate(0, peak=1.0, floor=0.1, warmup_steps=0, total_steps=1) == 0.1
     assert learning_rate(7, peak=0.3, floor=0.3, warmup_steps=0, total_steps=20) == 0.3
@@ -113,7 +113,7 @@ def test_without_warm_up_and_in_one_step() -> None:
         ({"decay_steps": -1, "schedule": "wsd"}, "decay_steps: got -1; accepted: 0 … 100"),
     ],
 )
-def test_what_is_refused(change: dict[str, Any], words: str) -> None:
+def test_bad_arguments_of_learning_rate_are_refused(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         learning_rate(0, **(RUN | change))
     with pytest.raises(ValueError, match="step: got -1; accepted: at least 0"):

@@ -1,4 +1,4 @@
-"""Stages of batch size, sequence length and window: what they read, compute, save, log and refuse."""
+"""Stages of batch size, sequence length and window: their data, results, checkpoints, logs and errors."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def read(batches: Batches, sizes: list[tuple[int, int]]) -> list[list[Any]]:
 @pytest.mark.parametrize("count", [83, 90, 96, 97])
 @pytest.mark.parametrize(("batch_size", "seq_len"), [(2, 16), (2, 8), (1, 4), (2, 4), (1, 1), (3, 1)])
 def test_pieces_of_windows_have_each_token_once_in_an_epoch(count: int, batch_size: int, seq_len: int) -> None:
-    """The last window is whole or short; in a short one some pieces are empty, and no batch is."""
+    """The last window is whole or short. In a short window some pieces are empty, but no batch is."""
     batches = Batches(Windows(np.arange(count), 16), 2, seed=3)
     batches.resize(batch_size, seq_len)
     seen: list[int] = []
@@ -84,7 +84,7 @@ def test_a_position_between_pieces_is_restored_exactly() -> None:
     assert whole.tokens_read == targets, "pieces that a change of sizes leaves out are not counted"
 
 
-def test_states_from_before_stages_count_their_tokens() -> None:
+def test_older_states_without_stages_count_their_tokens() -> None:
     tokens = np.arange(90)
     batches = Batches(Windows(tokens, 16), 3, seed=5)
     for _ in range(5):
@@ -111,7 +111,7 @@ WINDOWS = {
 
 
 @pytest.mark.parametrize(("name", "dtype"), [*((name, torch.float32) for name in WINDOWS), ("a window", torch.float64)])
-def test_a_step_with_another_window_is_that_of_another_model(name: str, dtype: torch.dtype) -> None:
+def test_a_step_with_another_window_equals_that_of_a_model_with_that_window(name: str, dtype: torch.dtype) -> None:
     config, windows = WINDOWS[name]
     engine = Engine(config, 3, 16, dtype=dtype, windows=windows)
     plain = {window: Engine(replace(config, window=window), 3, 16, dtype=dtype) for window in (config.window, *windows)}
@@ -145,12 +145,12 @@ def again(other: Engine, engine: Engine, x: torch.Tensor, y: torch.Tensor) -> fl
 
 
 @pytest.mark.parametrize("windows", [3, (0,), ("none",), (True,), (1 << 31,)])
-def test_windows_that_no_engine_has_are_refused(windows: Any) -> None:
+def test_bad_windows_of_an_engine_are_refused(windows: Any) -> None:
     with pytest.raises(ValueError, match=r"windows: got .*; accepted: a sequence of ints ≥ 1, or None for no window"):
         Engine(CONFIG, 2, 8, windows=windows)
 
 
-def test_scratch_is_that_of_the_window_that_needs_most(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scratch_is_large_enough_for_every_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel may need other buffers with one window than with another, as hopper does."""
     genuine = qkv_attention_workspace
 
@@ -167,7 +167,7 @@ def test_scratch_is_that_of_the_window_that_needs_most(monkeypatch: pytest.Monke
         assert ("only5" in windowed) == (window == "model"), "the plan has all of them"
 
 
-def test_a_plan_without_other_windows_is_as_it_was() -> None:
+def test_the_plan_with_only_the_models_window_is_the_plan_without_windows() -> None:
     for config, _ in WINDOWS.values():
         same = Engine(config, 2, 8, windows=[config.window]).plan
         assert same.peak_bytes == Engine(config, 2, 8).plan.peak_bytes
@@ -202,7 +202,7 @@ def last(folder: Path) -> Any:
     return load_checkpoint(path)
 
 
-def test_a_run_resumes_to_the_bit_within_each_stage_and_at_its_end(run: RunConfig, tmp_path: Path) -> None:
+def test_a_run_resumes_to_the_same_bits_within_each_stage_and_at_its_end(run: RunConfig, tmp_path: Path) -> None:
     events: list[tuple[str, Any]] = []
     run = replace(run, train=replace(run.train, checkpoint_interval=1))
     whole = train(run, tmp_path / "whole", show=lambda event, numbers: events.append((event, dict(numbers))))
@@ -228,7 +228,7 @@ def test_a_run_resumes_to_the_bit_within_each_stage_and_at_its_end(run: RunConfi
     assert shown[3] == "step      7  stage 4 of 4 begins: batches of 3 × 16 tokens, a window of 5"
 
 
-def test_the_window_of_a_stage_counts(run: RunConfig, tmp_path: Path) -> None:
+def test_the_window_of_a_stage_changes_its_losses(run: RunConfig, tmp_path: Path) -> None:
     losses = []
     for window in (1, 16):
         stages: Any = ({"steps": 1, "window": window}, {})
@@ -269,7 +269,7 @@ def of_two_ranks(mesh: Mesh, folder: str) -> None:
         assert equal(last(home).tensors, end.tensors) and last(home).state["data"] == end.state["data"]
 
 
-def test_ranks_resume_to_the_bit_within_a_stage(two_ranks: Ranks, run: RunConfig, tmp_path: Path) -> None:
+def test_ranks_resume_to_the_same_bits_within_a_stage(two_ranks: Ranks, run: RunConfig, tmp_path: Path) -> None:
     two_ranks.run(of_two_ranks, str(tmp_path))
     train(replace(run, model=ROPE, train=replace(RANKS, checkpoint_interval=0)), tmp_path / "one")
     many, one = last(tmp_path / "ranks"), last(tmp_path / "one")
@@ -303,7 +303,7 @@ def test_a_resumed_run_keeps_its_stages_and_schedule(run: RunConfig) -> None:
         resumed(run, {"train": {"steps": 6}})
 
 
-def test_stages_by_step() -> None:
+def test_each_step_belongs_to_its_stage() -> None:
     stages = [Stage(2), Stage(3), Stage(None)]
     assert begins(stages) == [0, 2, 5]
     assert [stage_of(stages, step) for step in range(7)] == [0, 0, 1, 1, 1, 2, 2]
@@ -323,7 +323,7 @@ def test_epochs_give_the_steps_of_the_last_stage(run: RunConfig) -> None:
         replace(run, train=replace(run.train, epochs=2, decay_steps=-1, stages=ended))
 
 
-def test_a_run_of_epochs_and_stages_reads_each_token_as_often(run: RunConfig, tmp_path: Path) -> None:
+def test_a_run_of_epochs_and_stages_reads_each_token_once_per_epoch(run: RunConfig, tmp_path: Path) -> None:
     stages: Any = ({"steps": 4, "seq_len": 4}, {"batch_size": 1, "window": 2})
     settings = replace(SETTINGS, epochs=2, stages=stages, gradient_accumulation=1, eval_interval=0)
     result = train(replace(run, train=settings), tmp_path / "run")
@@ -351,13 +351,13 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_stages_that_cannot_be_are_refused(run: RunConfig, name: str) -> None:
+def test_impossible_stages_are_refused(run: RunConfig, name: str) -> None:
     stages, words = REFUSED[name]
     with pytest.raises(ValueError, match="^" + re.escape(f"stages: {words}")):
         replace(run, train=replace(run.train, stages=stages))
 
 
-def test_a_stage_has_any_window_that_the_model_has(run: RunConfig) -> None:
+def test_a_stage_may_have_any_window_of_a_model(run: RunConfig) -> None:
     wide = RunConfig(replace(MODEL, window=40), SETTINGS)
     assert [stage.window for stage in wide.train.stages] == [3, None, 40, 5] and wide.windows == (3, None, 40, 5)
     assert run_from(json.loads(json.dumps(wide.plain())), "run") == wide
@@ -384,7 +384,7 @@ def test_windows_and_rows_that_stages_cannot_change_are_refused(run: RunConfig, 
     train(replace(run, data=packed, train=replace(run.train, stages=stages)), tmp_path / "run")
 
 
-def test_stages_on_the_command_line(
+def test_stages_can_be_given_on_the_command_line(
     run: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -28,7 +28,7 @@ FAULTY = str(Path(__file__).parents[1] / "support" / "faulty_rank.py")
 
 
 class Torchrun:
-    """`fault`: what goes wrong, on which rank, at which step (support/faulty_rank.py)."""
+    """A run under torchrun. `fault` is the fault, its rank and its step (support/faulty_rank.py)."""
 
     def __init__(
         self, world: int, folder: Path, *flags: str, restarts: int = 0, fault: tuple[str, int, int] | None = None
@@ -53,7 +53,7 @@ class Torchrun:
         self.after(f"step{step:>7,} of")
 
     def after(self, line: str) -> None:
-        """Wait until it is said."""
+        """Waits until the text is printed."""
         until = time.monotonic() + 200
         while line not in self.text():
             assert self.process.poll() is None and time.monotonic() < until, self.text()
@@ -90,7 +90,7 @@ def apart(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    """What 14 steps of two ranks come to, left alone."""
+    """The result of 14 steps of two ranks without a fault."""
     run = Torchrun(2, tmp_path_factory.mktemp("undisturbed") / "run", "--steps", "14")
     assert run.wait() == 0, run.text()
     return run.params()
@@ -118,7 +118,7 @@ def test_a_killed_rank_restarts_to_the_same_bits_and_any_number_of_ranks_continu
 
 @pytest.mark.slow
 def test_a_refusal_is_printed_once_and_names_the_key(tmp_path: Path) -> None:
-    """What every rank refuses before they meet, and what only their meeting shows."""
+    """Some errors occur on every rank before they connect, and some only after."""
     few = Torchrun(2, tmp_path / "few", "--train.gradient_accumulation", "1")
     apart_in_seed = Torchrun(2, tmp_path / "seed", "--steps", "4", fault=("other seed", 1, 0))
     for run, said in (
@@ -163,7 +163,7 @@ def test_a_rank_killed_in_the_first_save_is_restarted_from_the_start(
 
 
 def check_same_losses(runs: list[Torchrun]) -> None:
-    """Six steps and two validations."""
+    """Compares the losses of six steps and two validations."""
     losses = []
     for run in runs:
         assert run.wait() == 0, run.text()
@@ -174,7 +174,7 @@ def check_same_losses(runs: list[Torchrun]) -> None:
 
 @pytest.mark.slow
 def test_ranks_train_as_one_process_does(tmp_path: Path) -> None:
-    """Five evaluation batches: one rank has one more."""
+    """There are five evaluation batches, so one rank has one more."""
     flags = ("--steps", "6", "--train.eval_interval", "3", "--train.eval_batches", "5")
     runs = [Torchrun(1, tmp_path / "one", *flags)]
     runs += [Torchrun(2, tmp_path / shard, *flags, "--shard", shard) for shard in ("optimizer", "all")]
@@ -183,7 +183,7 @@ def test_ranks_train_as_one_process_does(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ranks_train_adapters_as_one_process_does(tmp_path: Path) -> None:
-    """Adapters of which some are frozen; then one process resumes from what two ranks saved, and two from what one saved."""
+    """Some parameters are frozen. One process resumes from the checkpoint of two ranks, and two from that of one."""
     config = ModelConfig(vocab_size=256, block_size=32, n_layer=2, n_head=4, n_embd=32)
     write_weights(tmp_path / "weights", Engine(config, 1, 4, seed=3).params, config)
     flags = [
@@ -202,7 +202,7 @@ def test_ranks_train_adapters_as_one_process_does(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ranks_that_share_sequences_train_as_one_process_does(tmp_path: Path) -> None:
-    """Five evaluation batches in groups of one and of two; then others resume from what a group saved."""
+    """Five evaluation batches in groups of one and of two; then different ranks resume from the checkpoint of a group."""
     flags = ("--steps", "6", "--train.eval_interval", "3", "--train.eval_batches", "5", "--model.position", "rope")
     runs = [Torchrun(1, tmp_path / "one", *flags), Torchrun(2, tmp_path / "two", *flags, "--context", "2")]
     runs += [Torchrun(4, tmp_path / "four", *flags, "--context", "2", "--shard", "all")]
@@ -224,7 +224,7 @@ def test_ranks_that_share_sequences_train_as_one_process_does(tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_lost_rank_is_named(tmp_path: Path, number: signal.Signals) -> None:
-    """A stopped rank is named by every other within ten seconds. Its place is that of its last beat, so it has run for some."""
+    """Every other rank names a stopped rank within ten seconds. Its place is that of its last heartbeat."""
     run = Torchrun(3, tmp_path / "run", "--steps", "4000", "--timeout", "5", "--train.checkpoint_interval", "0")
     run.after_step(80)
     began = time.monotonic()
@@ -257,7 +257,7 @@ def test_the_watch_ends_ranks_where_nothing_raises(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_stop_is_agreed_and_saved_once(tmp_path: Path) -> None:
+def test_ranks_agree_on_a_stop_and_save_once(tmp_path: Path) -> None:
     run = Torchrun(2, tmp_path / "run", "--steps", "400", "--train.checkpoint_interval", "0")
     run.after_step(3)
     run.send(1, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Runs: resume to the bit, signals, bad configurations, what the folder holds."""
+"""Runs: exact resume, signals, bad configs, the contents of the folder."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def last_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_resume_is_exact_to_the_bit(run: RunConfig, tmp_path: Path, dtype: str) -> None:
+def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(run: RunConfig, tmp_path: Path, dtype: str) -> None:
     run = replace(run, train=replace(run.train, dtype=dtype))
     whole = train(run, tmp_path / "whole")
     train(replace(run, train=replace(run.train, steps=8)), tmp_path / "part")
@@ -65,7 +65,7 @@ def test_resume_is_exact_to_the_bit(run: RunConfig, tmp_path: Path, dtype: str) 
     assert losses[0] == losses[1] and len(losses[0]) == 8
 
 
-def test_a_run_folder_holds_what_it_says(run: RunConfig, tmp_path: Path) -> None:
+def test_a_run_folder_has_its_documented_files(run: RunConfig, tmp_path: Path) -> None:
     events: list[str] = []
     result = train(run, tmp_path / "run", show=lambda event, _numbers: events.append(event))
     folder = tmp_path / "run"
@@ -87,14 +87,14 @@ def test_a_validation_loss_of_zero_is_reported(run: RunConfig, tmp_path: Path, m
     assert ", validation 0.0000" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
 
 
-def test_it_learns_the_text(run: RunConfig, tmp_path: Path) -> None:
+def test_a_run_learns_its_text(run: RunConfig, tmp_path: Path) -> None:
     settings = replace(run.train, steps=60, learning_rate=1e-2, eval_interval=0, checkpoint_interval=0)
     result = train(replace(run, model=replace(MODEL, dropout=0.0), train=settings), tmp_path / "run")
     assert result.validation_loss is not None
     assert result.validation_loss < result.unigram_entropy - 0.5
 
 
-def test_a_damaged_checkpoint_is_refused_and_the_previous_offered(run: RunConfig, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_refused_and_the_previous_one_is_offered(run: RunConfig, tmp_path: Path) -> None:
     train(run, tmp_path / "run")
     first, last = sorted((tmp_path / "run" / "checkpoints").iterdir())
     file = last / "tensors.safetensors"
@@ -106,7 +106,9 @@ def test_a_damaged_checkpoint_is_refused_and_the_previous_offered(run: RunConfig
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_a_damaged_manifest_is_refused_and_the_previous_offered(run: RunConfig, tmp_path: Path, named: bool) -> None:
+def test_a_damaged_manifest_is_refused_and_the_previous_checkpoint_is_offered(
+    run: RunConfig, tmp_path: Path, named: bool
+) -> None:
     train(run, tmp_path / "run")
     first, last = sorted((tmp_path / "run" / "checkpoints").iterdir())
     (last / "manifest.json").write_text("{}", encoding="utf-8")
@@ -170,7 +172,7 @@ def as_toml(content: dict[str, dict[str, Any]]) -> str:
 
 
 @pytest.mark.parametrize("value", [(1, 2), math.inf, torch.tensor(1)])
-def test_what_could_not_be_saved_is_refused_before_the_first_step(
+def test_a_value_that_cannot_be_saved_is_refused_before_the_first_step(
     run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: object
 ) -> None:
     monkeypatch.setattr(loop, "counters", lambda engine: {**counters(engine), "more": value})
@@ -186,7 +188,7 @@ def test_a_number_that_no_checkpoint_can_hold_is_refused_by_name() -> None:
             run_from({"train": {name: math.inf}}, "run.toml")
 
 
-def test_what_a_first_save_has_left_is_no_run(run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unfinished_first_save_is_not_a_run(run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process killed in its first save leaves a hidden folder: a new run begins there, and there is none to resume."""
 
     def killed(_tensors: object, _path: Path) -> None:
@@ -203,7 +205,7 @@ def test_what_a_first_save_has_left_is_no_run(run: RunConfig, tmp_path: Path, mo
     assert not (tmp_path / "run" / "best" / ".staged").exists()
 
 
-def test_what_would_lose_or_mix_runs_is_refused(run: RunConfig, tmp_path: Path) -> None:
+def test_commands_that_would_lose_or_mix_runs_are_refused(run: RunConfig, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no such folder"):
         train(run, tmp_path / "run", resume=True)
     train(run, tmp_path / "run")
@@ -218,7 +220,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
-def test_resume_needs_nothing_but_the_folder(run: RunConfig, tmp_path: Path) -> None:
+def test_a_resume_needs_only_the_folder(run: RunConfig, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     train(replace(run, train=replace(run.train, steps=6)), folder)
     Path(run.data.files[0]).unlink()
@@ -243,7 +245,7 @@ def other_tokenizer(folder: Path) -> None:
 
 
 def other_data(folder: Path) -> None:
-    """Tokens and tokenizer of another text, that go together but not with the weights."""
+    """Tokens and tokenizer of another text, which match each other but not the weights."""
     from tilegrad.data.prepare import prepare
 
     text = folder.parent / "other.txt"
@@ -297,14 +299,16 @@ def test_a_refused_resume_writes_nothing(run: RunConfig, tmp_path: Path, name: s
     if spoil:
         spoil(folder)
     before = contents(folder)
-    asked = replace(run, train=replace(run.train, **({"log_interval": 3} | changes)))  # which would change run.json
+    asked = replace(
+        run, train=replace(run.train, **({"log_interval": 3} | changes))
+    )  # these keys would change run.json
     with pytest.raises(ValueError if name != "no tokens" else FileNotFoundError, match=message):
         train(asked, folder, resume=True)
     assert contents(folder) == before
 
 
 def without_digest(folder: Path) -> None:
-    """A checkpoint as it was before the tokenizer's digest was saved in it."""
+    """An older checkpoint, without the digest of the tokenizer."""
     from tilegrad.training.checkpoint import save_checkpoint
 
     found = load_checkpoint(max((folder / "checkpoints").iterdir()))
@@ -312,7 +316,7 @@ def without_digest(folder: Path) -> None:
     save_checkpoint(folder / "checkpoints", found.step, found.tensors, found.state)
 
 
-def test_a_tokenizer_that_is_not_the_weights_own_is_refused(run: RunConfig, tmp_path: Path) -> None:
+def test_a_tokenizer_of_other_weights_is_refused(run: RunConfig, tmp_path: Path) -> None:
     from tilegrad.data.tokenizer import ByteTokenizer
     from tilegrad.training.checkpoint import read_state
     from tilegrad.training.folder import own_data, own_tokenizer
@@ -426,7 +430,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("content", "message"), BAD, ids=[m for _, m in BAD])
-def test_a_bad_run_is_named(content: dict[str, Any], message: str) -> None:
+def test_a_bad_config_of_a_run_is_named(content: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         run_from(content, "run.toml")
 
@@ -438,11 +442,11 @@ def test_a_bad_run_is_named(content: dict[str, Any], message: str) -> None:
         ("1.5GB", 1_500_000_000), ("1.5GiB", 3 << 29), ("0.5KB", 500),
     ],
 )  # fmt: skip
-def test_bytes_are_read_as_they_are_written(text: str, count: int) -> None:
+def test_sizes_with_units_are_read(text: str, count: int) -> None:
     assert byte_count(text) == count
 
 
-def test_a_run_from_toml(tmp_path: Path) -> None:
+def test_a_run_can_be_read_from_toml(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(
         '[model]\npreset = "tiny"\nn_layer = 6\n[train]\nsteps = 70\n[data]\nfiles = ["a.txt"]\n', encoding="utf-8"
@@ -454,7 +458,7 @@ def test_a_run_from_toml(tmp_path: Path) -> None:
         run_from(read_toml(file), "run.toml")
 
 
-def test_what_is_not_given_follows_what_is() -> None:
+def test_defaults_follow_the_given_keys() -> None:
     run = run_from({"model": {"block_size": 64}, "train": {"steps": 100}, "data": {"tokenizer": "bpe"}}, "run.toml")
     assert (run.train.seq_len, run.train.warmup_steps, run.model.vocab_size) == (64, 5, 4096)
     run = run_from({"model": {"block_size": 64}, "train": {"steps": 100, "seq_len": 8, "warmup_steps": 7}}, "run.toml")
@@ -466,9 +470,7 @@ def test_what_is_not_given_follows_what_is() -> None:
     assert (gpt2.train.warmup_steps, gpt2.train.seq_len, gpt2.model.vocab_size) == (500, 1024, 50257)
 
 
-def test_a_run_from_before_validation_was_drawn_resumes_with_the_end_of_its_text(
-    run: RunConfig, tmp_path: Path
-) -> None:
+def test_an_older_run_resumes_with_the_end_of_its_text_as_validation(run: RunConfig, tmp_path: Path) -> None:
     from tilegrad.training.checkpoint import save_checkpoint
 
     ended = replace(run, data=replace(run.data, validation="end"))
@@ -487,8 +489,8 @@ def test_a_run_from_before_validation_was_drawn_resumes_with_the_end_of_its_text
     assert drawn.validation_loss not in (None, whole.validation_loss)
 
 
-def test_a_run_of_epochs_from_before_lean_states_resumes_to_the_same_bits(run: RunConfig, tmp_path: Path) -> None:
-    """A saved run has steps and epochs, which a new one may not have."""
+def test_an_older_run_of_epochs_resumes_to_the_same_bits(run: RunConfig, tmp_path: Path) -> None:
+    """A saved run has both steps and epochs, which a new one may not have."""
     from tilegrad.training.checkpoint import save_checkpoint
 
     settings = replace(run.train, epochs=1, batch_size=16, checkpoint_interval=2, keep_checkpoints=9)

@@ -29,7 +29,20 @@ FAMILIES = {
     "qwen2": replace(LLAMA, qkv_bias=True, **SHALLOW),  # type: ignore[arg-type]  # every op of llama, and no window
     "qwen3": replace(QWEN3, window=30, rope_scaling=None, head_size=18, **SIZE),  # type: ignore[arg-type]
 }
-LENGTHS = (1, 2, 3, 19, 21, 28, 33, 47, 62, 64, 66, 91)  # of prompts; with what is drawn some pass 21, 30 and 64
+LENGTHS = (
+    1,
+    2,
+    3,
+    19,
+    21,
+    28,
+    33,
+    47,
+    62,
+    64,
+    66,
+    91,
+)  # lengths of prompts; with the drawn tokens some pass 21, 30 and 64
 
 
 def params_of(config: ModelConfig) -> dict[str, Tensor]:
@@ -42,7 +55,7 @@ Written = dict[int, tuple[list[int], list[float]]]  # sequence → tokens and lo
 
 
 def written(decoder: Decoder, prompts: dict[int, list[int]], max_tokens: int) -> Written:
-    """What a decoder draws after each prompt, `batch_size` prompts at a time."""
+    """The tokens that a decoder draws after each prompt, `batch_size` prompts at a time."""
     out, sequences = Written(), list(prompts)
     for first in range(0, len(prompts), decoder.batch_size):
         some = sequences[first : first + decoder.batch_size]
@@ -96,13 +109,13 @@ def check_bits(
     ],
 )
 def test_training_prefill_and_decoding_have_the_same_bits(family: str, dtype: torch.dtype) -> None:
-    """All prompts together; of them some in threes, with a group that is not full, and some alone."""
+    """All prompts are decoded together, some of them in groups of three, of which one is not full, and some alone."""
     groups = ((12, range(12)), (3, (0, 4, 6, 9, 11)), (1, (2, 5, 8)))
     check_bits(FAMILIES[family], dtype, "cpu", LENGTHS, 5, groups, 12, (0, 3, 8))
 
 
 WIDE: dict[str, Any] = {"n_embd": 256, "block_size": 640, "vocab_size": 1000, "n_layer": 2}
-ON_A_DEVICE = {  # heads of 64, but 40 and 128 of the last two; splits have 256 columns
+ON_A_DEVICE = {  # heads of 64, in the last two of 40 and 128; splits have 256 columns
     "gpt2": replace(CONFIG, **WIDE),
     "llama": replace(LLAMA, **WIDE),
     "mistral": replace(LLAMA, window=300, **WIDE),
@@ -162,7 +175,7 @@ def test_an_engine_on_a_device_trains_with_an_invariant_forward() -> None:
     whole = hidden(8, 400)
     for b, t in ((1, 400), (8, 257), (3, 64), (2, 1), (5, 399)):
         assert torch.equal(hidden(b, t), whole[:b, :t]), (b, t)
-    for engine in (ordered, usual):  # new engines have the same weights
+    for engine in (ordered, usual):  # both engines have the same initial weights
         engine.gradients(tokens, tokens)
     for name, grad in ordered.grads.items():
         assert (grad - usual.grads[name]).norm() <= 0.02 * usual.grads[name].norm(), name
@@ -170,7 +183,7 @@ def test_an_engine_on_a_device_trains_with_an_invariant_forward() -> None:
 
 @needs_library
 def test_without_invariance_some_bits_differ() -> None:
-    """So the test above can fail: the order of a BLAS's additions depends on the number of rows."""
+    """This shows that the test above can fail: the order of a BLAS's additions depends on the number of rows."""
     config = replace(FAMILIES["qwen2"], n_embd=256)
     params = params_of(config)
     text = torch.randint(0, config.vocab_size, (1, 64), generator=torch.Generator().manual_seed(1))

@@ -1,4 +1,4 @@
-"""Hugging Face folders in and out: names, shapes, shards, refusals; loss, gradients and text against transformers itself."""
+"""Reading and writing Hugging Face folders: names, shapes, shards, errors; loss, gradients and text against transformers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def engine_of(config: ModelConfig, b: int = 2, t: int = 12) -> Engine:
 
 
 def resolved(config: ModelConfig) -> ModelConfig:
-    """With the default in place of None."""
+    """The config with the default instead of None."""
     norms = config.norm == "rmsnorm"
     biases: dict[str, Any] = {
         name: config.bias if (own := getattr(config, name)) is None else own
@@ -58,7 +58,7 @@ def resolved(config: ModelConfig) -> ModelConfig:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_out_and_in_again(kind: str, tmp_path: Path) -> None:
+def test_written_weights_are_read_with_the_same_bits(kind: str, tmp_path: Path) -> None:
     config = KINDS[kind]
     engine = engine_of(config)
     write_weights(tmp_path / "out", engine.params, config)
@@ -120,7 +120,7 @@ def saved(tmp_path: Path, config: ModelConfig = LLAMA, **changed: Any) -> Path:
     return folder
 
 
-def test_shards_bare_names_short_dtypes_and_a_file(tmp_path: Path) -> None:
+def test_weights_may_be_shards_or_one_file_with_bare_names_and_short_dtypes(tmp_path: Path) -> None:
     folder = saved(tmp_path, CONFIG)
     tensors = {
         name.removeprefix("transformer."): x.bfloat16() for name, x in load_file(folder / "model.safetensors").items()
@@ -128,10 +128,12 @@ def test_shards_bare_names_short_dtypes_and_a_file(tmp_path: Path) -> None:
     half = dict(list(tensors.items())[::2])
     save_file(half, folder / "a.safetensors")
     rest = {name: x for name, x in tensors.items() if name not in half}
-    save_file(rest | {"h.0.attn.bias": torch.ones(1, 1, 4, 4)}, folder / "b.safetensors")  # a buffer of old checkpoints
+    save_file(
+        rest | {"h.0.attn.bias": torch.ones(1, 1, 4, 4)}, folder / "b.safetensors"
+    )  # old checkpoints have this buffer
     index = {name: "a.safetensors" if name in half else "b.safetensors" for name in tensors}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}), encoding="utf-8")
-    whole = open_weights(folder / "model.safetensors")  # the file, of float32
+    whole = open_weights(folder / "model.safetensors")  # the single file in float32
     for source, exact in ((whole, True), (open_weights(folder), False)):
         engine = Engine(source.config, 1, 4, seed=1)
         source.load(engine.params)
@@ -144,7 +146,7 @@ def test_shards_bare_names_short_dtypes_and_a_file(tmp_path: Path) -> None:
         open_weights(folder)
 
 
-def test_an_export_in_shards_is_the_same_model(tmp_path: Path) -> None:
+def test_an_export_in_shards_gives_the_same_model(tmp_path: Path) -> None:
     engine = engine_of(LLAMA)
     write_weights(tmp_path / "one", engine.params, LLAMA, dtype=torch.bfloat16)
     write_weights(tmp_path / "more", engine.params, LLAMA, dtype=torch.bfloat16, max_shard_bytes=2000)
@@ -179,7 +181,7 @@ def test_an_export_in_shards_is_the_same_model(tmp_path: Path) -> None:
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: got 0.5; accepted: 1"),
     ],
 )
-def test_what_the_engine_has_not_is_named(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_an_unsupported_feature_of_a_config_is_named(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         open_weights(saved(tmp_path, **changed))
 
@@ -212,7 +214,7 @@ def test_a_pickle_is_never_read(tmp_path: Path) -> None:
         open_weights(tmp_path)
 
 
-def test_nothing_is_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_export_leaves_no_partial_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(CONFIG)
     for config, message in (
         (replace(CONFIG, activation="relu"), "activation: got 'relu'; accepted: 'swiglu', or 'gelu' with"),
@@ -238,7 +240,7 @@ def test_nothing_is_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         write_weights(tmp_path / "out", engine.params, CONFIG)
 
 
-def test_an_imported_models_config_and_tokenizer_come_back(tmp_path: Path) -> None:
+def test_an_export_has_the_config_and_tokenizer_of_the_imported_model(tmp_path: Path) -> None:
     folder = saved(tmp_path, LLAMA, initializer_range=0.05)
     (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
     (folder / "generation_config.json").write_text("{}", encoding="utf-8")
@@ -254,10 +256,10 @@ def test_an_imported_models_config_and_tokenizer_come_back(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
-def test_import_train_export_by_the_command_line(
+def test_the_command_line_imports_trains_and_exports_weights(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Weights with a tokenizer in, fine-tuned on a text, out again: transformers writes the text that `generate` writes."""
+    """Weights with a tokenizer are imported, fine-tuned and exported: transformers writes the text of `generate`."""
     pytest.importorskip("tokenizers", reason="needs pip install 'tilegrad[bpe]'")
     from tilegrad.cli import main
     from tilegrad.data.documents import default_text
@@ -281,7 +283,7 @@ def test_import_train_export_by_the_command_line(
     assert main(["train", "--init", "model", "--out", "run", *flags]) == 0
     first = json.loads(Path("run/run.json").read_text(encoding="utf-8"))
     assert first["model"]["n_kv_head"] == 2 and first["train"]["init"] == "model"
-    assert first["model"]["window_layers"] == ([1] if kind == "qwen2" else None)  # of layer_types that are mixed
+    assert first["model"]["window_layers"] == ([1] if kind == "qwen2" else None)  # layer_types are mixed
     assert main(["train", "--resume", "run", "--steps", "8"]) == 0
     assert main(["export", "run", "out"]) == 0
     assert f"a {kind} model for transformers, after 8 steps" in capsys.readouterr().out
@@ -294,7 +296,7 @@ def test_import_train_export_by_the_command_line(
     assert all(torch.equal(params[name], tensors[name]) for name in params)
     began = open_weights(Path("theirs")).read()
     moved = max(float((params[name] - began[name]).abs().max()) for name in params)
-    assert 1e-4 < moved < 0.05  # a few steps of 1e-3 away from where it began
+    assert 1e-4 < moved < 0.05  # a few steps of 1e-3 from the start
     prompt = load_tokenizer(Path("out/tokenizer.json")).encode("Call me").tolist()
     mine = list(draw(source.config, params, prompt, 8, temperature=0.0))
     transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs pip install 'tilegrad[hf]'")
@@ -305,7 +307,7 @@ def test_import_train_export_by_the_command_line(
     assert written[0, len(prompt) :].tolist() == mine
 
 
-def test_what_training_from_weights_refuses(tmp_path: Path) -> None:
+def test_bad_options_of_training_from_weights_are_refused(tmp_path: Path) -> None:
     from tilegrad.training.sections import run_from
 
     folder = saved(tmp_path)
@@ -325,7 +327,7 @@ def test_what_training_from_weights_refuses(tmp_path: Path) -> None:
         run_from({"data": {"tokenizer": "words"}}, "flags")
 
 
-def test_what_a_config_leaves_out_is_what_transformers_takes_for_it() -> None:
+def test_missing_keys_of_a_config_have_the_defaults_of_transformers() -> None:
     sizes = {
         "num_attention_heads": 2,
         "hidden_size": 8,
