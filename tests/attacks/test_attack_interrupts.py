@@ -167,7 +167,7 @@ def the_data_is_whole() -> None:
         assert text() in (OTHER, OTHER[::-1])
     except ValueError as error:
         refused = str(error)
-    assert not refused or "accepted: the one that made tokens.bin" in refused
+    assert not refused or "accepted: the tokenizer of tokens.bin" in refused
     prepare_another()
     assert text() == OTHER
     assert sorted(path.name for path in Path("data").iterdir()) == ["tokenizer.json", "tokens.bin"]

@@ -334,15 +334,15 @@ def test_resume_of_a_folder_takes_all_from_it(trained: Path, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--batch-size", "4"], "batch_size: got 4; accepted: the run's own, 2, when resuming"),
-        (["--seq-len", "4"], "seq_len: got 4; accepted: the run's own, 8, when resuming"),
-        (["--seed", "4"], "seed: got 4; accepted: the run's own, 0, when resuming"),
-        (["--dtype", "bfloat16"], "dtype: got 'bfloat16'; accepted: the run's own, 'float32', when resuming"),
-        (["--data", "a.txt"], "files: got ['a.txt']; accepted: the run's own, [], when resuming"),
+        (["--batch-size", "4"], "batch_size: got 4; accepted: the run's value, 2, when resuming"),
+        (["--seq-len", "4"], "seq_len: got 4; accepted: the run's value, 8, when resuming"),
+        (["--seed", "4"], "seed: got 4; accepted: the run's value, 0, when resuming"),
+        (["--dtype", "bfloat16"], "dtype: got 'bfloat16'; accepted: the run's value, 'float32', when resuming"),
+        (["--data", "a.txt"], "files: got ['a.txt']; accepted: the run's value, [], when resuming"),
         (["--preset", "gpt2"], "preset: got 'gpt2'; accepted: none when resuming, because the run has its own model"),
-        (["other.toml"], "n_embd: got 32; accepted: the run's own, 16, when resuming"),
-        (["heads.toml"], "n_head: got 2; accepted: the run's own, 4, when resuming"),
-        (["--out", "other"], "out: got other; accepted: the run's own, my run, when resuming"),
+        (["other.toml"], "n_embd: got 32; accepted: the run's value, 16, when resuming"),
+        (["heads.toml"], "n_head: got 2; accepted: the run's value, 4, when resuming"),
+        (["--out", "other"], "out: got other; accepted: the run's folder, my run, when resuming"),
         (["--steps", "2"], "steps: got 2; accepted: at least 3, which are done"),
     ],
 )
@@ -567,7 +567,7 @@ def test_plan_of_a_file_is_the_plan_of_its_run(tmp_path: Path, capsys: pytest.Ca
 
 def test_resume_with_keys_as_flags(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--resume", str(trained), "--model.n_layer", "2"]) == 2
-    assert capsys.readouterr().err == "tilegrad: n_layer: got 2; accepted: the run's own, 1, when resuming\n"
+    assert capsys.readouterr().err == "tilegrad: n_layer: got 2; accepted: the run's value, 1, when resuming\n"
     assert main(["train", "--resume", str(trained), "--train.steps", "30", "--train.memory_budget", "1GB"]) == 0
     ran = json.loads((trained / "run.json").read_text(encoding="utf-8"))["train"]
     assert (ran["steps"], ran["warmup_steps"], ran["memory_budget"]) == (30, 1, 10**9)

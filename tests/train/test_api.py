@@ -68,9 +68,9 @@ def test_a_run_can_be_resumed_from_python() -> None:
     assert tilegrad.train(
         run_from(CONTENT | {"train": CONTENT["train"] | {"steps": 6, "warmup_steps": 0}}, ""), resume="run"
     )
-    with pytest.raises(ValueError, match="batch_size: got 4; accepted: the run's own, 2, when resuming"):
+    with pytest.raises(ValueError, match="batch_size: got 4; accepted: the run's value, 2, when resuming"):
         tilegrad.train({"train": {"batch_size": 4}}, resume="run")
-    with pytest.raises(ValueError, match="out: got other; accepted: the run's own, run, when resuming"):
+    with pytest.raises(ValueError, match="out: got other; accepted: the run's folder, run, when resuming"):
         tilegrad.train(out="other", resume="run")
 
 

@@ -142,7 +142,7 @@ def test_the_table_has_the_numbers_of_a_text_shorter_than_a_window(capsys: pytes
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["run", "--seq-len", "7"], "seq_len: got 7; accepted: the run's own, 13, because it gives the windows that are held"),
+        (["run", "--seq-len", "7"], "seq_len: got 7; accepted: the run's value, 13, because it gives the windows that are "),
         (["run", "--seq-len", "33", "--data", "text.txt"], "seq_len: got 33; accepted: at most block_size, 32"),
         (["run", "--batch-size", "0"], "batch_size: got 0; accepted: an int ≥ 1"),
         (["run", "--data", "none.txt"], "none.txt: no such text file or folder"),

@@ -233,7 +233,7 @@ def test_a_checkpoint_records_its_states_and_resumes_only_with_them(
         ("train", "masters", "float32"), ("train", "gradients", "float32"), ("optimizer", "moments", "float32"),
     ):  # fmt: skip
         with pytest.raises(
-            ValueError, match=rf"{key}: got 'float32'; accepted: the run's own, .* when resuming \(.*--init"
+            ValueError, match=rf"{key}: got 'float32'; accepted: the run's value, .* when resuming \(.*--init"
         ):
             tilegrad.train({"train": {"steps": 3}, section: {key: value}}, resume="run")
     assert tilegrad.train({"train": {"steps": 3}}, resume="run").steps == 3

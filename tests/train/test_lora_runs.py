@@ -315,16 +315,16 @@ def test_bad_keys_are_refused_before_a_folder_is_made(what: str) -> None:
 def test_a_resumed_run_keeps_its_adapters() -> None:
     tilegrad.train(run(), resume="run")
     for asked, message in (
-        ({"lora": {"rank": 4}}, "^lora.rank: got 4; accepted: the run's own, 3, when resuming"),
-        ({"lora": {"layers": ["q"]}}, "^lora.layers: got .*; accepted: the run's own, 'all', when resuming"),
-        ({"train": {"freeze": ["wte.*"]}}, r"^freeze: got \['wte.*'\]; accepted: the run's own, \[\], when resuming"),
+        ({"lora": {"rank": 4}}, "^lora.rank: got 4; accepted: the run's value, 3, when resuming"),
+        ({"lora": {"layers": ["q"]}}, "^lora.layers: got .*; accepted: the run's value, 'all', when resuming"),
+        ({"train": {"freeze": ["wte.*"]}}, r"^freeze: got \['wte.*'\]; accepted: the run's value, \[\], when resuming"),
     ):
         with pytest.raises(ValueError, match=message):
             tilegrad.train(asked, resume="run")
     tilegrad.train(run(None), "plain-run")
-    with pytest.raises(ValueError, match=r"^lora.rank: got 4; accepted: the run's own, None, when resuming"):
+    with pytest.raises(ValueError, match=r"^lora.rank: got 4; accepted: the run's value, None, when resuming"):
         tilegrad.train({"lora": {"rank": 4}}, resume="plain-run")
-    with pytest.raises(ValueError, match=r"^init: got 'plain'; accepted: the run's own, 'base', when resuming"):
+    with pytest.raises(ValueError, match=r"^init: got 'plain'; accepted: the run's value, 'base', when resuming"):
         tilegrad.train({"train": {"init": "plain"}}, resume="plain-run")
     assert "lora" not in json.loads(Path("plain-run/run.json").read_text(encoding="utf-8"))
 

@@ -201,7 +201,7 @@ def test_a_run_with_muon_saves_m_without_v_and_keeps_its_keys(
     assert {"m.blocks.0.attn.qkv.weight", "m.wte.weight", "v.wte.weight", "v.blocks.0.attn.qkv.bias"} <= names
     assert not any(name.startswith("v.blocks.0") and name.endswith(("qkv.weight", "up.weight")) for name in names)
     with pytest.raises(
-        ValueError, match=r"^optimizer.name: got 'adamw'; accepted: the run's own, 'muon', when resuming"
+        ValueError, match=r"^optimizer.name: got 'adamw'; accepted: the run's value, 'muon', when resuming"
     ):
         tilegrad.train({"train": {"steps": 3}, "optimizer": {"name": "adamw"}}, resume=tmp_path / "run")
     assert tilegrad.train({"train": {"steps": 3}}, resume=tmp_path / "run").steps == 3

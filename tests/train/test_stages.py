@@ -295,9 +295,9 @@ def test_a_resumed_run_keeps_its_stages_and_schedule(run: RunConfig) -> None:
     assert resumed(run, {"train": {"stages": own, "decay_steps": -1}}) == run
     assert resumed(run, {"train": {"stages": [dict(stage) for stage in STAGES]}}) == run
     assert run_from(json.loads(json.dumps(run.plain())), "run").train == run.train
-    with pytest.raises(ValueError, match=r"^stages: got .*; accepted: the run's own, .*, when resuming"):
+    with pytest.raises(ValueError, match=r"^stages: got .*; accepted: the run's value, .*, when resuming"):
         resumed(run, {"train": {"stages": []}})
-    with pytest.raises(ValueError, match=r"^schedule: got 'linear'; accepted: the run's own, 'wsd', when resuming"):
+    with pytest.raises(ValueError, match=r"^schedule: got 'linear'; accepted: the run's value, 'wsd', when resuming"):
         resumed(run, {"train": {"schedule": "linear"}})
     with pytest.raises(ValueError, match="stages: got 6 steps before the last stage; accepted: fewer than steps, 6"):
         resumed(run, {"train": {"steps": 6}})
@@ -339,10 +339,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a key": ([{"step": 3}], "got 'step' in stage 1 (did you mean 'steps'?); accepted: steps, batch_size, seq_len, window"),
     "no steps": ([{}, {}], "got steps None in stage 1; accepted: an int ≥ 1; only the last stage may leave it out"),
     "0 steps": ([{"steps": 0}, {}], "got steps 0 in stage 1; accepted: an int ≥ 1, at most 1,000,000,000"),
-    "a large batch": ([{"batch_size": 4}], "got batch_size 4 in stage 1; accepted: an int ≥ 1, at most the run's own, 3"),
+    "a large batch": ([{"batch_size": 4}], "got batch_size 4 in stage 1; accepted: an int ≥ 1, at most the run's value, 3"),
     "half a batch": ([{"batch_size": 0.5}], "got batch_size 0.5 in stage 1; accepted: an int ≥ 1"),
-    "long rows": ([{"seq_len": 32}], "got seq_len 32 in stage 1; accepted: an int ≥ 1, at most the run's own, 16"),
-    "no divisor": ([{"seq_len": 6}], "got seq_len 6 in stage 1; accepted: a divisor of the run's own, 16"),
+    "long rows": ([{"seq_len": 32}], "got seq_len 32 in stage 1; accepted: an int ≥ 1, at most the run's value, 16"),
+    "no divisor": ([{"seq_len": 6}], "got seq_len 6 in stage 1; accepted: a divisor of the run's value, 16"),
     "a window": ([{"window": 17}], "got window 17 in stage 1; accepted: 'none', 'model', or an int ≥ 1, at most block_size"),
     "true": ([{"window": True}], "got window True in stage 1; accepted: 'none', 'model', or an int ≥ 1, at most block"),
     "too long": ([{"steps": 8}, {}], "got 8 steps before the last stage; accepted: fewer than steps, 8"),
@@ -372,7 +372,7 @@ def test_windows_and_rows_that_stages_cannot_change_are_refused(run: RunConfig, 
         replace(run, model=replace(MODEL, window_layers=()))
     packed = replace(run.data, packing=True)
     with pytest.raises(
-        ValueError, match="stages: got seq_len 4 with rows of documents; accepted: the run's own, 16, beca"
+        ValueError, match="stages: got seq_len 4 with rows of documents; accepted: the run's value, 16, beca"
     ):
         replace(run, data=packed)
     (tmp_path / "chat.jsonl").write_text('{"prompt": "a", "completion": "b"}\n', encoding="utf-8")

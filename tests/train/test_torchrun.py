@@ -123,7 +123,7 @@ def test_a_refusal_is_printed_once_and_names_the_key(tmp_path: Path) -> None:
     apart_in_seed = Torchrun(2, tmp_path / "seed", "--steps", "4", fault=("other seed", 1, 0))
     for run, said in (
         (few, "tilegrad: gradient_accumulation: got 1; accepted: at least 2"),
-        (apart_in_seed, "tilegrad: train.seed: got 1234 on rank 1; accepted: rank 0's, "),
+        (apart_in_seed, "tilegrad: train.seed: got 1234 on rank 1; accepted: the value of rank 0, "),
     ):
         assert run.wait() != 0
         lines = [line for line in run.text().splitlines() if line.startswith("tilegrad: ")]

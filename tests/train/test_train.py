@@ -211,7 +211,7 @@ def test_commands_that_would_lose_or_mix_runs_are_refused(run: RunConfig, tmp_pa
     train(run, tmp_path / "run")
     with pytest.raises(ValueError, match="holds a run already"):
         train(run, tmp_path / "run")
-    with pytest.raises(ValueError, match="n_embd: got 32; accepted: the run's own, 16, when resuming"):
+    with pytest.raises(ValueError, match="n_embd: got 32; accepted: the run's value, 16, when resuming"):
         train(replace(run, model=replace(MODEL, n_embd=32)), tmp_path / "run", resume=True)
 
 
@@ -275,17 +275,17 @@ def no_manifest(folder: Path) -> None:
 
 
 SPOILT: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "batch_size": (None, {"batch_size": 4}, "batch_size: got 4; accepted: the run's own, 3, when resuming"),
-    "seed": (None, {"seed": 1}, "seed: got 1; accepted: the run's own, 0"),
-    "dtype": (None, {"dtype": "bfloat16"}, "dtype: got 'bfloat16'; accepted: the run's own, 'float32'"),
-    "warmup": (None, {"warmup_steps": 1}, "warmup_steps: got 1; accepted: the run's own, 2"),
+    "batch_size": (None, {"batch_size": 4}, "batch_size: got 4; accepted: the run's value, 3, when resuming"),
+    "seed": (None, {"seed": 1}, "seed: got 1; accepted: the run's value, 0"),
+    "dtype": (None, {"dtype": "bfloat16"}, "dtype: got 'bfloat16'; accepted: the run's value, 'float32'"),
+    "warmup": (None, {"warmup_steps": 1}, "warmup_steps: got 1; accepted: the run's value, 2"),
     "fewer steps": (None, {"steps": 7}, "steps: got 7; accepted: at least 8, which are done"),
     "device": (None, {"device": "cuda:99"}, "device: got 'cuda:99'[ ;]"),
-    "tokenizer": (other_tokenizer, {}, "tokenizer.json: got a tokenizer of sha256 .*; accepted: the one that made tokens.bin"),
+    "tokenizer": (other_tokenizer, {}, "tokenizer.json: got a tokenizer of sha256 .*; accepted: the tokenizer of tokens.bin"),
     "data": (other_data, {}, "tokens_sha256: got .*, as in the saved position"),
     "no tokens": (lambda f: (f / "data" / "tokens.bin").unlink(), {}, "tokens.bin: no such file; put the run's own file back"),
     "tensors": (longer_checkpoint, {}, r"only in the checkpoint: \['more'\]"),
-    "edited": (edited, {}, "run.json: seed: got 7; accepted: the run's own, 0"),
+    "edited": (edited, {}, "run.json: seed: got 7; accepted: the run's value, 0"),
     "torn": (torn, {}, "run.json: .*; without this file, the checkpoint's own configuration is used"),
     "no manifest": (no_manifest, {}, "manifest.json is missing; the one before it is good: .*step-4"),
 }  # fmt: skip
@@ -424,7 +424,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"train": {"seq_len": 4096}}, "seq_len: got 4096; accepted: at most block_size, 128"),
     (
         {"model": {"vocab_size": 256}, "data": {"tokenizer": "bpe", "bpe_vocab_size": 9999}},
-        "vocab_size: got 256; accepted: at least the tokenizer's, 9999",
+        "vocab_size: got 256; accepted: at least the tokenizer's size, 9999",
     ),
 ]
 
@@ -482,7 +482,7 @@ def test_an_older_run_resumes_with_the_end_of_its_text_as_validation(run: RunCon
         del saved["data"]["validation"], saved["data"]["text_field"]
     (folder / "run.json").write_text(json.dumps(content), encoding="utf-8")
     save_checkpoint(folder / "checkpoints", found.step, found.tensors, found.state)
-    with pytest.raises(ValueError, match="validation: got 'windows'; accepted: the run's own, 'end', when resuming"):
+    with pytest.raises(ValueError, match="validation: got 'windows'; accepted: the run's value, 'end', when resuming"):
         train(run, folder, resume=True)
     assert train(ended, folder, resume=True).validation_loss == whole.validation_loss
     drawn = train(run, tmp_path / "drawn")

@@ -50,7 +50,7 @@ def add_checks(commands: Commands) -> None:
     check = add_command(commands, "check", "compute the specification's examples and compare them with its numbers")
     what = check.add_subparsers(metavar="WHAT", required=True)
     flash = add_command(what, "flash", "the specification's two cases of the FlashAttention-2 backward", _check_flash)
-    flash.add_argument("--kernel", metavar="NAME", help="run this kernel instead of the one the table chooses")
+    flash.add_argument("--kernel", metavar="NAME", help="run this kernel instead of the kernel that the table chooses")
     flash.add_argument("--device", default="cpu", help="where to run (default: %(default)s)")
     flash.add_argument("--brief", action="store_true", help="print only the comparison, not the matrices")
 
@@ -71,7 +71,7 @@ def add_checks(commands: Commands) -> None:
         "--against", choices=("differences", "autograd"), default="differences", help="default: %(default)s"
     )
     gradcheck.add_argument(
-        "--kernel", metavar="NAME", help="for attention: this kernel instead of the one the table chooses"
+        "--kernel", metavar="NAME", help="for attention: this kernel instead of the kernel that the table chooses"
     )
 
     doctor = add_command(

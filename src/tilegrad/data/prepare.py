@@ -302,7 +302,7 @@ def load_prepared(folder: Path, *, documents: bool = False) -> tuple[TokenFile, 
     found = sha256_of(folder / "tokenizer.json")
     if found != file.tokenizer_sha256:
         raise ValueError(
-            f"{folder / 'tokenizer.json'}: got a tokenizer of sha256 {found[:12]}…; accepted: the one that made tokens.bin, "
+            f"{folder / 'tokenizer.json'}: got a tokenizer of sha256 {found[:12]}…; accepted: the tokenizer of tokens.bin, "
             f"{file.tokenizer_sha256[:12]}…"
         )
     return file, load_tokenizer(folder / "tokenizer.json")

@@ -271,7 +271,7 @@ def check_batch(batch: Batch, spec: StepSpec) -> None:
         limit = f"(1 … {spec.batch_size}, 1 … {spec.seq_len})"
         raise ValueError(f"tokens: got shape {(b, t)}; accepted: (b, t) in {limit}, for which memory was planned")
     if targets.shape != tokens.shape:
-        raise ValueError(f"targets: got shape {tuple(targets.shape)}; accepted: that of tokens, {(b, t)}")
+        raise ValueError(f"targets: got shape {tuple(targets.shape)}; accepted: the shape of tokens, {(b, t)}")
     if cu_seqlens is not None:
         _check_ends(cu_seqlens, b, t, spec.documents)
     if tokens.device.type == "cpu" or os.environ.get("TILEGRAD_CHECK") == "1":

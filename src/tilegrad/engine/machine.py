@@ -37,7 +37,7 @@ def check_device(device: str) -> None:
 
 
 def check_threads(planned_for: int, device: torch.device) -> None:
-    """Refuse a number of threads other than the one that memory was planned for."""
+    """Refuse a number of threads other than that for which memory was planned."""
     if torch.get_num_threads() != planned_for and device.type == "cpu":
         raise RuntimeError(
             f"threads: got torch.get_num_threads() = {torch.get_num_threads()}; accepted: {planned_for}, for which "

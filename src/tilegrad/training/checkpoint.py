@@ -222,7 +222,7 @@ def _load_trained(
         for name in sorted({*wanted} | average):
             if wanted.get(name) != file.headers.get(name):
                 got, accepted = (of.get(name, "none") for of in (file.headers, wanted))
-                raise DamagedCheckpoint(path, f"got {name} of form {got}; accepted: {accepted}, that of its parameter")
+                raise DamagedCheckpoint(path, f"got {name} of form {got}; accepted: {accepted}, as its parameter has")
         kind = "ema." if average and averaged else ""
         tensors = {name: _widened(file.read(f"{kind}{name}")) for name in shapes if name in trained}
     return Checkpoint(path, manifest["step"], tensors, manifest["state"], "averaged" if kind else "raw")

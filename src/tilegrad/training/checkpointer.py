@@ -1,4 +1,4 @@
-"""When a run's checkpoints are saved, and which: the last few, and the one with the lowest validation loss."""
+"""Saves the checkpoints of a run: the last few, and the checkpoint with the lowest validation loss."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Checkpointer:
         return path
 
     def is_best(self, loss: float) -> bool:
-        """Whether no validation loss was lower."""
+        """Whether `loss` is lower than every validation loss before."""
         return self.best is None or loss < self.best.validation_loss
 
     def save_if_best(self, state: RunState, loss: float) -> None:
-        """Save into best/ if no validation loss was lower."""
+        """Save into best/ if `loss` is lower than every validation loss before."""
         if self.is_best(loss):
             self.best = Best(self._write("best", state, keep=1), self._engine.steps, loss)
 

@@ -386,7 +386,7 @@ class RunConfig:
         shorter = next((stage.seq_len for stage in stages if stage.seq_len != t.seq_len), None)
         if shorter is not None and (self.data.packing or self.data.format not in ("auto", "text")):
             raise ValueError(
-                f"stages: got seq_len {shorter} with rows of documents; accepted: the run's own, {t.seq_len}, because "
+                f"stages: got seq_len {shorter} with rows of documents; accepted: the run's value, {t.seq_len}, because "
                 "documents are cut and packed for it, or data.packing false with data.format 'text'"
             )
 
@@ -435,7 +435,7 @@ class RunConfig:
 def check_vocab_size(run: RunConfig, needed: int) -> None:
     if run.model.vocab_size < needed:
         got = f"{run.model.vocab_size}{_of_weights(run)}"
-        raise ValueError(f"vocab_size: got {got}; accepted: at least the tokenizer's, {needed}")
+        raise ValueError(f"vocab_size: got {got}; accepted: at least the tokenizer's size, {needed}")
 
 
 def _of_weights(run: RunConfig) -> str:

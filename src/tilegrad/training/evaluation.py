@@ -95,7 +95,7 @@ def evaluate_weights(
     """Evaluate the weights `params`, which were loaded from `at`, a checkpoint or a folder of weights.
 
     files      files of text; none: all windows that the run of the checkpoint holds out
-    settings   keys of [train] that differ from the run's: batch_size, seq_len, dtype
+    settings   keys of [train] that replace those of the run: batch_size, seq_len, dtype
     """
     config, tokenizer_file = _run_of(at)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -110,7 +110,7 @@ def evaluate_weights(
             rows, tokenizer = _read(config, tokenizer_file, Path(scratch), show)
         elif config.train.seq_len != own:
             raise ValueError(
-                f"seq_len: got {config.train.seq_len}; accepted: the run's own, {own}, because it gives the windows that are "
+                f"seq_len: got {config.train.seq_len}; accepted: the run's value, {own}, because it gives the windows that are "
                 "held out; any other with --data"
             )
         else:

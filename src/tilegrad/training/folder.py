@@ -205,7 +205,9 @@ def own_tokenizer(folder: Path, state: RunState) -> Tokenizer:
         if data["validation"] == "end":
             training, _ = split(training, data["validation_fraction"])
         if tokens_sha256(training) != state["data"]["tokens_sha256"]:
-            raise ValueError(f"{tokens.path}: got other tokens than those of the checkpoint; accepted: the run's own")
+            raise ValueError(
+                f"{tokens.path}: got other tokens than those of the checkpoint; accepted: the run's own tokens"
+            )
         return tokenizer
     _check_tokenizer(folder, state, sha256_of(file))
     return load_tokenizer(file)

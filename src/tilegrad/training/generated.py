@@ -1,4 +1,4 @@
-"""What generation returns: whole sequences, or their tokens as they come."""
+"""The results of generation: whole sequences, or their tokens as they are drawn."""
 
 from __future__ import annotations
 

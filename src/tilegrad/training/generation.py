@@ -86,8 +86,8 @@ class Request:
 
 
 class StopAt:
-    """The text before the first stop string. The first is the one whose last character comes first, however the text is split
-    into pieces."""
+    """The text before the first stop string, which is the stop string that ends first, however the text is split into
+    pieces."""
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop, self._held, self.found = stop, "", False

@@ -185,12 +185,12 @@ def _check_headers(path: Path, manifest: Manifest, engine: Engine) -> bool:
     for name in sorted({*wanted, *there} - {"adam_step"}):
         found = there[name][1] if name in there else None
         if found != wanted.get(name):
-            raise ValueError(f"{path}: got {name} of shape {found}; accepted: {wanted.get(name)}, this model's")
+            raise ValueError(f"{path}: got {name} of shape {found}; accepted: {wanted.get(name)}, as in this model")
     for name, (piece, *_) in owned_pieces(engine).items():
         own = _DTYPES[piece.dtype]
         if name not in there or there[name][0] != own:
             got = there[name][0] if name in there else "none"
-            raise ValueError(f"{path}: {name}: got dtype {got}; accepted: {own}, this run's")
+            raise ValueError(f"{path}: {name}: got dtype {got}; accepted: {own}, as in this run")
     return joined
 
 

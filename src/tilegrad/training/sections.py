@@ -167,7 +167,7 @@ def _check_model(given: Values, own: ModelConfig, init: str) -> None:
             )
         if name not in _NO_WEIGHTS and value != getattr(own, name):
             raise ValueError(
-                f"{name}: got {shown(value)} with init {init!r}; accepted: {getattr(own, name)}, the weights' own"
+                f"{name}: got {shown(value)} with init {init!r}; accepted: {getattr(own, name)}, the value of the weights"
             )
 
 
@@ -297,7 +297,7 @@ def resumed(own: RunConfig, asked: Sections) -> RunConfig:
             if section != "train" or name not in may_change:
                 shown_name = f"{section}.{name}" if section in ("lora", "optimizer") else name
                 raise ValueError(
-                    f"{shown_name}: got {value!r}; accepted: the run's own, {had!r}, when resuming{_REMEDIES.get(name, '')}"
+                    f"{shown_name}: got {value!r}; accepted: the run's value, {had!r}, when resuming{_REMEDIES.get(name, '')}"
                 )
             changes[name] = value
     if "steps" in changes and "epochs" not in changes:

@@ -75,9 +75,11 @@ def resolved_stages(
             raise refuse("steps", f"an int ≥ 1, at most {_MOST_STEPS:,}")
         for name, most in (("batch_size", batch_size), ("seq_len", seq_len)):
             if not is_count(getattr(stage, name), most, 0):
-                raise refuse(name, f"an int ≥ 1, at most the run's own, {most}; 0: the run's own")
+                raise refuse(name, f"an int ≥ 1, at most the run's value, {most}; 0: the run's value")
         if stage.seq_len and seq_len % stage.seq_len:
-            raise refuse("seq_len", f"a divisor of the run's own, {seq_len}, because windows are cut into equal pieces")
+            raise refuse(
+                "seq_len", f"a divisor of the run's value, {seq_len}, because windows are cut into equal pieces"
+            )
         own: object = stage.window
         model_has = own == model.window and not isinstance(own, bool)
         if own is not None and own != "model" and not model_has and not is_count(own, model.block_size):

@@ -62,7 +62,7 @@ def resolve(
         return Start(settled(new), folder, None)
     home, given = locate(folder if resume is True else Path(resume))
     if out and home.resolve() != folder.resolve():
-        raise ValueError(f"out: got {folder}; accepted: the run's own, {home}, when resuming")
+        raise ValueError(f"out: got {folder}; accepted: the run's folder, {home}, when resuming")
     checkpoint = checkpoint_of(home, given, check=world == 1)
     own, state = _own_run(home, checkpoint)
     return Start(resumed(own, content), home, (checkpoint, state))

@@ -104,7 +104,9 @@ def check_agreed(mesh: Mesh, fields: Mapping[str, object]) -> None:
         accepted = by_rank[0].get(name)
         for rank, leaves in enumerate(by_rank):
             if leaves.get(name) != accepted:
-                raise ValueError(f"{name}: got {leaves.get(name)} on rank {rank}; accepted: rank 0's, {accepted}")
+                raise ValueError(
+                    f"{name}: got {leaves.get(name)} on rank {rank}; accepted: the value of rank 0, {accepted}"
+                )
 
 
 def _leaves(fields: Mapping[str, object], inside: str = "") -> Iterator[tuple[str, str]]:
