@@ -117,6 +117,27 @@ def test_activations_compile(architecture: int, kind: str, dtype: torch.dtype, t
     assert all(".128" in kernel.sass for kernel in wide), "loads are not of 16 bytes"
 
 
+@pytest.mark.parametrize("architecture", [slowly(80), 90, slowly(100)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, slowly(torch.float32)])
+def test_scaled_sums(architecture: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    """All gradients, and those of frozen scalars under a frozen embedding."""
+    from tilegrad.kernels.scaled_sum import Gradients, triton_ops
+
+    x, scalar, total = torch.empty(4096, 768, dtype=dtype), torch.empty(1, dtype=dtype), torch.empty(1)
+    with compiling(architecture, tmp_path) as found:
+        triton_ops.fwd(x, x, scalar, scalar, y=x, scratch={})
+        for dx0, sums in ((x, total), (None, None)):
+            out, scratch = (
+                Gradients(x, dx0, sums, sums, accumulate=True),
+                poisoned(triton_ops.workspace(x, backward=True)),
+            )
+            triton_ops.bwd(x, x, x, scalar, scalar, out=out, scratch=scratch)
+    backward = "_scaled_sum_bwd_kernel"
+    check(found, architecture, {"_scaled_sum_fwd_kernel", backward, f"{backward} again", "_add_partials_kernel"})
+    wide = (kernel for name, kernel in found.items() if name != "_add_partials_kernel")
+    assert all(".128" in kernel.sass for kernel in wide), "loads are not of 16 bytes"
+
+
 @pytest.mark.parametrize("kind", ["", slowly("gelu"), "swiglu"])
 def test_float8_rounding_compiles_to_vector_loads_and_stores(kind: str, tmp_path: Path) -> None:
     """Loads and both stores are of whole vectors: the transpose uses shared memory."""

@@ -79,6 +79,7 @@ def bwd(dy: Tensor, x: Tensor, x0: Tensor, a: Tensor, b: Tensor, *, out: Gradien
     n = x.numel()
     tiles, constants = ceil_div(n, TILE), {"TILE": TILE, "num_warps": WARPS}
     launch(_scaled_sum_bwd_kernel, (_programs(x),), dy, x, x0, a, b, dx, dx0, partials, n, tiles, **constants)
-    for total, own in zip((da, db), () if partials is None else partials, strict=False):
-        if total is not None:
-            add_partials(own, total, accumulate=accumulate)
+    if partials is not None and da is not None:
+        add_partials(partials if db is not None else partials[0], da, db, accumulate=accumulate)
+    elif partials is not None and db is not None:
+        add_partials(partials[1], db, accumulate=accumulate)
