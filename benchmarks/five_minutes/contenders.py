@@ -3,7 +3,7 @@
     nanogpt     GPT-2's form in PyTorch: LayerNorm, GELU, learned positions, tied head, fused AdamW (../peer.py)
     nanochat    nanochat's form in PyTorch: rope, norms of q and k, ReLU², untied head with a softcap, Muon (nanochat.py)
     adamw       ours, nanogpt's model and optimizer
-    muon        ours, the model of nanochat with weights in its norms, Muon and AdamW
+    muon        ours, nanochat's model with weights in its norms and no norm after the embedding, Muon and AdamW
     muon-fp8    the same, the products of the blocks' linear layers in float8
 
 Peers are compiled on a GPU and eager on a CPU. All have as many blocks and channels, and read the same windows in the same
@@ -49,7 +49,7 @@ class Size:
         return ModelConfig(vocab_size, self.seq_len, self.n_layer, self.n_head, self.n_embd)
 
     def modern(self, vocab_size: int) -> ModelConfig:
-        """The form of nanochat, with weights in the norms."""
+        """The form of nanochat, with weights in the norms and no norm after the embedding."""
         return replace(
             self.gpt2(vocab_size), n_head=max(1, self.n_embd // HEAD_DIM), norm="rmsnorm", position="rope", qk_norm=True,
             activation="relu2", bias=False, tie_embeddings=False, logit_softcap=SOFTCAP,

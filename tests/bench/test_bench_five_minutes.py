@@ -85,6 +85,26 @@ def test_a_wheel_with_another_digest_or_none_at_all_is_refused_by_name(tmp_path:
         text.checked([replace(wheel, name="some-name", version="1.1")], tmp_path)
 
 
+def test_pip_fetches_what_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = tmp_path / "index"
+    there.mkdir()
+    info = "small-1.0.dist-info"
+    files = {
+        f"{info}/METADATA": "Metadata-Version: 2.1\nName: small\nVersion: 1.0\nRequires-Python: <3\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/RECORD": "",
+    }
+    wheel = write_wheel(there / "small-1.0-py3-none-any.whl", files)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(there))
+    listed = tmp_path / "wheels.txt"
+    listed.write_text(f"small==1.0 --hash=sha256:{wheel.sha256}\n", encoding="utf-8")
+    text.fetch(listed, tmp_path / "wheels")
+    assert text.checked(text.listed(listed), tmp_path / "wheels") == [
+        tmp_path / "wheels" / "small-1.0-py3-none-any.whl"
+    ]
+
+
 def test_documents_are_text_files_of_some_length_each_once(tmp_path: Path) -> None:
     long = "x" * text.LEAST_BYTES
     files: dict[str, str | bytes] = {
