@@ -168,7 +168,7 @@ def test_a_window_of_sdpa_is_a_matrix() -> None:
         torch.testing.assert_close(ours[name], theirs[name])
 
 
-def test_the_thirty_cells() -> None:
+def test_the_benchmark_has_thirty_cells() -> None:
     cells = PRESETS["training"]
     assert len(cells) == 30 and {shape.b * shape.t for shape in cells} == {16384}
     assert {shape.h * shape.d for shape in cells} == {2048} and {shape.d for shape in cells} == {64, 128, 256}
@@ -288,7 +288,7 @@ def test_the_order_of_a_round_changes_from_round_to_round() -> None:
     assert rounds == ["abc", "bca", "cab"] and all(len(each) == 3 for each in ms.values())
 
 
-def test_tensors_are_in_a_models_memory_order() -> None:
+def test_tensors_have_the_memory_order_of_a_model() -> None:
     inputs = calls.Inputs(Shape(2, 4, 40, 16, hkv=2), torch.float32, torch.device("cpu"))
     _, _, out = inputs.ours("tiled")
     for x in (inputs.q, inputs.k, inputs.v, inputs.do, *(out[name] for name in ("o", "dq", "dk", "dv"))):

@@ -22,7 +22,7 @@ SMALL: dict[str, Any] = {
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("mode", MODES)
-def test_the_peer_computes_the_same(mode: Any, causal: bool) -> None:
+def test_the_peer_has_the_same_results(mode: Any, causal: bool) -> None:
     g = torch.Generator().manual_seed(0)
     leaves = [torch.randn(2, 32, 4, 8, generator=g).requires_grad_() for _ in range(3)]
     q, k, v = (x.transpose(1, 2) for x in leaves)
@@ -90,6 +90,6 @@ def test_verdicts_of_a_gpu() -> None:
         ({"modes": ["paper"]}, "mode: got 'paper'"),
     ],
 )
-def test_refusals(changes: dict[str, Any], message: str) -> None:
+def test_a_bad_argument_of_the_benchmark_is_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         bench_dilated(**SMALL | changes)

@@ -39,7 +39,7 @@ def test_a_bar_is_met_or_missed() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES[:-1])
-def test_all_have_one_mask(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_contenders_have_the_same_mask(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.nn.attention import flex_attention as flex
 
     monkeypatch.setattr(torch, "compile", lambda f, **_options: f)

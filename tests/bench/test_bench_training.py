@@ -96,12 +96,12 @@ def test_the_forms_of_the_peer_are_different_functions():
 @pytest.mark.parametrize(
     "changes", [{"dropout": 0.1}, {"window": 4}, {"projection": "per_head"}, {"activation": "relu"}]
 )
-def test_the_peer_refuses_what_it_is_not(changes):
+def test_the_peer_refuses_other_models(changes):
     with pytest.raises(ValueError, match=f"{next(iter(changes))}: got .*which the peer has"):
         PeerModel(replace(GPT, **changes), PeerForm())
 
 
-def test_the_peer_trains_as_the_engine_does():
+def test_the_peer_trains_like_the_engine():
     """Ten steps of both from the same parameters: forward, backward, clipping, AdamW and decay are the same."""
     tokens, targets = batch(GPT)
     engine = Engine(GPT, 2, 16)
@@ -379,13 +379,13 @@ STEP = [
 ]  # fmt: skip
 
 
-def test_the_groups_of_a_step():
+def test_the_kernels_of_a_step_have_their_groups():
     """Also the head's GEMMs in chunks, and what belongs to a GEMM; a second step is grouped as the first."""
     names = [name for name, _ in STEP]
     assert groups_of(names * 2) == [group for _, group in STEP] * 2
 
 
-def test_break_down_drops_nothing():
+def test_break_down_counts_every_launch():
     launches = [Launch(name, 10.0 * i, 8.0) for i, (name, _) in enumerate(STEP * 2)]
     launches.append(Launch("never seen", 10.0, 5.0))  # at the same time as another
     found = break_down(launches[::-1], {"GEMM forward": 0.01, "rope": 0.5}, steps=2)

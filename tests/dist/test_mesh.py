@@ -34,7 +34,7 @@ def collectives(mesh: Mesh) -> list[list[float]]:
     return [*found, [float(other["rank"]) for other in mesh.gather({"rank": mesh.rank})]]
 
 
-def test_collectives_in_place(two_ranks: Ranks) -> None:
+def test_collectives_work_in_place(two_ranks: Ranks) -> None:
     whole = [3.0 * i for i in range(8)]
     for rank, found in enumerate(two_ranks.run(collectives)):
         summed = [i * (rank + 1.0) if i not in (2, 3) else 3.0 * i for i in range(8)]
@@ -53,7 +53,7 @@ def of_neighbours(mesh: Mesh, n: int) -> tuple[list[int], list[list[float]], int
     return [group.rank, group.world], [y.tolist(), z.tolist()], mesh.entered - before
 
 
-def test_neighbours_have_collectives_of_their_own(two_ranks: Ranks) -> None:
+def test_neighbours_have_their_own_collectives(two_ranks: Ranks) -> None:
     both, alone = two_ranks.run(of_neighbours, 2), two_ranks.run(of_neighbours, 1)
     for rank in range(2):
         assert both[rank] == ([rank, 2], [[3.0 * i for i in range(8)]] * 2, 3)
@@ -91,7 +91,7 @@ def firsts(mesh: Mesh, folder: str) -> tuple[list[str], str]:
     return found, str(error.value)
 
 
-def test_rank_0_first(two_ranks: Ranks, tmp_path: Path) -> None:
+def test_rank_0_runs_first_and_its_failure_reaches_all_ranks(two_ranks: Ranks, tmp_path: Path) -> None:
     (seen0, error0), (seen1, error1) = two_ranks.run(firsts, str(tmp_path))
     assert (seen0, seen1) == ([], ["0"])
     assert "nothing here" in error0 and "rank 0 failed" in error1
@@ -119,7 +119,7 @@ def test_a_failed_collective_names_the_place(two_ranks: Ranks) -> None:
         assert message.startswith(f"rank {rank}, wait at 'step 3: summing': every rank is alive")
 
 
-def test_missing_by_notes() -> None:
+def test_missing_ranks_are_found_from_their_notes() -> None:
     distributed: Any = torch.distributed  # whose types leave HashStore out
     store = distributed.HashStore()
     for rank, note in enumerate(
@@ -175,14 +175,14 @@ def test_an_error_of_all_ranks_is_printed_once(
         assert capsys.readouterr().err.splitlines() == (said if there == "True" else [said[0], *said])
 
 
-def test_missing_when_all_wait_or_many_are_gone() -> None:
+def test_missing_ranks_are_named_when_all_wait_or_many_are_gone() -> None:
     before = {rank: Note(1, 5, "a") for rank in range(20)}
     after = {rank: Note(2, 5, "a") for rank in range(20)}
     assert "every rank is alive" in missing(before, after)
     assert missing(before, before).endswith("; and 12 more")
 
 
-def test_one_rank_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torchrun_there_is_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     mesh, x = Mesh(), torch.ones(3)
@@ -208,7 +208,7 @@ class _Clock:
         self.now += seconds
 
 
-def test_the_watch_ends_a_rank_where_nothing_raises(
+def test_the_watch_ends_a_rank_that_hangs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A rank ends that stays at one place for longer than its collectives may wait; with alone=True it may stay for ever."""
@@ -236,7 +236,7 @@ def test_the_watch_ends_a_rank_where_nothing_raises(
     assert "rank 1 is dead or stopped, last at 'step 7: reading data'" in message
 
 
-def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "3"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "3")):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

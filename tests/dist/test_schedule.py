@@ -38,7 +38,7 @@ def padding(bucket: Bucket) -> int:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("world", [2, 64])
-def test_buckets_of_every_preset(name: str, world: int) -> None:
+def test_buckets_of_every_preset_cover_every_parameter_once(name: str, world: int) -> None:
     """Every parameter once, in the arena's order; slices are aligned; the backward finishes the buckets from the end."""
     model = handles(MODELS[name])
     steps = schedule_of(model)
@@ -103,7 +103,7 @@ class Early(Exception):
 
 @pytest.mark.parametrize("config", [CONFIG, LLAMA, QWEN3])
 @pytest.mark.parametrize("early", [0, 1])
-def test_a_gradient_is_final_at_its_op_and_not_before(config: ModelConfig, early: int) -> None:
+def test_a_gradient_is_summed_after_its_last_op(config: ModelConfig, early: int) -> None:
     """Gradients are poisoned, then taken when the schedule sums them: all are those of the end. The canary takes them one op
     early, and finds poison or another value."""
     engine, (tokens, targets) = Engine(config, 2, 8), batch(config, 2, 8)
@@ -126,7 +126,7 @@ def test_a_gradient_is_final_at_its_op_and_not_before(config: ModelConfig, early
     assert not any(same.values()) if early else all(same.values()), same
 
 
-def test_a_followed_program_is_the_one_of_its_schedule() -> None:
+def test_a_program_that_departs_from_its_schedule_is_refused() -> None:
     steps = [Touch("first", frozenset(), frozenset()), Touch("second", frozenset(), frozenset())]
     seen: list[str] = []
 
@@ -172,7 +172,7 @@ def test_a_followed_op_costs_three_microseconds_at_most() -> None:
 
 
 @pytest.mark.parametrize("shard", ["none", "optimizer"])
-def test_bytes_of_a_rank(shard: str) -> None:
+def test_a_rank_has_its_share_of_bytes(shard: str) -> None:
     """Moments are 1/world; pads are all that is COMM."""
     config = replace(PRESETS["tiny"], n_layer=3)
     plans = {
@@ -193,7 +193,7 @@ def test_bytes_of_a_rank(shard: str) -> None:
         assert moments <= plan.arenas["optimizer"].arena_bytes <= moments + scalars
 
 
-def test_a_bucket_holds_something() -> None:
+def test_the_size_of_a_bucket_must_be_positive() -> None:
     with pytest.raises(ValueError, match=r"^bucket_bytes: got 0; accepted: at least 1$"):
         plan_model(StepSpec(CONFIG, 2, 8, torch.float32, CPU, world=2, bucket_bytes=0))
 
@@ -213,13 +213,13 @@ def test_shard_all_plans_less_memory() -> None:
 
 
 @pytest.mark.slow
-def test_shard_all_of_a_large_model() -> None:
+def test_shard_all_plans_a_large_model() -> None:
     plan = plan_model(StepSpec(PRESETS["gpt2-xl"], 4, 1024, torch.float32, CPU, world=8, shard="all"))
     arena = plan.arenas["activations"]
     assert plan.peak_bytes <= 24.4e9 and arena.arena_bytes <= 1.01 * arena.lower_bound_bytes
 
 
-def test_a_large_model_on_an_h200(on_hopper: None) -> None:
+def test_a_large_model_fits_on_an_h200(on_hopper: None) -> None:
     """gpt2-xl in bfloat16, norms and activations recomputed: masters are sharded too."""
     both: frozenset[Recomputed] = frozenset({"activation", "norm"})
     plan = plan_model(StepSpec(

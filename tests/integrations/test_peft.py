@@ -63,7 +63,7 @@ def near(got: Tensor, want: Tensor, limit: float) -> bool:
 
 @pytest.mark.parametrize("layers", ["all", "attention", "ffn", ("proj", "up")], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_peft_computes_with_our_adapters_what_we_do(kind: str, layers: str | tuple[str, ...], tmp_path: Path) -> None:
+def test_our_adapters_give_the_same_results_in_peft(kind: str, layers: str | tuple[str, ...], tmp_path: Path) -> None:
     config, params = base_of(kind, tmp_path / "base")
     lora = LoraConfig(rank=3, alpha=5.0, layers=layers, dropout=0.1)
     adapters, tokens = drawn(config, lora), torch.arange(12)[None]
@@ -91,7 +91,7 @@ def json_keys(folder: Path) -> set[str]:
 
 @pytest.mark.parametrize("use_rslora", [False, True], ids=["plain", "rslora"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_we_compute_with_adapters_of_peft_what_it_does(kind: str, use_rslora: bool, tmp_path: Path) -> None:
+def test_adapters_of_peft_give_the_same_results_in_tilegrad(kind: str, use_rslora: bool, tmp_path: Path) -> None:
     config, params = base_of(kind, tmp_path / "base")
     targets = "all-linear" if kind == "gpt2" else ["q_proj", "v_proj", "down_proj"]
     settings = peft.LoraConfig(

@@ -67,7 +67,7 @@ def text_of(folder: Path, length: int) -> Tensor:
 
 
 @pytest.mark.parametrize("padding", [None, "left", "right"])
-def test_under_transformers(folder: Path, padding: str | None) -> None:
+def test_logits_and_gradients_under_transformers_equal_eager(folder: Path, padding: str | None) -> None:
     ids = text_of(folder, 96)
     batch = {"input_ids": ids, "labels": ids}
     if padding:
@@ -92,7 +92,7 @@ def test_generation_under_transformers(folder: Path) -> None:
     assert torch.equal(*texts)
 
 
-def test_in_the_engine(folder: Path) -> None:
+def test_the_engine_has_the_logits_of_transformers(folder: Path) -> None:
     ids = text_of(folder, 96)
     model = model_of(folder, "eager")
     out = model(input_ids=ids, labels=ids)
@@ -112,7 +112,7 @@ def test_in_the_engine(folder: Path) -> None:
     assert max(wrong.values()) < RELATIVE
 
 
-def test_the_gguf_file_itself(folder: Path, tmp_path: Path) -> None:
+def test_the_gguf_file_is_imported_and_exported(folder: Path, tmp_path: Path) -> None:
     """`import` reads the weights and token ids that transformers reads; `export` writes them back."""
     (file,) = PACKAGE.glob("*.gguf")
     assert main(["import", str(file), "--out", str(tmp_path / "in")]) == 0

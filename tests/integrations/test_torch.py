@@ -101,7 +101,7 @@ MASKS["both"] = MASKS["padding"] | MASKS["bool"]
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("mask", MASKS)
-def test_multihead_attentions_weights_and_masks(mask: str, batch_first: bool, bias: bool) -> None:
+def test_multihead_attention_has_its_weights_and_masks(mask: str, batch_first: bool, bias: bool) -> None:
     theirs = torch.nn.MultiheadAttention(32, 4, bias=bias, batch_first=batch_first, dtype=D)
     ours = Attention(32, 4, bias=bias, batch_first=batch_first, dtype=D)
     assert ours.load_state_dict(theirs.state_dict()) and {*ours.state_dict()} == {*theirs.state_dict()}
@@ -204,7 +204,7 @@ def test_an_encoder_and_a_decoder_of_several_layers(built: str, norm_first: bool
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-def test_a_nested_tensor_is_each_sequence_by_itself() -> None:
+def test_a_nested_tensor_has_the_results_of_single_sequences() -> None:
     options: dict[str, Any] = {"num_kv_heads": 2, "window": 3, "rope_theta": 100.0, "dtype": D}
     layer = Attention(32, 4, batch_first=True, **options)
     parts = [torch.randn(n, 32, dtype=D, requires_grad=True) for n in (5, 1, 9)]
@@ -239,7 +239,7 @@ def test_causal_self_attention_without_a_batch() -> None:
 
 
 @pytest.mark.parametrize("managed", [False, True])
-def test_intervals_are_those_of_attention(managed: bool) -> None:
+def test_intervals_have_the_results_of_attention(managed: bool) -> None:
     documents = interval_masks.documents([0, 3, 10])
     attended = interval_masks.from_bool(torch.block_diag(torch.ones(3, 3), torch.ones(7, 7)).bool())["intervals"]
     module = Attention(32, 4, batch_first=True, num_kv_heads=2, dtype=D, manager=Manager() if managed else None)
@@ -264,7 +264,7 @@ def test_intervals_are_those_of_attention(managed: bool) -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"rope_theta": 100.0}, {"num_kv_heads": 2, "window": 4, "rope_theta": 100.0}], ids=str
 )
-def test_decoding_with_a_cache_is_reading_at_once(options: dict[str, Any]) -> None:
+def test_decoding_with_a_cache_equals_a_call_on_the_whole_text(options: dict[str, Any]) -> None:
     layer = Attention(32, 4, batch_first=True, dtype=D, **options).eval()
     x = torch.randn(2, 12, 32, dtype=D, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -276,7 +276,7 @@ def test_decoding_with_a_cache_is_reading_at_once(options: dict[str, Any]) -> No
             layer(x[:, :1], cache=cache)
 
 
-def test_rope_is_relative() -> None:
+def test_rope_depends_on_relative_positions() -> None:
     layer = Attention(32, 4, dtype=D, rope_theta=100.0)
     q, k = torch.randn(2, 1, 4, 1, 8, dtype=D, generator=torch.Generator().manual_seed(1))
     near, far = ((layer._rotate(q, i + 3) * layer._rotate(k, i)).sum() for i in (0, 40))
@@ -284,14 +284,14 @@ def test_rope_is_relative() -> None:
     assert not torch.allclose(near, (layer._rotate(q, 5) * layer._rotate(k, 0)).sum())
 
 
-def test_dropout_is_for_training() -> None:
+def test_dropout_is_active_only_in_training() -> None:
     layer, x = Attention(32, 4, dropout=0.5, batch_first=True), torch.randn(2, 12, 32)
     assert not torch.equal(layer(x)[0], layer(x)[0])
     layer.eval()
     assert torch.equal(layer(x)[0], layer(x)[0])
 
 
-def test_what_attention_refuses() -> None:
+def test_bad_arguments_of_attention_are_refused() -> None:
     layer, x = Attention(32, 4, batch_first=True), torch.randn(1, 3, 32)
     with pytest.raises(ValueError, match="need_weights: got True; accepted: False"):
         layer(x, need_weights=True)

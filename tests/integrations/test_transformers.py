@@ -85,7 +85,7 @@ def test_logits_and_gradients_under_every_padding(name: str) -> None:
         ("bart, cross attention", "right", "attention_varlen"),
     ],
 )
-def test_which_call_is_made(name: str, padding: str | None, call: str, ran: list[str]) -> None:
+def test_each_padding_makes_the_expected_call(name: str, padding: str | None, call: str, ran: list[str]) -> None:
     results(model_of(name, "tilegrad"), batch_of(name, padding))
     others = {"attention"} if name.startswith("bart") else set()  # its decoder is not padded
     assert set(ran) == {call} | others
@@ -182,7 +182,7 @@ def test_no_matrix_of_t_by_t_exists(padding: str | None, implementation: str, th
 
 
 @pytest.mark.parametrize("name", quick_or_slow(DECODERS))
-def test_packed_sequences_are_sequences(name: str) -> None:
+def test_packed_sequences_have_the_results_of_single_ones(name: str) -> None:
     draw = torch.Generator().manual_seed(3)
     tokens = [torch.randint(3, VOCABULARY, (n,), generator=draw).tolist() for n in (7, 1, 12, 3)]
     eager, model = (model_of(name, implementation) for implementation in ("eager", "tilegrad"))
@@ -195,7 +195,7 @@ def test_packed_sequences_are_sequences(name: str) -> None:
             assert float((got - want).abs().max()) < LOGITS * float(want.abs().max()), lengths
 
 
-def test_gradients_of_packed_sequences() -> None:
+def test_gradients_of_packed_sequences_equal_those_of_single_ones() -> None:
     draw = torch.Generator().manual_seed(3)
     tokens = [torch.randint(3, VOCABULARY, (n,), generator=draw) for n in (7, 2, 12, 3)]
     eager, model = (model_of("llama", implementation) for implementation in ("eager", "tilegrad"))
@@ -234,7 +234,7 @@ def test_generation_is_the_same_token_for_token(name: str, options: dict[str, An
         (3, 5, True, False),
     ],
 )
-def test_a_mask_of_a_moving_cache_is_whole_where_its_place_cannot_be_read(
+def test_a_mask_of_a_moving_cache_is_a_tensor_where_its_position_cannot_be_read(
     q_length: int, q_offset: int | Tensor, tracing: bool, whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A static cache has its length on the device. A prompt reads that once; a decoded token and a compiler do not."""
@@ -275,7 +275,7 @@ def test_gradient_checkpointing_draws_the_same_dropout() -> None:
 
 
 @pytest.mark.parametrize("padding", [None, pytest.param("left", marks=pytest.mark.slow)])
-def test_torch_compile_of_the_whole_graph(padding: str | None) -> None:
+def test_torch_compile_captures_the_whole_graph(padding: str | None) -> None:
     name, batch = "mistral, window", batch_of("mistral, window", padding)
     want = results(model_of(name, "eager", num_hidden_layers=1), batch)
     model = model_of(name, "tilegrad", num_hidden_layers=1)
@@ -284,7 +284,7 @@ def test_torch_compile_of_the_whole_graph(padding: str | None) -> None:
     assert logits < LOGITS and gradients < GRADIENTS
 
 
-def test_what_is_refused_is_named() -> None:
+def test_an_unsupported_option_is_refused_by_name() -> None:
     tokens, x = torch.tensor([[3, 4, 5]]), torch.randn(1, 2, 4, 8)
     bloom = AutoConfig.for_model("bloom", vocab_size=VOCABULARY, hidden_size=32, n_layer=1, n_head=4)
     with pytest.raises(NotImplementedError, match="computes attention itself"):
@@ -302,7 +302,7 @@ def test_torch_compile_refuses_padding_between_tokens() -> None:
         torch.compile(model, backend="eager")(**batch_of("llama", "holes"))
 
 
-def test_canary_a_mask_that_is_lost_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_canary_a_lost_mask_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     from tilegrad.integrations import transformers as integration
 
     monkeypatch.setattr(integration, "_padded", lambda padding, rows: integration._packed(torch.zeros_like(padding)))  # noqa: ARG005
@@ -318,7 +318,7 @@ def test_the_code_of_the_page_runs() -> None:
     assert names["model"].model.layers[0].self_attn.q_proj.weight.grad is not None  # type: ignore[attr-defined]
 
 
-def test_positions_are_looked_at_once_until_they_change() -> None:
+def test_positions_are_read_once_until_they_change() -> None:
     """All layers of a forward get one tensor; the lengths of its sequences are the same object."""
     from tilegrad.integrations.transformers import _restarts
 
@@ -337,7 +337,7 @@ def test_positions_are_looked_at_once_until_they_change() -> None:
     assert before is not None and after is not None and before[0].tolist() != after[0].tolist()
 
 
-def test_without_a_mask_a_module_that_says_nothing_is_causal() -> None:
+def test_without_a_mask_a_module_is_causal_by_default() -> None:
     q, k, v = (torch.randn(1, 2, 6, 8, generator=torch.Generator().manual_seed(n)) for n in range(3))
     causal, whole = (functional.attention(q, k, v, causal=side).transpose(1, 2) for side in (True, False))
     assert not torch.equal(causal, whole)

@@ -106,7 +106,7 @@ def test_factors_of_logits_with_and_without_a_cap() -> None:
         torch.testing.assert_close(got, cross_entropy(change(full), targets, label_smoothing=0.1), rtol=1e-12, atol=0)
 
 
-def test_logits_are_there_without_labels_and_in_evaluation(losses: list[dict[str, Any]]) -> None:
+def test_logits_are_computed_without_labels_and_in_evaluation(losses: list[dict[str, Any]]) -> None:
     register(linear_cross_entropy=True)
     model, tokens = model_in_training("llama"), batch_of("llama", None)["input_ids"]
     with_labels = model.eval()(input_ids=tokens, labels=tokens)
@@ -119,7 +119,7 @@ def test_logits_are_there_without_labels_and_in_evaluation(losses: list[dict[str
     assert torch.equal(loss, positional.loss)
 
 
-def test_what_else_a_program_does_with_logits_is_refused() -> None:
+def test_other_uses_of_logits_are_refused() -> None:
     register(linear_cross_entropy=True)
     output, _ = trained(model_in_training("llama"))
     for use in (
@@ -197,7 +197,7 @@ def test_torch_compile_keeps_one_graph() -> None:
     torch.testing.assert_close(got, want)
 
 
-def test_no_logits_are_allocated() -> None:
+def test_the_matrix_of_logits_is_not_allocated() -> None:
     from torch.profiler import ProfilerActivity, profile
 
     register(linear_cross_entropy=True)
