@@ -54,6 +54,7 @@ ACCEPTS_NOTHING = re.compile(r"accepted:\s*(?:[;)]|$)")
 IN_RESULTS = {
     "run": re.compile(r"\bleases?\b", re.IGNORECASE),
     "goal": re.compile(r"\bbars?\b|\basked was\b", re.IGNORECASE),
+    "the run ended before": re.compile(r"\bcut off\b|\brun was over\b"),
 }
 CODE_IN_PAGES = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 NAME_IN_PROSE = re.compile(r"`[^`\n]*`")
@@ -211,6 +212,7 @@ def test_canary_an_error_without_a_value_is_found(text: str) -> None:
 
 def test_canary_results_speak_to_readers() -> None:
     assert len(habits("In one lease, 1.05 (bar 1.02).\n", ".md", results=True)) == 2
+    assert len(habits("It was cut off: the run was over.\n", ".md", results=True)) == 2
 
 
 def test_what_is_no_habit_is_left() -> None:
