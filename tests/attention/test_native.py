@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from ctypes import sizeof
 from dataclasses import replace
+from functools import lru_cache
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,9 @@ from support.cases import (
     WITH_LARGE_SCORES,
     Call,
     Case,
+    Tensors,
     allowed,
+    bounds,
     build,
     case_of,
     cases,
@@ -43,6 +46,7 @@ from tilegrad.cli import main
 from tilegrad.kernels.attention import api as contract
 from tilegrad.kernels.attention import cpu as native
 from tilegrad.kernels.attention.mask import Mask
+from tilegrad.kernels.closeness import Bound, assert_close
 from tilegrad.kernels.cpu import abi
 from tilegrad.kernels.cpu import library as native_library
 from tilegrad.kernels.philox import drop_mask, round_keys
@@ -59,11 +63,20 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@lru_cache(maxsize=64)
+def expected(case: Case, seed: int, exp_error: float) -> tuple[Call, Tensors, dict[str, Bound]]:
+    """The call of a case, its exact results and their bounds. The tests of one case on each instruction set follow each
+    other, so all of them share what this computes."""
+    call = build(case, seed)
+    exact = oracle(call)
+    return call, exact, bounds(call, exact, exp_error)
+
+
 def check(case: Case, isa: str, seed: int = 0) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TILEGRAD_ISA", isa)
-        call = build(case, seed)
-        check_call(call, run(call, "native"), native.exp_error(case.dtype))
+        call, exact, allowed_errors = expected(case, seed, native.exp_error(case.dtype))
+        assert_close(run(call, "native"), exact, allowed_errors)
 
 
 PAIRS = 2_206  # number of pairs of options and sizes, without the instruction sets
