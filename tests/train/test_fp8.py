@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import CONFIG, LLAMA, batch, clones, equal
+from support.models import CONFIG, LLAMA, SPEED_RUN, batch, clones, equal
 
 import tilegrad
 from tilegrad import Engine, ModelConfig
@@ -38,8 +38,14 @@ LEVELS: tuple[tuple[Linear, HeadProducts], ...] = (
 
 def _pairs() -> list[Any]:
     """Every level and every model in CI, each level with each model in the slow tests."""
-    every = list(product({"gpt": CONFIG, "llama": LLAMA, "qwen3": QWEN3}.items(), LEVELS))
-    quick = {("gpt", *LEVELS[0]), ("llama", *LEVELS[1]), ("gpt", *LEVELS[2]), ("qwen3", *LEVELS[3])}
+    every = list(product({"gpt": CONFIG, "llama": LLAMA, "qwen3": QWEN3, "speed run": SPEED_RUN}.items(), LEVELS))
+    quick = {
+        ("gpt", *LEVELS[0]),
+        ("llama", *LEVELS[1]),
+        ("gpt", *LEVELS[2]),
+        ("qwen3", *LEVELS[3]),
+        ("speed run", *LEVELS[3]),
+    }
     names = [(name, *level) for (name, _), level in every]
     slow = [() if name in quick else pytest.mark.slow for name in names]
     rows = zip(every, names, slow, strict=True)
