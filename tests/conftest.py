@@ -124,9 +124,8 @@ def pytest_configure(config: pytest.Config) -> None:
     hear_interrupts()
     if config.getoption("--slow"):
         if config.option.seed is None:
-            given = getattr(
-                config, "workerinput", {}
-            )  # xdist's workers draw from the seed that is printed at the end of the run
+            # xdist's workers draw from the seed that is printed at the end of the run
+            given = getattr(config, "workerinput", {})
             config.option.seed = given.get("seed", random.SystemRandom().randrange(1 << 30))
         settings.load_profile("fresh")
         core.global_force_seed = config.option.seed

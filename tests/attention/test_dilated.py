@@ -244,12 +244,8 @@ def test_views_touch_each_covered_position_once(seed: int, layout: str) -> None:
     [
         (3, "bthd", "head_groups", [1, 1, 1]),  # sequences and segments form one axis
         (3, "bhtd", "head_groups", [1, 1, 1]),  # heads and segments form one axis
-        (
-            1,
-            "bthd",
-            "longnet",
-            [1, 4, 1],
-        ),  # r = 4 has segments, blocks of heads, heads of a block: a call per block
+        # r = 4 has segments, blocks of heads, heads of a block: a call per block
+        (1, "bthd", "longnet", [1, 4, 1]),
     ],
 )
 def test_a_branch_takes_as_few_calls_as_its_strides_allow(b: int, layout: str, mode: Any, calls: list[int]) -> None:

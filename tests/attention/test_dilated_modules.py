@@ -63,9 +63,8 @@ def step(attention: Callable[..., Tensor], tensors: list[Tensor]) -> tuple[Tenso
 def tensor_bytes() -> int:
     """The bytes of all tensors that Python can reach."""
     gc.collect()
-    wrapped = (
-        torch._C._functorch.is_functorch_wrapped_tensor
-    )  # a wrapper left by a transform of another test has no storage
+    # a wrapper left by a transform of another test has no storage
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
     tensors = [x for x in gc.get_objects() if type(x) is Tensor and not wrapped(x)]
     storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}
     return sum(storages.values())

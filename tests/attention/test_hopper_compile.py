@@ -148,6 +148,7 @@ def case(d: int, causal: bool, dtype: torch.dtype = torch.bfloat16, **more: Any)
     return Case(b=1, hkv=2, tq=256, tk=256, d=d, dv=d, dtype=dtype, causal=causal, **more)
 
 
+# bytes stored and loaded; other kernels spill none: kernels/triton_version.py
 SPILLED_BYTES = {
     ("3.6", 64, "_hopper_bwd_kernel"): 8,
     ("3.7", 64, "_hopper_bwd_kernel"): 8,
@@ -157,7 +158,7 @@ SPILLED_BYTES = {
     ("3.9", 128, "_attention_fwd_kernel"): 148,
     ("3.9", 256, "_attention_fwd_kernel"): 280,
     ("3.9", 256, "_hopper_bwd_kernel"): 108,
-}  # bytes stored and loaded; other kernels spill none: kernels/triton_version.py
+}
 
 
 def check(found: dict[str, Compiled], d: int) -> None:

@@ -152,9 +152,8 @@ def test_bands_over_many_tiles_agree_with_the_oracle(isa: str) -> None:
     for number, window in enumerate(windows):
         kinds = product(lengths, (torch.float32, torch.bfloat16))
         cases = [Case(b=1, hkv=1, group=2, tq=tq, tk=tk, window=window, dtype=dtype) for (tq, tk), dtype in kinds]
-        check_some(
-            [*cases[:2], cases[3], cases[2], *cases[4:]], isa, number
-        )  # so that every second case has both dtypes
+        # so that every second case has both dtypes
+        check_some([*cases[:2], cases[3], cases[2], *cases[4:]], isa, number)
 
 
 FORMS = ["".join(kept) for n in range(5) for kept in combinations("bhqk", n)]

@@ -95,11 +95,8 @@ def test_intervals_may_have_any_strides() -> None:
         assert all(torch.equal(strided[name], y) for name, y in copied.items()), (x.shape, x.stride())
 
 
-WRONG = {
-    "one sequence's": (1, 0),
-    "one head's": (2, 0),
-    "of half of the columns": (3, 2),
-}  # a word of the view and its value
+# a word of the view and its value
+WRONG = {"one sequence's": (1, 0), "one head's": (2, 0), "of half of the columns": (3, 2)}
 
 
 @needs_library

@@ -91,11 +91,8 @@ FEATURES = {
     ),
 }  # fmt: skip
 
-IN_BOTH = (
-    "rows that see nothing",
-    "decoding, split",
-    "everything",
-)  # features that CI also runs as where float64 is slow
+# features that CI also runs as where float64 is slow
+IN_BOTH = ("rows that see nothing", "decoding, split", "everything")
 
 
 @cache
@@ -228,9 +225,8 @@ def test_interpreted_canary_a_skipped_tile_is_seen(monkeypatch: pytest.MonkeyPat
 
 
 @interpreted
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float16]
-)  # in half precision accumulators start at −lse and −delta
+# in half precision accumulators start at −lse and −delta
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_interpreted_dk_and_dv_in_separate_passes_agree_with_the_oracle(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:

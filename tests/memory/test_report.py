@@ -137,12 +137,8 @@ def test_the_page_has_the_data_and_tables_of_the_report() -> None:
     page = MemoryPage(timeline_page("a run", SPANS, unit="ms", facts={"device": "cpu"}))
     assert page.text["h1"] == ["a run"]
     assert "cpu" in page.text["dd"]
-    assert page.data["name"] == [
-        "w",
-        "long",
-        "first",
-        "second",
-    ]  # in stacking order; a buffer without a lifetime has no area
+    # in stacking order; a buffer without a lifetime has no area
+    assert page.data["name"] == ["w", "long", "first", "second"]
     assert page.data["unit"] == "ms"
     assert [page.data["series"][s] for s in page.data["of"]] == ["params", "query", "scores", "scores"]
     assert page.data["bytes"] == [50, 100, 4000, 5000]

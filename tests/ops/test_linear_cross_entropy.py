@@ -358,9 +358,8 @@ def test_torch_func_runs_the_same_backward() -> None:
         torch.testing.assert_close(own, torch.func.grad(loss)(w, x[i : i + 1], targets[i : i + 1]), rtol=1e-12, atol=0)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*torch.jit.script. is deprecated:DeprecationWarning"
-)  # warnings of torch's decompositions for jvp
+# warnings of torch's decompositions for jvp
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning")
 def test_second_derivatives_and_forward_mode_raise_an_error() -> None:
     given = leaves(6, 4, 5, bias=False)
     (dx,) = torch.autograd.grad(tilegrad.linear_cross_entropy(*given[:3]), given.x, create_graph=True)

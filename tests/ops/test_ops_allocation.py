@@ -26,11 +26,8 @@ CONFIGS = kinds(64)
 # float8 ops: a CPU has only the kernel that checks those of the GPU, and it allocates
 ON_A_GPU = {"fp8_activation_fwd", "fp8_cross_entropy_step", "fp8_product_fwd", "fp8_quantize_fwd", "fp8_scale_step"}
 
-JOINED = {
-    "join_fwd",
-    "joined_linear_bwd_input",
-    "joined_linear_fwd",
-}  # not on a CPU if weights and x have different dtypes
+# not on a CPU if weights and x have different dtypes
+JOINED = {"join_fwd", "joined_linear_bwd_input", "joined_linear_fwd"}
 
 
 def names_of_ops() -> Iterator[str]:

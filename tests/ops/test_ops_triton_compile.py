@@ -16,9 +16,8 @@ triton = pytest.importorskip("triton", reason="needs Triton")
 pytestmark = pytest.mark.skipif(
     triton.knobs.runtime.interpret or torch.cuda.is_available(), reason="compiles for GPUs that are not there"
 )
-SPILLED_BYTES = {
-    ("3.9", "_norm_bwd_kernel"): 24
-}  # on the stack, at C 8192; the rest use none: kernels/triton_version.py
+# on the stack, at C 8192; the rest use none: kernels/triton_version.py
+SPILLED_BYTES = {("3.9", "_norm_bwd_kernel"): 24}
 
 # sampling: tokens do not depend on the order of candidates; float8: a count
 ATOMICS = {"_gather_kernel", "_scale_kernel"}
@@ -424,9 +423,8 @@ def test_norms_and_rope_have_the_same_arithmetic_for_any_number_of_rows(tmp_path
     from tilegrad.kernels.norm import triton_ops as norm
     from tilegrad.kernels.rope import triton_ops as rope
 
-    arithmetic = re.compile(
-        r"\b(?:FFMA|FMUL|FADD|SHFL|MUFU\.RSQ)[.\w]*"
-    )  # MUFU.RCP is left out because it also divides ints
+    # MUFU.RCP is left out because it also divides ints
+    arithmetic = re.compile(r"\b(?:FFMA|FMUL|FADD|SHFL|MUFU\.RSQ)[.\w]*")
     table, w = torch.empty(64, 32), torch.empty(256, dtype=torch.bfloat16)
     found: dict[str, set[tuple[str, ...]]] = {"_norm_fwd_kernel": set(), "_rotate_kernel": set()}
     for b, t, packed in ((1, 1, True), (7, 1, True), (4, 16, False)):

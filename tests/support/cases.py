@@ -261,14 +261,8 @@ AXES: dict[str, tuple[object, ...]] = {  # all options of a call, and sizes near
 }  # fmt: skip
 
 
-UNPACKED = {
-    "bias": "",
-    "bias_dtype": "float32",
-    "t": (33, 33),
-    "layout": "bhtd",
-    "intervals": "",
-    "b": 1,
-}  # packed sequences have none of these options
+# packed sequences have none of these options
+UNPACKED = {"bias": "", "bias_dtype": "float32", "t": (33, 33), "layout": "bhtd", "intervals": "", "b": 1}
 
 
 def allowed(spec: Spec) -> bool:

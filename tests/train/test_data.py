@@ -302,12 +302,8 @@ def test_validation_windows_are_drawn_across_the_text_and_never_trained_on() -> 
     tokens = np.arange(10_001)
     train, validation = split_windows(tokens, 10, 0.1, seed=3)
     assert len(train) == 900 and len(validation) == 100 and not set(train) & set(validation)
-    assert {number // 250 for number in validation[:20].tolist()} == {
-        0,
-        1,
-        2,
-        3,
-    }  # windows of each quarter, in the first twenty
+    # windows of each quarter, in the first twenty
+    assert {number // 250 for number in validation[:20].tolist()} == {0, 1, 2, 3}
     assert [len(part) for part in split_windows(tokens, 10, 0.0)] == [1000, 0]
     assert not np.array_equal(validation, split_windows(tokens, 10, 0.1, seed=4)[1])
     assert np.array_equal(validation, split_windows(tokens, 10, 0.1, seed=3)[1])

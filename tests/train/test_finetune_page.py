@@ -36,10 +36,8 @@ LARGER_STEPS = [
     *("--learning-rate", "2e-2", "--train.min_learning_rate", "2e-3"),
     *("--train.sample_tokens", "0", "--log", "none"),
 ]
-FLAGS = {
-    "runs/chat": ["--train.epochs", "14"],
-    "runs/mine": ["--train.epochs", "1", "--seq-len", "128"],
-}  # flags of one run
+# flags of one run
+FLAGS = {"runs/chat": ["--train.epochs", "14"], "runs/mine": ["--train.epochs", "1", "--seq-len", "128"]}
 ANSWER = r"Ahoy, \w+!\n"  # processors round differently, so the name may differ; the answer ends by itself
 
 

@@ -167,9 +167,8 @@ def go_on(engine: Engine, mesh: Mesh | None, steps: int, count: int) -> Engine:
 
 
 def lean_ranks(mesh: Mesh, shard: str, states: States, folder: str) -> None:
-    config = replace(
-        GAPS, n_embd=32, tie_embeddings=states.gradients == "float32"
-    )  # with tied embeddings one process would round twice
+    # with tied embeddings one process would round twice
+    config = replace(GAPS, n_embd=32, tie_embeddings=states.gradients == "float32")
     count = 1  # one micro-batch: one process adds a second inside its products, in another order than ranks
     one = stepped(config, None, 2, count, states=states)
     many = stepped(config, mesh, 2, count, states=states, shard=shard)

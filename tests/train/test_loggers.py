@@ -75,9 +75,8 @@ def of_mlflow() -> tuple[list[Point], dict[str, Any]]:
 def test_loggers_have_the_numbers_of_the_log_and_a_resumed_run_continues_them() -> None:
     both = ["--log", '["wandb", "mlflow"]']
     assert main(["train", *SMALL, "--steps", "4", *both]) == 0
-    assert (
-        main(["train", "--resume", "run/checkpoints/000001-step-2", "--steps", "6"]) == 0
-    )  # trains steps 3 and 4 again
+    # trains steps 3 and 4 again
+    assert main(["train", "--resume", "run/checkpoints/000001-step-2", "--steps", "6"]) == 0
     assert main(["train", "--resume", "run", "--steps", "7", "--log", "none"]) == 0
     numbers = [point for point in logged() if point[1] <= 6]
     assert len([point for point in numbers if point[0] == "loss/train"]) == 4 + 4

@@ -49,11 +49,8 @@ CASES = {
     "speed run": replace(SPEED_RUN, vocab_size=97, n_embd=32),
     "tied, rope, biases": replace(CONFIG, vocab_size=97, n_embd=32, n_layer=2, position="rope"),
 }
-F64: Any = {
-    "dtype": torch.float64,
-    "seed": 3,
-    "eps": 1e-6,
-}  # AdamW makes noise below eps an update of rate · noise / eps
+# AdamW makes noise below eps an update of rate · noise / eps
+F64: Any = {"dtype": torch.float64, "seed": 3, "eps": 1e-6}
 Batch = tuple[Tensor, Tensor]
 
 

@@ -299,9 +299,8 @@ def test_a_refused_resume_writes_nothing(run: RunConfig, tmp_path: Path, name: s
     if spoil:
         spoil(folder)
     before = contents(folder)
-    asked = replace(
-        run, train=replace(run.train, **({"log_interval": 3} | changes))
-    )  # these keys would change run.json
+    # these keys would change run.json
+    asked = replace(run, train=replace(run.train, **({"log_interval": 3} | changes)))
     with pytest.raises(ValueError if name != "no tokens" else FileNotFoundError, match=message):
         train(asked, folder, resume=True)
     assert contents(folder) == before

@@ -29,20 +29,8 @@ FAMILIES = {
     "qwen2": replace(LLAMA, qkv_bias=True, **SHALLOW),  # type: ignore[arg-type]  # every op of llama, and no window
     "qwen3": replace(QWEN3, window=30, rope_scaling=None, head_size=18, **SIZE),  # type: ignore[arg-type]
 }
-LENGTHS = (
-    1,
-    2,
-    3,
-    19,
-    21,
-    28,
-    33,
-    47,
-    62,
-    64,
-    66,
-    91,
-)  # lengths of prompts; with the drawn tokens some pass 21, 30 and 64
+# lengths of prompts; with the drawn tokens some pass 21, 30 and 64
+LENGTHS = (1, 2, 3, 19, 21, 28, 33, 47, 62, 64, 66, 91)
 
 
 def params_of(config: ModelConfig) -> dict[str, Tensor]:

@@ -128,9 +128,8 @@ def test_weights_may_be_shards_or_one_file_with_bare_names_and_short_dtypes(tmp_
     half = dict(list(tensors.items())[::2])
     save_file(half, folder / "a.safetensors")
     rest = {name: x for name, x in tensors.items() if name not in half}
-    save_file(
-        rest | {"h.0.attn.bias": torch.ones(1, 1, 4, 4)}, folder / "b.safetensors"
-    )  # old checkpoints have this buffer
+    # old checkpoints have this buffer
+    save_file(rest | {"h.0.attn.bias": torch.ones(1, 1, 4, 4)}, folder / "b.safetensors")
     index = {name: "a.safetensors" if name in half else "b.safetensors" for name in tensors}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}), encoding="utf-8")
     whole = open_weights(folder / "model.safetensors")  # the single file in float32

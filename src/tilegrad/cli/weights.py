@@ -48,9 +48,8 @@ def _import(args: argparse.Namespace) -> int:
     params = source.read()
     if adapter is not None:
         merge(params, adapter.read(), source.config, adapter.lora)
-    name = (
-        source.folder.resolve().name if given.exists() else given.name
-    )  # the folder of a cached ORG/NAME is its revision
+    # the folder of a cached ORG/NAME is its revision
+    name = source.folder.resolve().name if given.exists() else given.name
     out = Path(args.out or f"models/{name}")
     write_weights(out, params, source.config, origin=source.folder)
     _say_imported(out, source.kind, sum(p.numel() for p in params.values()))

@@ -187,9 +187,8 @@ def train_bpe(text: str, vocab_size: int, *, eos: bool = False) -> BpeTokenizer:
     inner.decoder = library.decoders.ByteLevel()
     alphabet = library.pre_tokenizers.ByteLevel.alphabet()
     learned = vocab_size - eos
-    most = min(
-        learned, 256 + len(text.encode("utf-8"))
-    )  # because the trainer allocates memory for its whole vocab_size
+    # because the trainer allocates memory for its whole vocab_size
+    most = min(learned, 256 + len(text.encode("utf-8")))
     trainer = library.trainers.BpeTrainer(vocab_size=most, initial_alphabet=alphabet, show_progress=False)
     inner.train_from_iterator([text], trainer)
     if inner.get_vocab_size() != learned:

@@ -55,9 +55,8 @@ class Scoring:
         shapes = token_logprobs_workspace(at.form(config.n_embd), model.head.w.value, invariant=at.invariant)
         return cls(
             model=model,
-            logprobs=at.buffer(
-                "logprobs", (at.n,), at.accumulation_dtype, role="inputs"
-            ),  # the caller reads it afterwards
+            # the caller reads it afterwards
+            logprobs=at.buffer("logprobs", (at.n,), at.accumulation_dtype, role="inputs"),
             scratch=at.scratch("logprobs", shapes),
         )
 

@@ -22,9 +22,8 @@ from .config import ModelConfig
 from .lora import LoraConfig, adapter_parts
 
 Params = Mapping[str, Tensor]
-Attend = Callable[
-    [int, Tensor, Tensor, Tensor], Tensor
-]  # block, q (…, Hq, T, D), k, v (…, Hkv, T, D) → o (…, Hq, T, D)
+# block, q (…, Hq, T, D), k, v (…, Hkv, T, D) → o (…, Hq, T, D)
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 def norm(p: Params, name: str, x: Tensor, config: ModelConfig) -> Tensor:

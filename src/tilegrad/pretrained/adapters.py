@@ -37,13 +37,8 @@ _IGNORED = {  # options of PEFT that do not change what the adapters compute
     *("inference_mode", "layers_pattern", "megatron_core", "peft_version", "qalora_group_size", "revision"),
     "target_modules",
 }
-_INITS = (
-    True,
-    False,
-    "gaussian",
-    "orthogonal",
-    "eva",
-)  # values of init_lora_weights that do not change the base weights
+# values of init_lora_weights that do not change the base weights
+_INITS = (True, False, "gaussian", "orthogonal", "eva")
 _NEUTRAL: tuple[object, ...] = (None, False, {}, [])  # an option with this value is not used
 
 

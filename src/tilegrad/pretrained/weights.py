@@ -33,11 +33,8 @@ from .cache import cached_model, how_to_download
 from .families import FAMILIES, Config, config_json, config_of, theirs
 
 STORED_DTYPES = ("F64", "F32", "F16", "BF16")  # names of dtypes in safetensors
-_BUFFERS = (
-    "rotary_emb.inv_freq",
-    "attn.bias",
-    "attn.masked_bias",
-)  # tensors of old checkpoints that are not parameters
+# tensors of old checkpoints that are not parameters
+_BUFFERS = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
 _TOKENIZER_FILES = ("tokenizer*", "vocab.json", "merges.txt", "special_tokens_map.json", "chat_template*")
 _COPIED = (*_TOKENIZER_FILES, "generation_config.json")
 
