@@ -14,8 +14,8 @@ On a CPU all but `wide` are also compared with SDPA, with the same mask as a boo
 All contenders are called through their public functions: forward, backward, and both, interleaved in one process; q, k and v
 are (B, H, T, D) views of (B, T, H, D), as in models. On CUDA causal=True is also timed with the kernel "triton", because by
 default the Hopper kernel runs. A ratio is the median over rounds of (time of the other call) / (time of tilegrad), with
-quartiles. `bar` is the goal of a ratio. The results of tilegrad are first checked against the float64 oracle, on as many tokens
-as whole matrices allow; if the check fails, nothing is timed.
+quartiles. `goal` is the least ratio that the project accepts. The results of tilegrad are first checked against the float64
+oracle, on as many tokens as whole matrices allow; if the check fails, nothing is timed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ BACKENDS = {
     "sdpa-flash": SDPBackend.FLASH_ATTENTION, "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
     "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION, "sdpa-math": SDPBackend.MATH,
 }  # fmt: skip
-BARS = {
+GOALS = {
     "packed": 0.95,
     "causal": 0.9,
     "causal triton": 0.9,
@@ -120,7 +120,7 @@ class Row:
     ms: float | None = None
     ratio: float | None = None  # (time of this call) / (time of tilegrad)
     quartiles: tuple[float, float] | None = None
-    bar: float | None = None
+    goal: float | None = None
     kernel: str = ""
     note: str = ""
 
@@ -262,7 +262,7 @@ def measure(problem: Problem, dtype: torch.dtype, device: torch.device, repeats:
         for name in list(attends)[1:]:
             ratios = [a / b for a, b in zip(ms[name], ms["ours"], strict=True)]
             low, middle, high = quantiles(ratios, n=4, method="inclusive")
-            rows.append(Row(*about, name, direction, median(ms[name]), middle, (low, high), BARS[name]))
+            rows.append(Row(*about, name, direction, median(ms[name]), middle, (low, high), GOALS[name]))
     return rows
 
 
@@ -272,10 +272,14 @@ def report(rows: Sequence[Row]) -> str:
         ms = row.note if row.ms is None else f"{row.ms:.3f}"
         ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
         ratio += "" if row.quartiles is None else f" [{row.quartiles[0]:.2f} {row.quartiles[1]:.2f}]"
-        bar = "" if row.bar is None or row.ratio is None else f"{row.bar} {'met' if row.ratio >= row.bar else 'missed'}"
+        goal = (
+            ""
+            if row.goal is None or row.ratio is None
+            else f"{row.goal} {'met' if row.ratio >= row.goal else 'missed'}"
+        )
         name = f"{row.call} ({row.kernel})" if row.kernel else row.call
-        lines.append((row.problem, row.t, row.d, name, row.direction, ms, ratio, bar))
-    return table(("", "T", "D", "", "", "ms", "time of ours", "bar"), lines)
+        lines.append((row.problem, row.t, row.d, name, row.direction, ms, ratio, goal))
+    return table(("", "T", "D", "", "", "ms", "× time of ours", "goal"), lines)
 
 
 def bench_masks(

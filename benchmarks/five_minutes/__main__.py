@@ -54,7 +54,7 @@ def _say(text: str) -> None:
 
 
 def rates_of(given: Sequence[str]) -> dict[str, float]:
-    """NAME=RATE of each, such as muon=0.002."""
+    """The rate of each contender, from texts NAME=RATE such as muon=0.002."""
     found = {}
     for text in given:
         name, _, value = text.partition("=")
@@ -72,18 +72,52 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.five_minutes", description=__doc__.split("\n", 1)[0])
     add = parser.add_argument
     add("--data", type=Path, metavar="FOLDER", help="the text, from `python -m benchmarks.five_minutes.data FOLDER`")
-    add("--case", nargs="+", metavar="NAME", help=f"of {', '.join(CONTENDERS)} (default: all that the device can run)")
-    add("--seconds", type=float, default=defaults["seconds"], metavar="S", help="of training (default: %(default)s)")
-    add("--steps", type=int, metavar="N", help="so many steps instead, which repeat to the same bits")
+    add(
+        "--case",
+        nargs="+",
+        metavar="NAME",
+        help=f"contenders: {', '.join(CONTENDERS)} (default: all that the device can run)",
+    )
+    add(
+        "--seconds",
+        type=float,
+        default=defaults["seconds"],
+        metavar="S",
+        help="seconds of training (default: %(default)s)",
+    )
+    add(
+        "--steps",
+        type=int,
+        metavar="N",
+        help="train for N steps instead of --seconds; a second run gives the same bits",
+    )
     add("--seeds", type=int, default=3, metavar="N", help="runs of each contender (default: %(default)s)")
-    add("--first-seed", type=int, default=0, metavar="N", help="default: %(default)s")
+    add("--first-seed", type=int, default=0, metavar="N", help="seed of the first run (default: %(default)s)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
-    add("--size", default=defaults["size"], choices=tuple(SIZES), help="default: %(default)s")
-    add("--rate", nargs="+", default=[], metavar="NAME=RATE", help="another peak of a contender's learning rate")
-    add("--evaluations", type=int, default=defaults["evaluations"], metavar="N", help="default: %(default)s")
-    add("--eval-tokens", type=int, default=defaults["eval_tokens"], metavar="N", help="default: %(default)s")
-    add("--out", type=Path, metavar="FILE", help="append the environment and a line of JSON for each run")
-    add("--report", nargs="+", type=Path, metavar="FILE", help="train nothing: the table of these files")
+    add("--size", default=defaults["size"], choices=tuple(SIZES), help="the model's size (default: %(default)s)")
+    add("--rate", nargs="+", default=[], metavar="NAME=RATE", help="a different peak for a contender's learning rate")
+    add(
+        "--evaluations",
+        type=int,
+        default=defaults["evaluations"],
+        metavar="N",
+        help="evaluations of a run (default: %(default)s)",
+    )
+    add(
+        "--eval-tokens",
+        type=int,
+        default=defaults["eval_tokens"],
+        metavar="N",
+        help="targets of an evaluation (default: %(default)s)",
+    )
+    add("--out", type=Path, metavar="FILE", help="append the environment and each run to FILE, as lines of JSON")
+    add(
+        "--report",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="train nothing, print the table of the runs in these files",
+    )
     args = parser.parse_args(arguments)
     if args.report is not None:
         print(report(read_runs(args.report)))

@@ -1,10 +1,10 @@
-"""The contenders: a name, the model and the optimizer, and the peak of the learning rate.
+"""The contenders. Each has a name, a model, an optimizer and a peak of the learning rate.
 
-    nanogpt     GPT-2's form in PyTorch: LayerNorm, GELU, learned positions, tied head, fused AdamW (../peer.py)
-    nanochat    nanochat's form in PyTorch: rope, norms of q and k, ReLU², untied head with a softcap, Muon (nanochat.py)
-    adamw       ours, nanogpt's model and optimizer
-    muon        ours, nanochat's model with weights in its norms and no norm after the embedding, Muon and AdamW
-    muon-fp8    the same, the products of the blocks' linear layers in float8
+    nanogpt     GPT-2 in PyTorch: LayerNorm, GELU, learned positions, tied head, fused AdamW (../peer.py)
+    nanochat    nanochat's architecture in PyTorch: rope, qk_norm, ReLU², untied head with a softcap, Muon (nanochat.py)
+    adamw       tilegrad, with nanogpt's model and optimizer
+    muon        tilegrad, with nanochat's model, but weights in its norms and no norm after the embedding, Muon and AdamW
+    muon-fp8    as muon, but the blocks' linear layers multiply in float8
 
 Peers are compiled on a GPU and eager on a CPU. All have as many blocks and channels, and read the same windows in the same
 order.
@@ -49,7 +49,7 @@ class Size:
         return ModelConfig(vocab_size, self.seq_len, self.n_layer, self.n_head, self.n_embd)
 
     def modern(self, vocab_size: int) -> ModelConfig:
-        """The form of nanochat, with weights in the norms and no norm after the embedding."""
+        """nanochat's architecture, with weights in the norms and no norm after the embedding."""
         return replace(
             self.gpt2(vocab_size), n_head=max(1, self.n_embd // HEAD_DIM), norm="rmsnorm", position="rope", qk_norm=True,
             activation="relu2", bias=False, tie_embeddings=False, logit_softcap=SOFTCAP,
@@ -62,12 +62,12 @@ SIZES = {
     "tiny": Size(2, 2, 32, batch_size=4, seq_len=16, dtype="float32"),
 }
 ADAMW_RATE = 1e-3
-MUON_RATE = 3e-3  # AdamW's part of ours with Muon; the matrices have MATRIX_RATE
+MUON_RATE = 3e-3  # the peak for the parameters that AdamW updates in `muon`; the matrices have MATRIX_RATE
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What every contender gets."""
+    """The size, vocabulary, device and seed, which all contenders share."""
 
     size: Size
     vocab_size: int

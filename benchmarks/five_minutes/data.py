@@ -1,12 +1,12 @@
 """The text of the five-minute benchmark: `python -m benchmarks.five_minutes.data FOLDER`.
 
-wheels.txt lists packages of Python with their versions and SHA-256. pip fetches them; nothing of them is installed or run, and
-no file of them is written to disk. The text is what is source or documentation in them:
+wheels.txt lists Python packages with their versions and SHA-256. pip fetches their wheels, which are not installed, run or
+unpacked to disk. The text is the source and documentation in them:
 
     wheels.txt ─ pip download ─ FOLDER/wheels ─ documents ─ BPE ─ FOLDER/train.bin, validation.bin
 
-A file is read once, whatever the number of wheels that have it. Its SHA-256 decides whether it is held out. The BPE is learned
-on a sample of the training text. manifest.json, next to this module, has the sizes and SHA-256 of what the recipe gives.
+A file that several wheels have is read once. Its SHA-256 decides whether it is held out. The BPE is learned on a sample of the
+training text. manifest.json, next to this module, has the sizes and SHA-256 of the text that this recipe gives.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MANIFEST, TOKEN_BYTES = "manifest.json", "token_bytes.npy"
 LINE = re.compile(r"(?P<name>[\w.-]+)==(?P<version>[\w.!+]+) --hash=sha256:(?P<sha256>[0-9a-f]{64})")
 SUFFIXES = frozenset({".md", ".py", ".pyi", ".rst", ".txt", ".yaml", ".yml"})
 LEAST_BYTES, MOST_BYTES = 256, 1 << 18  # a shorter file says little, a longer one is generated or a table
-HELD_OUT = 100  # one file of so many is held out
+HELD_OUT = 100  # one file of so many is validation text
 VOCAB_SIZE = 32768
 SAMPLED = 10  # the BPE is learned on one training file of so many
 TOGETHER = 512  # files that one call encodes
@@ -50,13 +50,13 @@ class Wheel:
 
     @property
     def stem(self) -> str:
-        """How the name of its file begins."""
+        """The beginning of its file's name."""
         return f"{re.sub('[-_.]+', '_', self.name).lower()}-{self.version}-"
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """sha256: the digest of the tokens."""
+    """The sizes of a split. sha256: the digest of its tokens."""
 
     files: int
     bytes: int
@@ -66,7 +66,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What the recipe gave. wheels_sha256: the digest of the list."""
+    """The sizes and digests of the text that was made. wheels_sha256: the digest of wheels.txt."""
 
     wheels: int
     wheels_sha256: str
@@ -78,7 +78,7 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """token_bytes: bytes of text of each token, 0 for EOS."""
+    """The tokens of both splits. token_bytes: the bytes of text of each token, 0 for EOS."""
 
     train: Tokens
     validation: Tokens
@@ -134,7 +134,7 @@ def _stem(name: str) -> str:
 
 
 def documents(wheels: Sequence[Path]) -> Iterator[tuple[str, str]]:
-    """(SHA-256, text) of each text file in these wheels, each once, in the order of their names."""
+    """(SHA-256, text) of each text file once: wheel by wheel, in the order of file names."""
     seen: set[str] = set()
     for path in wheels:
         with zipfile.ZipFile(path) as archive:
@@ -189,7 +189,7 @@ class _Encoder:
     """The tokens of one split: those of each file, then EOS."""
 
     def __init__(self, tokenizer: BpeTokenizer) -> None:
-        self._tokenizer, self._eos = tokenizer, tokenizer.vocab_size - 1  # the last token, by `train_bpe`
+        self._tokenizer, self._eos = tokenizer, tokenizer.vocab_size - 1  # `train_bpe` puts EOS last
         self._waiting: list[str] = []
         self._encoded: list[Tokens] = []
         self._digest, self._files, self._bytes = hashlib.sha256(), 0, 0
@@ -270,7 +270,7 @@ def report(manifest: Manifest) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.five_minutes.data", description="Make the text.")
     parser.add_argument("folder", type=Path, metavar="FOLDER")
-    parser.add_argument("--no-fetch", action="store_true", help="FOLDER/wheels has the wheels already")
+    parser.add_argument("--no-fetch", action="store_true", help="do not run pip: FOLDER/wheels has the wheels already")
     args = parser.parse_args(arguments)
     wheels = args.folder / "wheels"
     wheels.mkdir(parents=True, exist_ok=True)

@@ -1,16 +1,16 @@
-"""A peer of the form of nanochat: its model and its optimizers, in plain PyTorch under `torch.compile`.
+"""A peer with nanochat's architecture and optimizers, in PyTorch under `torch.compile`.
 
     x = rms(wte[tokens])                    rms(x) = x / √mean(x²): norms have no weights, linear layers no biases
     for each block i:
         x = a_i x + b_i x0                  x0: x before the first block; a_i and b_i are learned
-        q, k = rms(rope(Wq rms(x))), rms(rope(Wk rms(x)))        by head of 128 channels
+        q, k = rms(rope(Wq rms(x))), rms(rope(Wk rms(x)))        in each head of 128 channels
         x += Wo attention(q, k, Wv rms(x))
         x += Wdown relu(Wup rms(x))²
     logits = 15 tanh(W rms(x) / 15)         W is not tied to wte
 
-Matrices of the blocks are updated by Muon: all of one shape are one stack, which a compiled function orthogonalizes. Embeddings
-and head are updated by fused AdamW with rates of their own. Gradients are not clipped, and nothing decays. nanochat's value
-embeddings and sliding windows are left out.
+Muon updates the matrices of the blocks: those of one shape are one stack, which a compiled function orthogonalizes. Fused AdamW
+updates the embedding, the head, a and b, each with its own learning rate. Gradients are not clipped, and there is no weight
+decay. nanochat's value embeddings and sliding windows are left out.
 """
 
 from __future__ import annotations
@@ -28,7 +28,11 @@ from ..peer import rotated
 
 SOFTCAP = 15.0
 HEAD_DIM = 128
-MATRIX_RATE, EMBEDDING_RATE, HEAD_RATE = 0.02, 0.2, 0.004  # the last two are for 768 channels, and follow 1 / √channels
+MATRIX_RATE, EMBEDDING_RATE, HEAD_RATE = (
+    0.02,
+    0.2,
+    0.004,
+)  # the last two are for 768 channels and are proportional to 1 / √channels
 A_RATE, B_RATE = 0.005, 0.5
 MOMENTUM, FIRST_MOMENTUM, MOMENTUM_STEPS = 0.95, 0.85, 300
 
@@ -69,7 +73,8 @@ class NanochatModel(nn.Module):
         self.register_buffer("sin", angle.sin().float(), persistent=False)
 
     def initialise(self, seed: int) -> None:
-        """Layers onto the residual stream are 0 and the head is nearly 0; the generator is the CPU's, as on every device."""
+        """Layers that add to the residual stream begin at 0, and the head near 0. The generator is the CPU's, so the values do
+        not depend on the device."""
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for name, p in self.named_parameters():

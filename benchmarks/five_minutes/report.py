@@ -1,7 +1,7 @@
-"""What several runs say: a table with a row for each contender, and the two goals.
+"""The report on several runs: a table with a row for each contender, and the two goals.
 
-bits per byte     the mean over seeds at the end, and the spread: the largest − the smallest
-seconds to …      when a curve, linear between its points, reaches `nanogpt`'s mean at the end; the mean over seeds
+bits per byte     the mean over seeds at the end; the spread is the largest minus the smallest
+seconds to …      the time at which a curve, linear between its points, reaches `nanogpt`'s mean at the end; mean over seeds
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def to_json(run: Run) -> str:
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """The runs of these files, in which other lines, such as the environment's, are skipped."""
+    """The runs of these files. Lines of other kinds, such as the environment's, are skipped."""
     found = []
     for path in paths:
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -37,7 +37,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 
 
 def check_comparable(runs: Sequence[Run]) -> None:
-    """Refuse runs of different data, sizes or limits, and two of one seed."""
+    """Refuse runs with different data, sizes or limits, and two runs of a contender with one seed."""
     for name in ("data_sha256", "size", "limit"):
         values = sorted({getattr(run, name) for run in runs})
         if len(values) > 1:
@@ -49,12 +49,12 @@ def check_comparable(runs: Sequence[Run]) -> None:
 
 
 def by_contender(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """In the order of CONTENDERS."""
+    """The runs of each contender, in the order of CONTENDERS."""
     return {name: own for name in CONTENDERS if (own := [run for run in runs if run.contender == name])}
 
 
 def seconds_to(bits_per_byte: float, run: Run) -> float | None:
-    """When the curve first reaches this value; None: never."""
+    """The time at which the curve first reaches this value; None if it never does."""
     for a, b in zip(run.curve, run.curve[1:], strict=False):
         if b.bits_per_byte <= bits_per_byte:
             fall = a.bits_per_byte - b.bits_per_byte

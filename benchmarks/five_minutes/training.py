@@ -1,13 +1,14 @@
-"""A contender's training by the clock.
+"""Train a contender for a given time.
 
-    clock     the seconds of training alone: evaluations stop it. Before it starts, steps of rate 0 compile, capture and
-              allocate; they change moments, but no weights
-    rate      of the share p of the time that is over: it rises for WARMUP, stays at the peak, and falls to 0 in the last DECAY
-    loss      bits per byte = Σ nll / ln 2 / bytes, over the same validation windows each time (training/evaluation.py)
+    clock     counts the seconds of training, without evaluations. Before it starts, steps with learning rate 0 compile, capture
+              and allocate; they change moments, but no weights
+    rate      depends on the share of the time that is over: it rises for WARMUP, stays at the peak, and falls to 0 in the
+              last DECAY
+    loss      is in bits per byte, Σ nll / ln 2 / bytes, over the same validation windows each time (training/evaluation.py)
 
-The host waits for the device after each stretch of at most STRETCH steps, and reads the clock. The last stretches have as many
-steps as fit by the speed of the one before, so a run ends about a step before its time. With `steps` instead of seconds, a run
-does not depend on any clock.
+The host submits at most STRETCH steps, waits for the device and reads the clock. Near the end it submits as many steps as fit
+into the rest of the time at the speed of the last ones, so a run ends about a step before its time. With `steps`
+instead of seconds, a run does not depend on any clock.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from ..contenders import Batches, resident_bytes
 from .contenders import CONTENDERS, SIZES, Task, Trained, weights_sha256
 from .data import Data, open_data
 
-WARMUP, DECAY = 0.02, 0.4  # as shares of the time
+WARMUP, DECAY = 0.02, 0.4  # shares of the time
 STRETCH = 10
 WARM_STEPS = 4
-_PARTS = 1 << 20  # the schedule counts in so many parts of the time
+_PARTS = 1 << 20  # the schedule counts parts of the time instead of steps
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """steps: as many steps instead of `seconds`. rate: the peak of the learning rate, None for the contender's own.
-    evaluations: how many, the last of them at the end. eval_tokens: validation targets, at least one batch."""
+    """steps: train for so many steps instead of `seconds`. rate: the peak of the learning rate, None for the contender's own.
+    evaluations: their number; the last is at the end. eval_tokens: validation targets of an evaluation, at least one batch."""
 
     data: Path
     contender: str
@@ -77,7 +78,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """bits_per_byte after so many seconds of training and steps."""
+    """A point of the curve: bits per byte after these seconds of training, and after these steps."""
 
     seconds: float
     steps: int
@@ -86,7 +87,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a run gave. start_s: seconds before the clock started. weights_sha256: of the parameters at the end."""
+    """The results of a run. start_s: seconds before the clock started. weights_sha256: the digest of the final parameters."""
 
     contender: str
     seed: int

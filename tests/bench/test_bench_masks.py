@@ -11,9 +11,9 @@ import torch
 
 import tilegrad
 from benchmarks import masks as bench
-from benchmarks.masks import BARS, NAMES, Row, bench_masks, report
+from benchmarks.masks import GOALS, NAMES, Row, bench_masks, report
 
-# of SDPA's backends, and of FlexAttention, which is not compiled
+# SDPA's backends warn, and so does FlexAttention, because it is not compiled
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 DIRECTIONS = {"forward", "backward", "forward + backward"}
 SMALL: dict[str, Any] = {"device": "cpu", "tokens": 64, "heads": 2, "head_dim": 32, "repeats": 2}
@@ -28,12 +28,12 @@ def test_a_line_for_each_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert timed >= {(name, "sdpa-bool") for name in NAMES[:-1]} | {("documents", "packed"), ("causal", "causal")}
     assert ("wide", "sdpa-math") in timed and {row["direction"] for row in rows if row["ms"]} == DIRECTIONS
     assert {row["d"] for row in rows} == {32, 512} and {row["t"] for row in rows if row["d"] == 512} == {8, 32}
-    assert all(row["bar"] == BARS[row["call"]] for row in rows if row["ratio"])
+    assert all(row["goal"] == GOALS[row["call"]] for row in rows if row["ratio"])
     assert all(row["quartiles"][0] <= row["ratio"] <= row["quartiles"][1] for row in rows if row["ratio"])
     assert "shared question" in capsys.readouterr().out
 
 
-def test_a_bar_is_met_or_missed() -> None:
+def test_the_table_says_whether_a_goal_is_met_or_missed() -> None:
     row = ("causal", 64, 128, "causal", "forward", 1.0)
     assert "0.9 met" in report([Row(*row, 0.9, None, 0.9)]) and "0.9 missed" in report([Row(*row, 0.89, None, 0.9)])
 

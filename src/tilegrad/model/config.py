@@ -27,7 +27,7 @@ LIMITS = {  # several times what any published model has; docs/training.md gives
     "head_size": MAX_HEAD_DIM,
     "window": (1 << 31) - 1,
 }
-_MAX_THETA = 1e12  # of rope; Llama 3's is 5e5
+_MAX_THETA = 1e12  # rope's; Llama 3's theta is 5e5
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ class FeedForward:
     a: Buffer
     da: Buffer
     dh: Buffer  # the buffer of da; swiglu: the buffer of h
-    adapter: Adapter | None  # of up and gate
+    adapter: Adapter | None  # the adapter of up and gate
     down_adapter: Adapter | None
     backward_scratch: Scratch
 

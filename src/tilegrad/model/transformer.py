@@ -45,7 +45,7 @@ class Embedding:
 
     wte: Param
     wpe: Param | None
-    positions: Buffer | None  # of packed rows or of a decoder's step, with wpe
+    positions: Buffer | None  # with wpe: the positions of packed rows or of a decoder's step
     tied: bool  # the head's backward, which runs first, also writes wte's gradient
     scratch: Scratch
 

@@ -27,7 +27,7 @@ from ..scratch import Scratch, Shapes, TensorLike
 
 TILE, COLUMNS = 2048, 1024  # elements of a tile; columns of a tile of strided rows
 WARPS = 4
-SUMMED_TILE, SUMMED_WARPS = 1024, 4  # of a backward with column sums
+SUMMED_TILE, SUMMED_WARPS = 1024, 4  # elements and warps of a tile with column sums
 PROGRAMS = 8  # per multiprocessor, in a backward with column sums
 MOST_PROGRAMS = 65535  # limit of a grid's second axis
 SLOPE = tl.constexpr(1.5957691216057308)  # 2 √(2/π)

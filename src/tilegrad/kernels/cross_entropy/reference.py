@@ -89,7 +89,9 @@ def bounds(
     var_raw = rounding(raw, dtype) if short else torch.zeros_like(raw)
     var_dw = sum((rounding(d[i].t() @ scaled[i], dtype) for i in chunks), torch.zeros_like(dw))
     of_rows = (shared**2 * var_l).sum(1, keepdim=True)
-    var_of_l = (var_l * (own**2 - 2 * own * shared * seen) + of_rows * seen**2).clamp(min=0)  # of each d
+    var_of_l = (var_l * (own**2 - 2 * own * shared * seen) + of_rows * seen**2).clamp(
+        min=0
+    )  # each d's variance from the logits
     var_stored = var_d if row.name == "triton" else torch.zeros_like(d)  # dbias is a sum of rounded d there
 
     def along(k: Tensor) -> Tensor:

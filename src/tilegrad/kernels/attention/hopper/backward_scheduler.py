@@ -16,7 +16,7 @@ from .pipeline import consumer_wait, producer_acquire, producer_commit, read_wor
 from .tma import SEQUENCE_END
 
 INFO_STAGES = gl.constexpr(2)
-TILE_FIELDS = gl.constexpr(15)  # of a WorkTile
+TILE_FIELDS = gl.constexpr(15)  # the number of fields of a WorkTile
 INFO_WORDS = gl.constexpr(32)  # per stage: the fields, then whether each half of dk and dv is to be stored
 DK = gl.constexpr(0)  # `which` gradient, in tile info and in split-K sums
 DV = gl.constexpr(1)

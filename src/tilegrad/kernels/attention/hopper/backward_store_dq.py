@@ -153,7 +153,7 @@ def _store_dkdv(
     W: gl.constexpr = part % 2
     which: gl.constexpr = DV if (W if D > 128 else part // 2) == 0 else DK
     desc = gradients.dv_desc if which == DV else gradients.dk_desc
-    HALF: gl.constexpr = 0 if D > 128 else W  # of the work tile's columns
+    HALF: gl.constexpr = 0 if D > 128 else W  # which half of the work tile's columns
     COLUMNS: gl.constexpr = dkdv_columns(D)
     BOX: gl.constexpr = [1, 1, 64, COLUMNS] if params.cu_seqlens_q is None else [1, 1, 1, 64, COLUMNS]
     L: gl.constexpr = gl.NVMMASharedLayout.get_default_for(BOX, DTYPE)

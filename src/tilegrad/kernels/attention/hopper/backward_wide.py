@@ -41,7 +41,7 @@ from .pipeline import (
 
 SLICE = gl.constexpr(64)  # columns of a slice of dq
 DS_DK_REGISTERS = gl.constexpr(256)  # per thread; softmax_dv_warpgroup has the remaining 224
-ST_L = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # of sᵀ, dpᵀ and a slice of dq
+ST_L = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # layout of sᵀ, dpᵀ and a slice of dq
 # float32 (64, 64) in the order of the accumulator: four elements of each thread are contiguous
 THREADS_L = gl.constexpr(
     gl.SharedLinearLayout(

@@ -37,7 +37,7 @@ class TileConfig(NamedTuple):
     m: int  # rows of a tile
     n: int  # columns of a tile
     do_stages: int
-    dq_columns: int  # of a part of dq
+    dq_columns: int  # columns of a part of dq
     do_first: bool = False  # do is loaded before q, because its stages are released first
     v_in_regs: int = 0  # columns of v that a warpgroup keeps in registers
     dq_warps: int = 1  # dQ store warps of a deterministic call
@@ -179,7 +179,7 @@ def _prepare(call: Backward, scratch: Scratch) -> tuple[Launch, ...]:
     rows_b, rows_h = (PADDING, neg_lse2.stride(0)) if varlen else neg_lse2.stride()[:2]
     row_tiles = _ceil_div(sizes.tq, PADDING) * PADDING // BLOCK
     grid = row_tiles * sizes.hq * sizes.batch
-    block_d = max(64, sizes.block_d)  # of the pre- and postprocess
+    block_d = max(64, sizes.block_d)  # padded head dimension in the pre- and postprocess
     code = (q.dtype, varlen, dlse is None, dk is None, dv is None, deterministic, split, d, tile)
     launches = []
 

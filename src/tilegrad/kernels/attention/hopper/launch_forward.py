@@ -26,7 +26,7 @@ SINGLE_WG_COST = 1.35  # relative time of a tile with one active warpgroup: no s
 
 class TileConfig(NamedTuple):
     warpgroups: int  # MMA warpgroups of 64 rows each
-    columns: int  # of a block of k and v
+    columns: int  # columns of a block of k and v
     k_stages: int
     v_stages: int
     q_stages: int
