@@ -51,10 +51,10 @@ def numbers_of(mask: Mask) -> tuple[Any, ...]:
 
 def mask_of(*fields: Any) -> Mask:
     """The mask from an op's arguments, in the order of _FIELDS."""
-    bias, alibi_slopes, sinks, seed, *packed, intervals = fields[:7]
-    *longest, causal, left, right, scale, softcap, dropout_p = fields[7:]
-    on_scores = softcap, bias, alibi_slopes, sinks, dropout_p, seed
-    return Mask(causal, (left, right), scale, *on_scores, *packed, *longest, intervals)
+    bias, alibi_slopes, sinks, seed, cu_seqlens_q, cu_seqlens_k, intervals = fields[:7]
+    max_seqlen_q, max_seqlen_k, causal, left, right, scale, softcap, dropout_p = fields[7:]
+    packed = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    return Mask(causal, (left, right), scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed, *packed, intervals)
 
 
 def attend_by_op(
