@@ -127,7 +127,7 @@ def test_bad_arguments_of_a_loaded_model_are_refused() -> None:
     with pytest.raises(ValueError, match="best: got True with the checkpoint"):
         tilegrad.load(model.checkpoint, best=True)
     Path("run/data/tokenizer.json").write_text('{"model": {"type": "bytes"} }', encoding="utf-8")
-    with pytest.raises(ValueError, match="accepted: that of the checkpoint"):
+    with pytest.raises(ValueError, match="accepted: the tokenizer of the checkpoint"):
         tilegrad.load("run")
 
 

@@ -235,7 +235,7 @@ def test_a_run_continues_from_exported_adapters() -> None:
 def test_keys_that_differ_from_the_adapters_are_refused() -> None:
     assert main(["export", "run", "adapter", "--adapter"]) == 0
     for name, value, own in (("rank", 8, 3), ("alpha", 8, 6.0), ("layers", "ffn", "'all'")):
-        with pytest.raises(ValueError, match=rf"^lora.{name}: got .*{value}.*; accepted: {own}, that of adapter"):
+        with pytest.raises(ValueError, match=rf"^lora.{name}: got .*{value}.*; accepted: {own}, as in adapter"):
             tilegrad.train(run({"adapter": "adapter", name: value}), "new")
         assert not Path("new").exists()
     base("gpt2", "other")
@@ -265,7 +265,7 @@ def test_frozen_parameters_are_copied_once_and_the_base_may_be_deleted(capsys: p
     save_file(frozen | {"wte.weight": frozen["wte.weight"] + 1}, "run/frozen.safetensors")
     for act in (lambda: tilegrad.load("run"), lambda: tilegrad.train({"train": {"steps": 8}}, resume="run")):
         with pytest.raises(
-            ValueError, match=r"frozen.safetensors: got weights of sha256 .*; accepted: those of the checkpoint"
+            ValueError, match=r"frozen.safetensors: got weights of sha256 .*; accepted: the weights of the checkpoint"
         ):
             act()
     Path("run/frozen.safetensors").unlink()

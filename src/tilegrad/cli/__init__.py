@@ -17,11 +17,8 @@ from .memory import add_memory
 from .runs import add_runs
 from .weights import add_weights
 
-OUT_OF_MEMORY = (
-    "can't allocate memory",
-    "not enough memory",
-    "out of memory",
-)  # in torch's errors, on a CPU and on CUDA
+# One of these is in every error of torch that says that memory ran out, on a CPU or on CUDA.
+OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 
 
 def build_parser() -> Parser:

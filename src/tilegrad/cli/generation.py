@@ -31,7 +31,7 @@ def _generate(args: argparse.Namespace) -> int:
     from ..training.generation import Generation
 
     if args.logprobs and not args.json:
-        raise ValueError("logprobs: got --logprobs without --json, which prints them; accepted: both")
+        raise ValueError("logprobs: got --logprobs without --json; accepted: both, because only JSON has them")
     prompts = _prompts(args)
     generation = Generation(
         _load(args),

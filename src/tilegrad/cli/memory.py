@@ -128,7 +128,8 @@ def _plan_decoder(args: argparse.Namespace, run: RunConfig, name: str, page: Pat
         if given is not None and given < 1:
             raise ValueError(f"{flag}: got {given}; accepted: an int ≥ 1")
     prompt = args.prompt_tokens or 1
-    capacity = size if args.max_tokens is None else min(size, prompt + args.max_tokens - 1)  # the last is not read
+    # The decoder does not read the last new token.
+    capacity = size if args.max_tokens is None else min(size, prompt + args.max_tokens - 1)
     device, dtype = torch.device(t.device), DTYPES[t.dtype]
     spec = decoder_spec(run.model, t.batch_size, capacity, device=device, dtype=dtype)
     title = f"{name}, generation of {t.batch_size} × {capacity} tokens, {t.dtype}"

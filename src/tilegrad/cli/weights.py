@@ -29,7 +29,8 @@ def _import(args: argparse.Namespace) -> int:
 
         if args.adapter:
             raise ValueError(
-                f"adapter: got {args.adapter} with a .gguf; accepted: a folder of weights, so import the .gguf first"
+                f"adapter: got {args.adapter} with a .gguf; accepted: none with a .gguf; import the .gguf first, then "
+                "the new folder with the adapter"
             )
         out = Path(args.out or f"models/{given.stem}")
         found = import_gguf(given, out, tokenizer=Path(args.tokenizer) if args.tokenizer else None)
@@ -48,7 +49,7 @@ def _import(args: argparse.Namespace) -> int:
     params = source.read()
     if adapter is not None:
         merge(params, adapter.read(), source.config, adapter.lora)
-    # the folder of a cached ORG/NAME is its revision
+    # The folder of ORG/NAME in Hugging Face's cache has the name of a revision, so its model is named after the argument.
     name = source.folder.resolve().name if given.exists() else given.name
     out = Path(args.out or f"models/{name}")
     write_weights(out, params, source.config, origin=source.folder)

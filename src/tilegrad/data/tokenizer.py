@@ -187,7 +187,7 @@ def train_bpe(text: str, vocab_size: int, *, eos: bool = False) -> BpeTokenizer:
     inner.decoder = library.decoders.ByteLevel()
     alphabet = library.pre_tokenizers.ByteLevel.alphabet()
     learned = vocab_size - eos
-    # because the trainer allocates memory for its whole vocab_size
+    # At most as many tokens as the text can fill, because the trainer allocates memory for its whole vocab_size.
     most = min(learned, 256 + len(text.encode("utf-8")))
     trainer = library.trainers.BpeTrainer(vocab_size=most, initial_alphabet=alphabet, show_progress=False)
     inner.train_from_iterator([text], trainer)
@@ -266,7 +266,7 @@ def _listed_eos(folder: Path, tokenizer: Tokenizer) -> list[int]:
 
 
 def decode_known(tokenizer: Tokenizer, tokens: list[int]) -> str:
-    """Decode tokens. The vocabulary of a model may be larger than that of its tokenizer; the extra tokens decode to �."""
+    """Decode tokens. A model may have more tokens than its tokenizer; the extra tokens decode to �."""
     if all(token < tokenizer.vocab_size for token in tokens):
         return tokenizer.decode(tokens)
     return "".join(tokenizer.decode([token]) if token < tokenizer.vocab_size else "�" for token in tokens)

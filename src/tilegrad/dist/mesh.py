@@ -264,7 +264,8 @@ class Mesh:
         os._exit(HUNG)
 
     def neighbours(self, n: int) -> Neighbours:
-        """The group of this rank among ranks 0 … n − 1, n … 2n − 1, and so on. All ranks must call this."""
+        """Divides the ranks into groups of n (0 … n − 1, n … 2n − 1, and so on) and returns the group of this rank. All ranks must
+        call this."""
         return Neighbours(self, n)
 
     def close(self) -> None:
@@ -307,8 +308,8 @@ def read_notes(store: Store, world: int) -> dict[int, Note]:
 
 
 def said_already(sentence: str) -> bool:
-    """Whether another rank has printed this sentence, so that an error of all ranks is printed once. Ranks that ended before the
-    process group was made count too. False if torchrun keeps no store for its ranks."""
+    """Whether another rank has printed this sentence. An error that every rank raises is printed once by asking this first, even
+    if ranks ended before there was a process group. False if torchrun keeps no store for its ranks."""
     env = os.environ
     if int(env.get("WORLD_SIZE", "1")) == 1 or env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return False

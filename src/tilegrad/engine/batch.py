@@ -119,7 +119,7 @@ def _check_float8(spec: StepSpec) -> None:
                 reason = f"takes sizes that are multiples of {EVEN}, not {size} {value}"
         if reason is None and level == "fp8-all" and spec.lora is not None:
             raise ValueError(
-                f"{name}: got {level!r} with lora, whose base has no gradient; accepted: 'fp8' or 'plain' here"
+                f"{name}: got {level!r} with lora, which trains no weight of these layers; accepted: 'fp8' or 'plain' here"
             )
         if reason is None and name == "head" and c.loss != "cross_entropy":
             reason = f"is for the loss 'cross_entropy', not {c.loss!r}"
@@ -144,11 +144,11 @@ def check_states(
                 f"with dtype {dtype_name(dtype)}; accepted: 'float32', or dtype {' or '.join(map(dtype_name, own))}"
             )
         elif muon is not None:
-            reason = "with Muon, which keeps float32; accepted: 'float32', or AdamW for every parameter"
+            reason = "with Muon, which needs float32 states; accepted: 'float32', or muon None"
         elif lora is not None and name != "moments":
-            reason = "with lora, whose adapters are few; accepted: 'float32'"
+            reason = "with lora, whose adapters have float32 masters and gradients; accepted: 'float32'"
         elif ema and name == "masters":
-            reason = f"with ema {ema}, an average in float32; accepted: 'float32', or ema 0"
+            reason = f"with ema {ema}, whose average is kept in float32; accepted: 'float32', or ema 0"
         if reason is not None:
             raise ValueError(f"{name}: got {got!r} {reason}")
 
@@ -156,7 +156,7 @@ def check_states(
 def check_decay(name: str, decay: float) -> None:
     if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0.0 <= decay < 1.0:
         raise ValueError(
-            f"{name}: got {shown(decay)}; accepted: 0 for no average of the weights, or its decay, below 1, such as 0.999"
+            f"{name}: got {shown(decay)}; accepted: 0 (no average of the weights), or a decay below 1, such as 0.999"
         )
 
 
@@ -171,17 +171,15 @@ def check_invariant(
     lora: LoraConfig | None = None,
     context: int = 1,
 ) -> None:
-    """Refuse invariant=True if a kernel of the forward cannot guarantee it: a row has the same bits in any batch, in
-    training and in generation."""
+    """Refuse invariant=True if a kernel of the forward cannot guarantee that a row has the same bits in any batch, in training
+    and in generation."""
     if not isinstance(invariant, bool):
         raise ValueError(f"invariant: got {shown(invariant)}; accepted: True or False")
     if not invariant:
         return
     reason = None
     if dtype not in DTYPES:
-        reason = (
-            f"with dtype {dtype}, whose kernels have no fixed order of additions (those of float32 and bfloat16 do)"
-        )
+        reason = f"with dtype {dtype}, whose kernels add in no fixed order (the kernels of float32 and bfloat16 do)"
     elif linear != "plain" or head != "plain":
         name, level = ("linear", linear) if linear != "plain" else ("head", head)
         reason = f"with {name} {level!r}, whose scales depend on the whole batch"
@@ -194,7 +192,7 @@ def check_invariant(
     else:
         (norm,) = (row for row in NORM.rows if row.name == "triton")
         refusal = norm.refuses(NormProblem(Form((1, config.n_embd), dtype, device)))
-        reason = f"on {device} without the Triton kernels: that of norms {refusal}" if refusal else None
+        reason = f"on {device}, where the Triton kernel of norms {refusal}" if refusal else None
     if reason is not None:
         raise ValueError(f"invariant: got True {reason}; accepted: False here")
 

@@ -2,8 +2,8 @@
 
     n = (L(w + ε) − L(w − ε)) / 2ε          one entry of a tensor at a time, and one random direction of the whole tensor
 
-The relative error of a tensor is max|a − n| / max(max|a|, max|n|, 1e-6 · the largest gradient of the check), where a is
-the explicit gradient; a tensor fails above 1e-5.
+The relative error of a tensor is max|a − n| / max(max|a|, max|n|, 1e-6 · the largest gradient of the check), where a is the
+gradient by the hand-written backward. A tensor fails above 1e-5.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def check_attention(kernel: str | None = None) -> list[GradientError]:
 
 
 def small(config: ModelConfig) -> ModelConfig:
-    """The same kinds of layers with few channels, so that every tensor can be checked in seconds."""
+    """A model with the same kinds of layers and few channels, so that every tensor can be checked in seconds."""
     return replace(
         config,
         vocab_size=29,

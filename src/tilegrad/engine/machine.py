@@ -37,7 +37,7 @@ def check_device(device: str) -> None:
 
 
 def check_threads(planned_for: int, device: torch.device) -> None:
-    """Refuse a number of threads other than that for which memory was planned."""
+    """Refuse a number of threads that differs from the planned one."""
     if torch.get_num_threads() != planned_for and device.type == "cpu":
         raise RuntimeError(
             f"threads: got torch.get_num_threads() = {torch.get_num_threads()}; accepted: {planned_for}, for which "

@@ -120,12 +120,8 @@ class _EagerAttention(torch.autograd.Function):
         o, lse = call.forward(q, k, v, mask, kernel, key, manager=manager, for_both=manager != 0)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, o, lse, *held)
-        ctx.options = (
-            numbers_of(mask) if held else mask,
-            deterministic,
-            kernel,
-            manager,
-        )  # without tensors, because autograd saves those
+        # The options have no tensors, because autograd saves tensors.
+        ctx.options = (numbers_of(mask) if held else mask, deterministic, kernel, manager)
         return (o, lse) if return_lse else o
 
     @staticmethod

@@ -91,8 +91,8 @@ class Fp8:
         keeps = weight_gradient and keeps_x
         if shared is not None and shared.weight_gradient != weight_gradient:
             raise ValueError(
-                f"freeze: got some of q, k and v frozen with linear {at.linear!r}, which rounds their x once; "
-                "accepted: all of them, or none"
+                f"freeze: got some of q, k and v with linear {at.linear!r}, which rounds one x for all three; accepted: all of "
+                "them, or none"
             )
 
         def columns(of: str) -> str | None:

@@ -25,7 +25,7 @@ from ..text.spelling import did_you_mean
 from .config import LIMITS, ModelConfig, is_count
 from .layer import Buffer, Constant, Declare, Param, Uniform
 
-# inputs of the linear layers of a block, in the order of its forward
+# The inputs of the linear layers of a block, in the order of its forward.
 INPUTS = ("attn.in", "attn.proj", "ffn.in", "ffn.down")
 GROUPS = {"attention": ("q", "k", "v", "qkv", "proj"), "ffn": ("gate", "up", "down")}
 LAYERS = tuple(name for names in GROUPS.values() for name in names)

@@ -40,7 +40,7 @@ class ResidualScalars:
         return self.u
 
     def backward(self, x: Buffer, x0: Buffer, *, dx: Buffer, dx0: Buffer) -> None:
-        """dx, the gradient of u, becomes that of x; adds to dx0."""
+        """Overwrites dx, the gradient of u, with the gradient of x; adds to dx0."""
         scaled_sum_bwd(
             dx,
             x,

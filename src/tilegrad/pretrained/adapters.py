@@ -37,7 +37,7 @@ _IGNORED = {  # options of PEFT that do not change what the adapters compute
     *("inference_mode", "layers_pattern", "megatron_core", "peft_version", "qalora_group_size", "revision"),
     "target_modules",
 }
-# values of init_lora_weights that do not change the base weights
+# The values of init_lora_weights that do not change the base weights.
 _INITS = (True, False, "gaussian", "orthogonal", "eva")
 _NEUTRAL: tuple[object, ...] = (None, False, {}, [])  # an option with this value is not used
 

@@ -296,7 +296,7 @@ def _llama_json(c: ModelConfig, biases: list[bool]) -> tuple[str, dict[str, obje
         "activation": (c.activation, activations, c.activation == "swiglu"),
         "norm": (c.norm, "'rmsnorm'", c.norm == "rmsnorm"),
         "position": (c.position, "'rope'", c.position == "rope"),
-        "qkv_bias, proj_bias, ffn_bias": (biases, f"those of {kind}", has_biases[kind]),
+        "qkv_bias, proj_bias, ffn_bias": (biases, f"the biases of {kind}", has_biases[kind]),
         "window_layers": (c.window_layers, "None", c.window_layers is None or kind.startswith("qwen")),
         "dropout": (c.dropout, "0", not c.dropout),
     }

@@ -33,7 +33,7 @@ from .cache import cached_model, how_to_download
 from .families import FAMILIES, Config, config_json, config_of, theirs
 
 STORED_DTYPES = ("F64", "F32", "F16", "BF16")  # names of dtypes in safetensors
-# tensors of old checkpoints that are not parameters
+# Tensors of old checkpoints that are not parameters.
 _BUFFERS = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
 _TOKENIZER_FILES = ("tokenizer*", "vocab.json", "merges.txt", "special_tokens_map.json", "chat_template*")
 _COPIED = (*_TOKENIZER_FILES, "generation_config.json")
@@ -76,7 +76,7 @@ class Weights:
         if missing or extra:
             raise ValueError(
                 f"{self.folder}: missing tensors: {missing[:3] or 'none'}; unexpected tensors: {extra[:3] or 'none'}; "
-                "accepted: exactly those of config.json"
+                "accepted: exactly the tensors that follow from config.json"
             )
         with ExitStack() as stack:
             opened = {file: stack.enter_context(open_tensors(file)) for file in {*self.files.values()}}

@@ -197,7 +197,7 @@ class SharedAttention:
     def load(
         cls, path: str | os.PathLike[str], batch_size: int | None = None, *, device: torch.device | str = "cpu"
     ) -> SharedAttention:
-        """Load a saved layer, with buffers of its own. `batch_size` may differ from that of the saved layer."""
+        """Load a saved layer, with buffers of its own. `batch_size` may be another than when it was saved."""
         with safe_open(path, "pt", device=str(device)) as file:
             metadata = file.metadata() or {}
             if "tilegrad.init_attention" not in metadata:

@@ -82,7 +82,7 @@ def check_replaceable(path: Path, mark: str) -> None:
 
 
 def named(error: OSError, path: Path) -> OSError:
-    """The same error with the path, which an error of a write lacks."""
+    """The error with the path added, because the error of a write names no path."""
     return OSError(error.errno, error.strerror or str(error), str(path))
 
 

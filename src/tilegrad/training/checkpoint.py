@@ -336,7 +336,9 @@ class Tensors:
         for name, parts in older_parts(self.headers).items():
             (dtype, (rows, *shape)), (of_gate, (gate_rows, *gate_shape)) = (self.headers.pop(part) for part in parts)
             if (dtype, shape) != (of_gate, gate_shape):
-                raise ValueError(f"{parts[1]}: got {of_gate} {gate_shape}; accepted: {dtype} {shape}, as {parts[0]}")
+                raise ValueError(
+                    f"{parts[1]}: got {of_gate} {gate_shape}; accepted: {dtype} {shape}, as {parts[0]} has"
+                )
             self.headers[name], self.joined[name] = (dtype, (rows + gate_rows, *shape)), parts
 
     def read(self, name: str) -> torch.Tensor:

@@ -206,7 +206,7 @@ def own_tokenizer(folder: Path, state: RunState) -> Tokenizer:
             training, _ = split(training, data["validation_fraction"])
         if tokens_sha256(training) != state["data"]["tokens_sha256"]:
             raise ValueError(
-                f"{tokens.path}: got other tokens than those of the checkpoint; accepted: the run's own tokens"
+                f"{tokens.path}: got tokens with which the checkpoint was not trained; accepted: the tokens that the run wrote"
             )
         return tokenizer
     _check_tokenizer(folder, state, sha256_of(file))
@@ -224,8 +224,8 @@ def _check_tokenizer(folder: Path, state: RunState, found: str) -> None:
     saved = state.get("tokenizer_sha256", found)
     if saved != found:
         raise ValueError(
-            f"{folder / 'data' / 'tokenizer.json'}: got a tokenizer of sha256 {found[:12]}…; accepted: that of the checkpoint, "
-            f"{saved[:12]}…"
+            f"{folder / 'data' / 'tokenizer.json'}: got a tokenizer of sha256 {found[:12]}…; accepted: the tokenizer "
+            f"of the checkpoint, {saved[:12]}…"
         )
 
 

@@ -76,7 +76,7 @@ def load_own(folder: Path, state: RunState) -> dict[str, Tensor]:
     with open_tensors(regular_file(path, "the run's own frozen parameters")) as file:
         if (found := sha256_of(path)) != state["frozen_sha256"]:
             raise ValueError(
-                f"{path}: got weights of sha256 {found[:12]}…; accepted: those of the checkpoint, "
+                f"{path}: got weights of sha256 {found[:12]}…; accepted: the weights of the checkpoint, "
                 f"{state['frozen_sha256'][:12]}…"
             )
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

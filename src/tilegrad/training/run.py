@@ -230,6 +230,6 @@ def _load_adapter(lora: LoraConfig, folder: str, engine: Engine, source: Weights
     for name in ("rank", "alpha", "layers"):
         own, given = getattr(adapter.lora, name), getattr(lora, name)
         if parts[0] != parts[1] if name == "layers" else own != given:
-            raise ValueError(f"lora.{name}: got {given!r}; accepted: {own!r}, that of {folder}")
+            raise ValueError(f"lora.{name}: got {given!r}; accepted: {own!r}, as in {folder}")
     for name, value in adapter.read().items():
         write_param(engine, name, value)

@@ -28,18 +28,18 @@ def check_ranks(spec: StepSpec) -> None:
         raise ValueError(f"shard: got {shard!r}; accepted: {', '.join(map(repr, get_args(Shard)))}")
     if world > 1 and spec.linear != "plain":
         raise ValueError(
-            f"linear: got {spec.linear!r} with {world} ranks, whose scales would differ; accepted: 'plain'"
+            f"linear: got {spec.linear!r} with {world} ranks, which would not share scales; accepted: 'plain'"
         )
     if world > 1 and spec.head != "plain":
-        raise ValueError(f"head: got {spec.head!r} with {world} ranks, whose scales would differ; accepted: 'plain'")
+        raise ValueError(f"head: got {spec.head!r} with {world} ranks, which would not share scales; accepted: 'plain'")
     if world > 1 and shard == "all" and (lora is not None or freeze):
         raise ValueError(
-            f"shard: got 'all' with frozen parameters ({'lora' if lora is not None else f'freeze {list(freeze)}'}), which it "
-            "would not shard; accepted: 'none' or 'optimizer'"
+            f"shard: got 'all' with frozen parameters ({'lora' if lora is not None else f'freeze {list(freeze)}'}), which are "
+            "never sharded; accepted: 'none' or 'optimizer'"
         )
     if world > 1 and shard == "all" and spec.muon is not None:
         raise ValueError(
-            "shard: got 'all' with Muon, which updates whole matrices, where a rank has slices; accepted: 'none' or 'optimizer'"
+            "shard: got 'all' with Muon, which needs whole matrices on a rank; accepted: 'none' or 'optimizer'"
         )
     check_context(spec.config, spec.seq_len, world, context)
     if context > 1 and lora is not None and lora.dropout:

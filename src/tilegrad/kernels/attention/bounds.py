@@ -40,7 +40,7 @@ remains. The row's maximum m has the accumulator's dtype, so rounding m + log Σ
     V(ds)    = ds² (V(exp) + 1) + p² (V(dp) + (dp² + delta²) / 3)             ds² · V(p)/p² is added to it
 
 A GPU flushes p and ds below the accumulator's smallest normal number to 0. That adds Σⱼ rᵢⱼ |vⱼ| over the flushed pairs to the
-error of o, and similar sums to those of dv, dq, dk and dbias. Any output below that number may itself be flushed to 0.
+error of o, and similar sums to the errors of dv, dq, dk and dbias. Any output below that number may itself be flushed to 0.
 """
 
 from __future__ import annotations

@@ -133,8 +133,8 @@ def run_native(function: Callable[[bytes], None], structure: bytes) -> NativeCal
 
 
 def merge_native(calls: Calls) -> Calls:
-    """The same calls, with successive native calls merged into one. Between products that read large weights, a call from
-    Python takes about 50 µs, and the kernel of a norm only 8 µs."""
+    """Merge successive native calls into one. Between products that read large weights, a call from Python takes about 50 µs,
+    and the kernel of a norm only 8 µs."""
     merged: Calls = []
     for _, group in itertools.groupby(calls, lambda call: isinstance(call, NativeCall)):
         listed = list(group)

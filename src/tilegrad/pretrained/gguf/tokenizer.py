@@ -152,7 +152,7 @@ def _pre_name(content: Json) -> str:
             return name
     got = "; ".join(f"{key}: got {shown(json.dumps(content.get(key)))}" for key in ("pre_tokenizer", "normalizer"))
     merges = bool(model.get("ignore_merges"))
-    raise ValueError(f"{got}; ignore_merges: got {merges}; accepted: those of {', '.join(PRE)} in llama.cpp's code")
+    raise ValueError(f"{got}; ignore_merges: got {merges}; accepted: the settings of {', '.join(PRE)} in llama.cpp")
 
 
 def _around(tokenizer: BpeTokenizer, path: Path) -> tuple[list[int], list[int]]:

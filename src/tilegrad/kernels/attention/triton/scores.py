@@ -152,7 +152,7 @@ def outside(interval, i, inside):
 
 @triton.jit
 def scores(s, i, j, head, IEEE_FP32: tl.constexpr, MASKED: tl.constexpr):
-    """(x, tanh). x are the scores or, in a plain call, the scores divided by factor. tanh is the tanh of the softcap."""
+    """(x, tanh). x are the scores, or with PLAIN (forward.py) the scores divided by factor. tanh is the tanh of the softcap."""
     x = s
     t = s
     PLAIN: tl.constexpr = head.softcap is None and head.bias is None and head.slope is None

@@ -7,7 +7,7 @@
 forward.py and cache_attention/triton_ops.py both use these functions, so a row has the same bits in both. The fma of `combine`
 is explicit, because the compiler may fuse either of two products into a sum.
 
-In a plain call x is q·k, row_max is in the same units, and log2_factor and coarse_factor are as in forward.py.
+PLAIN, log2_factor and coarse_factor are explained in forward.py: with PLAIN, x is q·k, and row_max is in the same units.
 """
 
 from __future__ import annotations
