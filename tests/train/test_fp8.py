@@ -228,7 +228,11 @@ def test_a_jump_is_counted_for_its_tensor() -> None:
         ),
         ({}, {"head": "fp8", "invariant": True}, "invariant: got True with head 'fp8'"),
         ({}, {"head": "fp8", "dtype": torch.float64}, "head: got 'fp8', which needs dtype bfloat16"),
-        ({"qk_norm": True}, {"linear": "fp8-all", "freeze": ("*.q.weight",)}, "freeze: got some of q, k and v frozen"),
+        (
+            {"qk_norm": True},
+            {"linear": "fp8-all", "freeze": ("*.q.weight",)},
+            "freeze: got some of q, k and v with linear",
+        ),
         ({}, {"head": "int4"}, "head: got 'int4'; accepted: 'plain' or 'fp8'"),
     ],
 )

@@ -85,7 +85,7 @@ def test_prompts_come_from_files_and_stdin(capsys: pytest.CaptureFixture[str], m
         (["a", ""], "prompts[1]: got ''; accepted: a text of at least one token"),
         (["a", "--stop", ""], "stop: got ''; accepted: a text of at least one character, or a list of such texts"),
         (["a", "--top-p", "0"], "top_p: got 0.0; accepted: a number in (0, 1]"),
-        (["a", "--logprobs"], "logprobs: got --logprobs without --json, which prints them; accepted: both"),
+        (["a", "--logprobs"], "logprobs: got --logprobs without --json; accepted: both"),
         (["a", "--num-samples", "0"], "num_samples: got 0; accepted: an int ≥ 1"),
         (["a", "--device", "cuda:99"], "device: got 'cuda:99'"),
     ],

@@ -28,10 +28,10 @@ def check_ranks(spec: StepSpec) -> None:
         raise ValueError(f"shard: got {shard!r}; accepted: {', '.join(map(repr, get_args(Shard)))}")
     if world > 1 and spec.linear != "plain":
         raise ValueError(
-            f"linear: got {spec.linear!r} with {world} ranks, which would not share scales; accepted: 'plain'"
+            f"linear: got {spec.linear!r} with {world} ranks, whose scales would differ; accepted: 'plain'"
         )
     if world > 1 and spec.head != "plain":
-        raise ValueError(f"head: got {spec.head!r} with {world} ranks, which would not share scales; accepted: 'plain'")
+        raise ValueError(f"head: got {spec.head!r} with {world} ranks, whose scales would differ; accepted: 'plain'")
     if world > 1 and shard == "all" and (lora is not None or freeze):
         raise ValueError(
             f"shard: got 'all' with frozen parameters ({'lora' if lora is not None else f'freeze {list(freeze)}'}), which are "
