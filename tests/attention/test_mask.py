@@ -82,15 +82,15 @@ def test_edges_say_which_tiles_are_masked_out_and_which_are_unmasked() -> None:
             assert edges.shape == (1, 2, -(-columns // tile), n, 4)
             masked = masked_by(intervals, torch.arange(rows))
             for h, t in itertools.product(range(2), range(edges.shape[2])):
+                of_tile, of = masked[0, h, :, t * tile : (t + 1) * tile], edges[0, h, t].tolist()
+                all_of_row, any_of_row = of_tile.all(1).tolist(), of_tile.any(1).tolist()
                 for a, b in itertools.combinations(range(rows + 1), 2):
-                    pairs_of_tile = masked[0, h, a:b, t * tile : (t + 1) * tile]
-                    of = edges[0, h, t].tolist()
                     out = any(last <= a and b <= least for _, last, least, _ in of)
                     unmasked = all(b <= first or most <= a for first, _, _, most in of)
-                    assert not out or pairs_of_tile.all()
-                    assert not unmasked or not pairs_of_tile.any()
+                    assert not out or all(all_of_row[a:b])
+                    assert not unmasked or not any(any_of_row[a:b])
                     if tile == 1 and n == 1:  # with one column and one interval the edges decide
-                        assert out == pairs_of_tile.all() and unmasked != pairs_of_tile.any()
+                        assert out == all(all_of_row[a:b]) and unmasked != any(any_of_row[a:b])
                     reached.add((out, unmasked))
     assert reached == {(True, False), (False, True), (False, False)}
 

@@ -177,7 +177,8 @@ def test_rope_equals_the_formula_of_llama(monkeypatch: pytest.MonkeyPatch, dtype
     if gpu.interpreting() and block > 300:
         pytest.skip("Triton's kernel has no such blocks")
     monkeypatch.setitem(rope_torch_ops.BLOCK, "cpu", block)
-    for b, t, h, d in ((1, 1, 1, 2), (2, 23, 3, 10), (1, 63, 2, 64)):
+    some, many = (5, 9) if gpu.interpreting() else (23, 63)  # a program of Triton's kernel has one token
+    for b, t, h, d in ((1, 1, 1, 2), (2, some, 3, 10), (1, many, 2, 64)):
         fused = randn(b, t, 3 * h * d, dtype=dtype)
         x, dy = fused[..., h * d : 2 * h * d].view(b, t, h, d), randn(b, t, h, d, dtype=dtype, seed=1)
         cos, sin = tables(10000.0, d, t + 3, acc(dtype))
@@ -195,7 +196,7 @@ def test_rope_equals_the_formula_of_llama(monkeypatch: pytest.MonkeyPatch, dtype
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rope_of_packed_rows_equals_that_of_each_document(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     monkeypatch.setitem(rope_torch_ops.BLOCK, "cpu", 300)
-    b, t, h, d, ends = 2, 23, 3, 10, [0, 1, 9, 23, 40, 46]
+    b, t, h, d, ends = 2, 12, 3, 10, [0, 1, 5, 12, 21, 24]
     x, positions = (
         randn(b, t, h, d, dtype=dtype),
         torch.cat([torch.arange(z - a) for a, z in pairwise(ends)]).view(b, t),
@@ -249,7 +250,8 @@ def test_dropout_uses_the_shared_mask(monkeypatch: pytest.MonkeyPatch, dtype: to
     philox(counter, round_keys(seed), (torch.empty(n, c, dtype=torch.int64), torch.empty(n, c, dtype=torch.int64)))
     kept = counter[0] >= threshold(p)
     assert 0.68 < kept.double().mean() < 0.72
-    x = randn(n, c, dtype=dtype)
+    kept = kept[:9] if gpu.interpreting() else kept  # a program of Triton's kernel has one row
+    x = randn(*kept.shape, dtype=dtype)
     for block in (100,) if gpu.interpreting() else (100, 1 << 15):  # Triton's kernel does not use these blocks
         monkeypatch.setitem(dropout_torch_ops.BLOCK, "cpu", block)
         scratch = poisoned(dropout_workspace(x))
