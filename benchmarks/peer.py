@@ -205,38 +205,14 @@ class PeerModel(nn.Module):
         return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.flatten(), ignore_index=-1)
 
 
-class Peer:
-    """The training step of the peer: forward, backward, clipping to norm 1, AdamW. Copies from pinned memory do not block."""
+class TorchStep:
+    """A training step in PyTorch: `model`, on `device`, in float32 under autocast to `dtype`. Copies from pinned memory do not
+    block."""
 
-    def __init__(
-        self, config: ModelConfig, batch_size: int, seq_len: int, device: torch.device, *, seed: int, form: PeerForm,
-        compiled: bool, dtype: torch.dtype = torch.bfloat16,
-    ) -> None:  # fmt: skip
-        self.device, self.dtype, self.sdpa = device, dtype, form.sdpa
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-        with self._attention():
-            few, self.backend = (sdpa_backend(config, batch_size, seq_len, device, gqa=gqa) for gqa in (True, False))
-        with device:
-            self.model = PeerModel(config, form, gqa=few == self.backend)
-        self.model.load(initial_parameters(config, seed))
-        params = list(self.model.parameters())
-        groups: list[dict[str, object]] = [
-            {"params": [p for p in params if p.ndim >= 2], "weight_decay": 0.1},
-            {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        self.optimizer = torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.95), eps=1e-8, fused=True)
-        self._forward = torch.compile(self.model) if compiled else self.model
+    def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype, *, compiled: bool) -> None:
+        self.device, self.dtype = device, dtype
+        self._forward = torch.compile(model) if compiled else model
         self._last = torch.full((), torch.nan)
-
-    def submit(self, tokens: Tensor, targets: Tensor, learning_rate: float) -> None:
-        loss = self._mean_loss(tokens, targets)
-        loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self._last = loss.detach()
 
     def loss(self) -> float:
         """The loss of the last step; waits for it."""
@@ -253,6 +229,43 @@ class Peer:
         with self._attention(), autocast:
             loss: Tensor = self._forward(x, y)
         return loss
+
+    def _attention(self) -> AbstractContextManager[object]:
+        """The context in which SDPA runs."""
+        return nullcontext()
+
+
+class Peer(TorchStep):
+    """The training step of the peer: forward, backward, clipping to norm 1, AdamW."""
+
+    def __init__(
+        self, config: ModelConfig, batch_size: int, seq_len: int, device: torch.device, *, seed: int, form: PeerForm,
+        compiled: bool, dtype: torch.dtype = torch.bfloat16,
+    ) -> None:  # fmt: skip
+        self.sdpa = form.sdpa
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+        with self._attention():
+            few, self.backend = (sdpa_backend(config, batch_size, seq_len, device, gqa=gqa) for gqa in (True, False))
+        with device:
+            self.model = PeerModel(config, form, gqa=few == self.backend)
+        self.model.load(initial_parameters(config, seed))
+        params = list(self.model.parameters())
+        groups: list[dict[str, object]] = [
+            {"params": [p for p in params if p.ndim >= 2], "weight_decay": 0.1},
+            {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.95), eps=1e-8, fused=True)
+        super().__init__(self.model, device, dtype, compiled=compiled)
+
+    def submit(self, tokens: Tensor, targets: Tensor, learning_rate: float) -> None:
+        loss = self._mean_loss(tokens, targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._last = loss.detach()
 
     def _attention(self) -> AbstractContextManager[object]:
         return nullcontext() if self.sdpa == "default" else sdpa_kernel(BACKENDS[self.sdpa])

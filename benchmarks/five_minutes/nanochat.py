@@ -24,15 +24,12 @@ from torch import Tensor, nn
 from tilegrad.kernels.muon import COEFFICIENTS, MARGINS
 from tilegrad.model.config import ModelConfig
 
-from ..peer import rotated
+from ..peer import TorchStep, rotated
 
 SOFTCAP = 15.0
 HEAD_DIM = 128
-MATRIX_RATE, EMBEDDING_RATE, HEAD_RATE = (
-    0.02,
-    0.2,
-    0.004,
-)  # the last two are for 768 channels and are proportional to 1 / √channels
+MATRIX_RATE = 0.02
+EMBEDDING_RATE, HEAD_RATE = 0.2, 0.004  # for 768 channels; they are proportional to 1 / √channels
 A_RATE, B_RATE = 0.005, 0.5
 MOMENTUM, FIRST_MOMENTUM, MOMENTUM_STEPS = 0.95, 0.85, 300
 
@@ -116,13 +113,12 @@ def muon_directions(grads: Tensor, m: Tensor, momentum: Tensor, dtype: torch.dty
     return o.to(u.dtype) * math.sqrt(max(1.0, rows / columns))
 
 
-class Nanochat:
+class Nanochat(TorchStep):
     """The training step of this peer. `learning_rate` is the rate of the matrices; the others are in proportion."""
 
     def __init__(
         self, config: ModelConfig, device: torch.device, *, seed: int, dtype: torch.dtype, compiled: bool
     ) -> None:
-        self.device, self.dtype = device, dtype
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
         with device:
             self.model = NanochatModel(config, dtype)
@@ -136,10 +132,9 @@ class Nanochat:
         self._factors = tuple(rate / MATRIX_RATE for rate in rates)
         groups: list[dict[str, object]] = [{"params": [p]} for p in (m.wte.weight, m.lm_head.weight, m.a, m.b)]
         self._adamw = torch.optim.AdamW(groups, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.0, fused=True)
-        self._forward = torch.compile(self.model) if compiled else self.model
         self._directions = torch.compile(muon_directions, dynamic=False) if compiled else muon_directions
         self._momentum, self._steps = torch.empty((), device=device), 0
-        self._last = torch.full((), torch.nan)
+        super().__init__(self.model, device, dtype, compiled=compiled)
 
     def submit(self, tokens: Tensor, targets: Tensor, learning_rate: float) -> None:
         loss = self._mean_loss(tokens, targets)
@@ -157,18 +152,3 @@ class Nanochat:
         self.model.zero_grad(set_to_none=True)
         self._steps += 1
         self._last = loss.detach()
-
-    def loss(self) -> float:
-        """The loss of the last step; waits for it."""
-        return float(self._last)
-
-    def evaluate(self, tokens: Tensor, targets: Tensor) -> float:
-        """The mean loss of a batch."""
-        with torch.no_grad():
-            return float(self._mean_loss(tokens, targets))
-
-    def _mean_loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x, y = (given.to(self.device, non_blocking=True) for given in (tokens, targets))
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
-            loss: Tensor = self._forward(x, y)
-        return loss

@@ -11,7 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import CONFIG, LLAMA, QWEN3, SPEED_RUN, assert_equal_gradients, batch, clones, equal, set_batch
+from support.models import (
+    CONFIG,
+    LLAMA,
+    QWEN3,
+    SPEED_RUN,
+    assert_equal_gradients,
+    batch,
+    clones,
+    equal,
+    run_as_traced,
+    set_batch,
+)
 from support.pairwise import covering
 from torch import Tensor
 
@@ -28,7 +39,6 @@ from tilegrad.memory.planned.trace import bind, handles
 from tilegrad.model import reference
 from tilegrad.model.block import Recomputed
 from tilegrad.model.lora import LoraConfig, adapter_parts
-from tilegrad.model.transformer import Transformer
 from tilegrad.training.generation import draw
 
 CPU = torch.device("cpu")
@@ -243,14 +253,6 @@ def test_merged_weights_give_the_same_model() -> None:
             list(draw(config, merged, prompt, 1, lora=lora))
 
 
-def run(model: Transformer, optimizer: Optimizer) -> None:
-    """Runs the traced program."""
-    model.step()
-    optimizer.update(1e-2)
-    model.forward()
-    model.backward()
-
-
 @pytest.mark.parametrize(
     ("dropout", "recompute"), [(0.3, ()), (0.0, ("norm", "activation")), (0.3, ("block",))], ids=str
 )
@@ -269,7 +271,7 @@ def test_sharing_memory_and_poison_change_no_bit(dropout: float, recompute: tupl
         if poisoned:
             arenas.poison()
         with poison_dead(arenas, observe) if poisoned else nullcontext():
-            run(model, optimizer)
+            run_as_traced(model, optimizer)
         results.append(
             clones({f"d {p.name}": p.grad for p in model.trained if p.grad is not None} | optimizer.tensors())
         )

@@ -118,7 +118,7 @@ def run(loss: str, inputs: dict[str, Tensor], targets: Tensor, inv_total: float)
 
 
 def rows() -> int:
-    """More than one of the small chunks has. A program of Triton's kernel has one row, and interpreting it takes milliseconds."""
+    """More rows than a small chunk has; fewer of them where each is a program that Triton interprets."""
     return 27 if gpu.interpreting() else 63
 
 

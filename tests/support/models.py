@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tilegrad import ModelConfig
 from tilegrad.engine.batch import Batch
+from tilegrad.engine.optimizer import Optimizer
 from tilegrad.kernels.rope.frequencies import RopeScaling
 from tilegrad.model import reference
 from tilegrad.model.lora import LoraConfig
@@ -119,3 +120,11 @@ def clones(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def run_as_traced(model: Transformer, optimizer: Optimizer) -> None:
+    """Runs what `plan_model` traces: a step with its update, then a forward and backward without one."""
+    model.step()
+    optimizer.update(1e-2)
+    model.forward()
+    model.backward()

@@ -15,7 +15,18 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import CONFIG, LLAMA, QWEN3, SPEED_RUN, assert_equal_gradients, batch, clones, equal, set_batch
+from support.models import (
+    CONFIG,
+    LLAMA,
+    QWEN3,
+    SPEED_RUN,
+    assert_equal_gradients,
+    batch,
+    clones,
+    equal,
+    run_as_traced,
+    set_batch,
+)
 from support.ops import allowed_bytes
 from torch import Tensor
 
@@ -363,14 +374,6 @@ def test_arenas_have_exactly_the_bytes_of_the_plan() -> None:
             assert engine.arenas.nbytes == engine.plan.peak_bytes
 
 
-def run(model: Transformer, optimizer: Optimizer) -> None:
-    """Runs the traced program."""
-    model.step()
-    optimizer.update(1e-2)
-    model.forward()
-    model.backward()
-
-
 @pytest.mark.parametrize(
     "config", [CONFIG, LLAMA, QWEN3, SPEED_RUN, replace(CONFIG, dropout=0.2, projection="per_head")]
 )
@@ -390,7 +393,7 @@ def test_sharing_memory_and_poison_change_no_bit(config: ModelConfig) -> None:
         if poisoned:
             arenas.poison()
         with poison_dead(arenas, observe) if poisoned else nullcontext():
-            run(model, optimizer)
+            run_as_traced(model, optimizer)
         results.append(
             clones({f"d {name}": p.grad for name, p in model.params.items() if p.grad is not None})
             | clones({name: p.master for name, p in model.params.items()} | optimizer.tensors())
