@@ -25,7 +25,7 @@ from tilegrad.model.config import ModelConfig
 
 from ..cases import Case, Problem
 from ..contenders import Contender, Entry, Ours
-from ..peer import Peer, PeerForm, TorchStep
+from ..peer import Peer, PeerForm
 from .nanochat import HEAD_DIM, MATRIX_RATE, SOFTCAP, Nanochat
 
 
@@ -125,7 +125,7 @@ def weights_sha256(contender: Trained) -> str:
     if isinstance(contender, Ours):
         params = contender.engine.params
     else:
-        assert isinstance(contender, TorchStep)
+        assert isinstance(contender, Peer | Nanochat)
         params = {name: p.detach() for name, p in contender.model.named_parameters()}
     digest = hashlib.sha256()
     for name, x in sorted(params.items()):
