@@ -327,7 +327,7 @@ def bench_dilated(
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.dilated", description=__doc__.split("\n", 1)[0])
     add = parser.add_argument
-    add("--device", help="default: cuda where there is one, else cpu")
+    add("--device", help="default: cuda if there is a GPU, else cpu")
     add("--dtype", help="bfloat16, float16 or float32 (default: bfloat16 on CUDA, else float32)")
     add("--modes", nargs="+", metavar="NAME", help="head_groups, longnet (default: both)")
     add("--lengths", type=int, nargs="+", metavar="T", help="default: 32768 … 524288 on CUDA, 4096 … 16384 else")

@@ -152,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks.linear_cross_entropy", description=(__doc__ or "").split("\n", 1)[0]
     )
     add = parser.add_argument
-    add("--device", help="default: cuda where there is one, else cpu")
+    add("--device", help="default: cuda if there is a GPU, else cpu")
     add("--dtype", default="bfloat16", help="bfloat16 or float32 (default: %(default)s)")
     add("--repeats", type=int, default=20, metavar="N", help="interleaved rounds (default: %(default)s)")
     add("--tiny", action="store_true", help="a small shape, to test that everything runs")

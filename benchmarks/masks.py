@@ -310,7 +310,7 @@ def bench_masks(
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.masks", description=__doc__.split("\n", 1)[0])
     add = parser.add_argument
-    add("--device", help="default: cuda where there is one, else cpu")
+    add("--device", help="default: cuda if there is a GPU, else cpu")
     add("--dtype", choices=("bfloat16", "float16", "float32"), help="default: bfloat16 on CUDA, else float32")
     for n, (name, metavar) in enumerate((("tokens", "T"), ("heads", "H"), ("head-dim", "D"))):
         add(f"--{name}", type=int, metavar=metavar, help=f"default: {SIZES['cuda'][n]} on CUDA, else {SIZES['cpu'][n]}")

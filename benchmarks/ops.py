@@ -218,7 +218,7 @@ def bench_ops(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ops", description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--device", help="default: cuda where there is one, else cpu")
+    parser.add_argument("--device", help="default: cuda if there is a GPU, else cpu")
     parser.add_argument("--dtype", default="bfloat16", help="bfloat16, float16 or float32 (default: %(default)s)")
     parser.add_argument("--rows", type=int, nargs="+", metavar="N", help="B·T (default: 16384 65536 on CUDA, 512 else)")
     parser.add_argument(

@@ -209,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--batch-size", type=int, metavar="B", help="rows of a step (default: 16 on CUDA, else 4)")
     add("--seq-len", type=int, metavar="T", help="default: 1024 on CUDA, else 128")
     add("--documents", type=int, metavar="N", help="the most documents in a packed row (default: 16)")
-    add("--device", help="default: cuda where there is one, else cpu")
+    add("--device", help="default: cuda if there is a GPU, else cpu")
     add("--dtype", help="default: bfloat16 on CUDA, else float32")
     add("--seconds", type=float, help="of one contender in one round (default: 4)")
     add("--rounds", type=int, metavar="N", help="interleaved rounds (default: 3)")

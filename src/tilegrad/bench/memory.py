@@ -162,7 +162,7 @@ def bench_memory(*, repeats: int = 200, json: bool = False) -> int:
         return 0
     print(
         f"allocate + deallocate over torch.empty + del, {SHAPE} float32, CPU, {repeats} interleaved rounds of {_BATCH}, "
-        f"hits {hits}"
+        f"cache hits {hits}"
     )
     print(f"  {'':28}{'median':>8}{'q1':>8}{'q3':>8}{'target':>9}")
     for name, row in rows.items():

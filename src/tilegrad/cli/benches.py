@@ -129,7 +129,7 @@ def _add_generate(bench: Commands) -> None:
 
 def _add_rounds(command: Parser, repeats: int) -> None:
     """Add the flags of every benchmark with interleaved rounds."""
-    command.add_argument("--device", help="default: cuda where there is one, else cpu")
+    command.add_argument("--device", help="default: cuda if there is a GPU, else cpu")
     text = "interleaved rounds (default: %(default)s)"
     command.add_argument("--repeats", type=int, default=repeats, metavar="N", help=text)
     command.add_argument("--json", action="store_true", help="JSON lines instead of the table")

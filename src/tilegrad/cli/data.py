@@ -64,7 +64,7 @@ def _text(found: Preview, *, colour: bool) -> str:
     for name, count in found.histogram.items():
         lines.append(f"  {name:>{width}}  {'█' * -(-count * _BAR // longest):<{_BAR}} {count:,}".rstrip())
     how = "in green" if colour else "between ⟦ and ⟧"
-    lines += ["", f"The first {kind}, with what is trained on {how}:"]
+    lines += ["", f"The first {kind}; the trained part is {how}:"]
     begin, end = ("\x1b[32m", "\x1b[0m") if colour else ("⟦", "⟧")
     parts = [(_CONTROL.sub(lambda c: f"\\x{ord(c[0]):02x}", text), trained) for text, trained in found.example]
     lines.append("".join(f"{begin}{text}{end}" if trained else text for text, trained in parts))

@@ -59,7 +59,7 @@ def add_evaluation(commands: Commands) -> None:
     )
     evaluate.add_argument("--batch-size", type=int, metavar="N", help="windows in a batch (default: as in the run)")
     evaluate.add_argument("--seq-len", type=int, metavar="N", help="tokens in a window (default: as in the run)")
-    evaluate.add_argument("--device", help="default: cuda where there is one, else cpu")
+    evaluate.add_argument("--device", help="default: cuda if there is a GPU, else cpu")
     add_dtype(
         evaluate, "default: as in the run; for a folder of weights bfloat16 on CUDA, else float32", choices=DTYPES
     )

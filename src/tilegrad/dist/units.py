@@ -2,7 +2,7 @@
 
 Each block is a unit, and everything outside of the blocks is another. A rank keeps 1/world of each unit, its part. The values of
 a whole unit are one flat COMM buffer, and its gradients are another. Both have live ranges like activations, so units share
-addresses in the plan, and poison exposes a unit that is read after its live range.
+addresses in the plan, and poison exposes a unit that is read after its live range. For each unit:
 
     before the previous unit is used   start the gather (prefetch by one unit)
     before an op reads the unit        wait for the gather
@@ -211,8 +211,8 @@ class Units:
                     emit(Emitted("reduce_scatter", (grads,), (grads,), (grads,), reduce))
 
     def _by_unit(self, call: Call) -> Call:
-        """A call on handles with the buffers of units instead of parameters and gradients. It writes only a part of each
-        buffer."""
+        """The call with the buffers of units instead of the handles of parameters and gradients. The op changes only a part of
+        such a buffer."""
         if not any(isinstance(h, Handle) for h in (*call.reads, *call.writes)):
             return call
 

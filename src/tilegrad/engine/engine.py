@@ -54,9 +54,9 @@ class Engine:
 
     With a `mesh` of several ranks (engine/parallel) each rank gives its own micro-batches, and the step covers all of
     them. With shard="optimizer" a rank has 1/world of the moments, with "none" all moments, with "all" 1/world of everything.
-    Gradients are summed in buckets of `bucket_bytes`, which affects rounding. `params` are then the copies that layers compute
-    with, a step is not captured, and after `optimizer_step` the attribute `loss` covers all ranks. context=n: n neighbouring
-    ranks share each sequence; they give the same micro-batches, and each computes its rows.
+    Gradients are summed in buckets of `bucket_bytes`, which affects rounding. On several ranks `params` are the copies that
+    layers compute with, a step is not captured, and after `optimizer_step` the attribute `loss` covers all ranks. context=n: n
+    neighbouring ranks share each sequence; they give the same micro-batches, and each computes its rows.
 
     With documents=n, rows are packed: the `cu_seqlens` of a batch has the ends of up to n documents in each row (batch.py).
     Tokens attend only to their own document, and positions begin at 0 in each document.
@@ -65,8 +65,8 @@ class Engine:
     freeze=("wte.*", …) freezes the parameters whose names match a pattern. A frozen parameter has no gradient, master or
     moment; on CUDA it is in the compute dtype. `params` has all parameters, `grads` only the trained ones.
 
-    With invariant=True the bits of a row of the forward, and so those of its logits, depend only on the tokens of its sequence
-    up to that row: not on the size of the batch, other sequences, later tokens, or the number of threads. On CUDA this needs
+    With invariant=True the bits of a row of activations and of its logits depend only on the tokens of its sequence up to that
+    row: not on the size of the batch, other sequences, later tokens, or the number of threads. On CUDA this needs
     Triton.
 
     muon=MuonConfig(…) updates the matrices of the blocks by Muon (kernels/muon), and every other parameter by AdamW.
@@ -101,7 +101,7 @@ class Engine:
     """The mean loss of the last step or forward."""
 
     steps: int
-    """How many steps the optimizer was given, with those in flight and those that were skipped."""
+    """How many steps the optimizer was given, including steps in flight and skipped steps."""
 
     def __init__(
         self,
@@ -231,7 +231,7 @@ class Engine:
         return self.loss
 
     def backward(self) -> None:
-        """Add d(Σ loss)/total_targets of the last forward to the gradients.
+        """Add the gradients of Σ nll / total_targets, over the targets of the last forward, to `grads`.
 
         >>> engine.zero_gradients()
         >>> loss = engine.forward(x, y)
@@ -239,8 +239,8 @@ class Engine:
         """
         if self._pending is None:
             raise RuntimeError(
-                "backward: got no forward, or a backward, gradients, evaluate or a refused batch came after it; "
-                "call forward(tokens, targets) first"
+                "backward: got no forward since the last backward, gradients, evaluate or refused batch; call "
+                "forward(tokens, targets) first"
             )
         if self.ranks.summed:
             raise RuntimeError(

@@ -37,7 +37,7 @@ def write_gguf(
 
     origin      the folder that the model was imported from
     tokenizer   a tokenizer.json, if `origin` has none; special tokens and the chat template come from `origin`, or without
-                `origin` from the folder of this file
+                `origin` from the folder of this tokenizer.json
     dtype       the dtype of matrices: float32, float16, bfloat16 or q8_0; None: the dtype of `params`. Vectors are float32
     """
     check_new(path)
