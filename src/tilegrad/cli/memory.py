@@ -93,7 +93,7 @@ def _print(
 
     if page is not None:
         page.write_text(report.html(), encoding="utf-8")
-    fits, sentence = what_fits(report.peak_bytes + sum(dict(report.beside).values()), device)
+    fits, sentence = what_fits(report.peak_bytes + sum(dict(report.unplanned).values()), device)
     if args.json:
         print(json.dumps(report.json() | fits | largest, indent=1))
         return

@@ -28,7 +28,7 @@ def plan_model(spec: StepSpec, *, share: bool = True) -> MemoryPlan:
 def step_report(memory: MemoryPlan, spec: StepSpec, title: str) -> MemoryReport:
     """The buffers that are live during one step, in the arenas of the whole plan."""
     report = memory_report(replace(memory, trace=_trace(spec, one_step=True)), title)
-    return replace(report, beside=tuple(unplanned_bytes(spec).items()))
+    return replace(report, unplanned=tuple(unplanned_bytes(spec).items()))
 
 
 def _trace(spec: StepSpec, *, one_step: bool) -> Trace:

@@ -28,7 +28,7 @@ class MemoryReport:
     layers: tuple[Row, ...]
     alive: tuple[Span, ...]  # the buffers alive at the peak, the largest first
     spans: tuple[Span, ...]
-    beside: tuple[tuple[str, int], ...] = ()  # (library, bytes that it allocates outside the arenas)
+    unplanned: tuple[tuple[str, int], ...] = ()  # (library, bytes that it allocates outside the arenas)
 
     @property
     def saved_bytes(self) -> int:
@@ -42,7 +42,7 @@ class MemoryReport:
                 self.title,
                 "",
                 f"allocated      {_exact(self.peak_bytes)} on {self.device}, the sum of {len(self.roles)} arenas",
-                *(f"outside them   {_exact(nbytes)}, {name}" for name, nbytes in self.beside),
+                *(f"outside them   {_exact(nbytes)}, {name}" for name, nbytes in self.unplanned),
                 f"alive at most  {_exact(self.max_live_bytes)}, at {self._moment()}",
                 f"sharing saves  {_exact(self.saved_bytes)}, {share:.1%} of {human(self.unshared_bytes)} without it",
                 "",
@@ -62,7 +62,7 @@ class MemoryReport:
             "title": self.title,
             "device": self.device,
             "peak_bytes": self.peak_bytes,
-            "beside": dict(self.beside),
+            "beside": dict(self.unplanned),
             "max_live_bytes": self.max_live_bytes,
             "unshared_bytes": self.unshared_bytes,
             "saved_bytes": self.saved_bytes,
@@ -76,7 +76,7 @@ class MemoryReport:
     def html(self) -> str:
         facts = {
             "allocated": _exact(self.peak_bytes),
-            **{f"outside the arenas: {name}": _exact(nbytes) for name, nbytes in self.beside},
+            **{f"outside the arenas: {name}": _exact(nbytes) for name, nbytes in self.unplanned},
             "alive at most": _exact(self.max_live_bytes),
             "the peak": self._moment(),
             "sharing saves": f"{human(self.saved_bytes)} of {human(self.unshared_bytes)}",
