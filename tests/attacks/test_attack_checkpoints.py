@@ -1,6 +1,5 @@
-"""Attacks by checkpoints that lie under a right digest: state of wrong types and ranges, shapes, offsets and shards that are
-not those of the model. Each goes through load, generate, export and resume, and is refused by a
-sentence, or the weights are the run's."""
+"""Attacks by checkpoints with false content and a right digest: state of wrong types and ranges; shapes, offsets and shards of
+another model. Each goes through load, generate, export and resume. It is refused by a sentence, or gives the run's weights."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ JUNK: tuple[Any, ...] = (
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """A run of two checkpoints, and the same with shards as two ranks write them."""
+    """A run with two checkpoints, and a copy of it with the shards that two ranks would write."""
     home = tmp_path_factory.mktemp("runs")
     model = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16, "dropout": 0.1}
     settings = {"steps": 2, "batch_size": 1, "checkpoint_interval": 1, "eval_interval": 0, "sample_tokens": 0}
@@ -46,7 +45,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def shard(path: Path) -> None:
-    """One file → two shards, as torch's distributed checkpoint has them."""
+    """Replace the one file by two shards in the format of torch's distributed checkpoint."""
     tensors, content = load_file(path / TENSORS), json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     content["state"] |= {
         "shapes": {name: [*x.shape] for name, x in tensors.items() if f"m.{name}" in tensors}, "ranks": 2,
@@ -75,12 +74,12 @@ def sign(path: Path, content: dict[str, Any]) -> None:
     (path / MANIFEST).write_text(json.dumps(content | {"sha256": _digest(content)}), encoding="utf-8")
 
 
-def lie(path: Path, dice: random.Random) -> str:
-    """One lie in a checkpoint, all digests made right; what it is."""
+def falsify(path: Path, dice: random.Random) -> str:
+    """Change one thing in a checkpoint and make all digests right. Returns what was changed."""
     content = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     kind = dice.choice(("state", "state", "state", "model", "engine", "tensors", "offsets", "files"))
     if kind == "tensors" or kind == "offsets":
-        what = lie_in_tensors(path, content, kind, dice)
+        what = falsify_tensors(path, content, kind, dice)
     else:
         where: Any = content if kind == "files" else content["state"]
         where = {"model": lambda: where["run"]["model"], "engine": lambda: where["engine"]}.get(kind, lambda: where)()
@@ -103,7 +102,7 @@ def lie(path: Path, dice: random.Random) -> str:
     return f"{kind}: {what}"
 
 
-def lie_in_tensors(path: Path, content: dict[str, Any], kind: str, dice: random.Random) -> str:
+def falsify_tensors(path: Path, content: dict[str, Any], kind: str, dice: random.Random) -> str:
     file = dice.choice(sorted(path.glob("*.safetensors")))
     tensors = load_file(file)
     name = dice.choice(sorted(tensors))
@@ -145,7 +144,7 @@ def lie_in_tensors(path: Path, content: dict[str, Any], kind: str, dice: random.
 
 
 def through_all(run: Path, out: Path, weights: dict[str, torch.Tensor], *, resume: bool) -> Counter[str]:
-    """Refused by a sentence that names the checkpoint or the run, or the run's own weights."""
+    """Each way in refuses the checkpoint by a sentence that names it or the run, or gives the run's own weights."""
     found = Counter[str]()
     ways = {"generate": ["generate", str(run), "Call", "--max-tokens", "1"], "export": ["export", str(run), str(out)]}
     if resume:
@@ -173,8 +172,8 @@ def through_all(run: Path, out: Path, weights: dict[str, torch.Tensor], *, resum
     return found
 
 
-def lie_all(originals: list[Path], home: Path, seeds: range, *, resume_every: int) -> tuple[Counter[str], list[str]]:
-    """(how often each way accepted and refused; what ended in a traceback, without a name, or with another model)."""
+def attack_all(originals: list[Path], home: Path, seeds: range, *, resume_every: int) -> tuple[Counter[str], list[str]]:
+    """(counts of what each way accepted and refused; runs that ended in a traceback, without a name, or with another model)."""
     found, faults, run, out = Counter[str](), [], home / "run", home / "out"
     assert main(["export", str(originals[0]), str(out)]) == 0
     weights = load_file(out / "model.safetensors")
@@ -182,7 +181,7 @@ def lie_all(originals: list[Path], home: Path, seeds: range, *, resume_every: in
     for seed in seeds:
         dice = random.Random(seed)
         shutil.copytree(originals[seed % 2], run)
-        what = lie(max((run / "checkpoints").iterdir()), dice)
+        what = falsify(max((run / "checkpoints").iterdir()), dice)
         try:
             one = through_all(run, out, weights, resume=seed % resume_every == 0)
             assert one["load 0"] + one["load 2"] == 1, one
@@ -199,23 +198,23 @@ def lie_all(originals: list[Path], home: Path, seeds: range, *, resume_every: in
 
 @pytest.fixture(autouse=True)
 def one_parser(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes longer than most refusals."""
+    """Builds the parser once, because building it takes longer than most refusals."""
     monkeypatch.setattr("tilegrad.cli.build_parser", functools.cache(build_parser))
 
 
-def test_shards_that_tell_the_truth_are_the_run(originals: list[Path]) -> None:
+def test_correct_shards_give_the_weights_of_the_run(originals: list[Path]) -> None:
     a, b = (tilegrad.load(run).params for run in originals)
     assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_50_checkpoints_that_lie_are_refused_by_name(originals: list[Path], tmp_path: Path) -> None:
-    found, faults = lie_all(originals, tmp_path, range(50), resume_every=10)
+def test_50_false_checkpoints_are_refused_by_name(originals: list[Path], tmp_path: Path) -> None:
+    found, faults = attack_all(originals, tmp_path, range(50), resume_every=10)
     assert not faults, f"{len(faults)} of 50:\n" + "\n".join(faults)
     assert found["refused"] > 30 and found["resume 2"] > 1 and found["export 2"] > 25, found
 
 
-def test_a_position_of_other_sizes_is_refused_with_the_checkpoints_name(originals: list[Path], tmp_path: Path) -> None:
-    found, faults = lie_all(
+def test_a_data_position_with_a_different_seq_len_is_refused_by_name(originals: list[Path], tmp_path: Path) -> None:
+    found, faults = attack_all(
         originals, tmp_path, range(32575816, 32575817), resume_every=1
     )  # state['data']['seq_len'] = 17
     assert not faults and found["resume 2"] == 1, (found, faults)
@@ -223,10 +222,10 @@ def test_a_position_of_other_sizes_is_refused_with_the_checkpoints_name(original
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(10))
-def test_three_thousand_checkpoints_that_lie_are_refused_by_name(
+def test_three_thousand_false_checkpoints_are_refused_by_name(
     part: int, originals: list[Path], tmp_path: Path, fresh_seed: int
 ) -> None:
     first = fresh_seed + 300 * part
-    found, faults = lie_all(originals, tmp_path, range(first, first + 300), resume_every=1)
+    found, faults = attack_all(originals, tmp_path, range(first, first + 300), resume_every=1)
     assert not faults, f"{len(faults)} of 300:\n" + "\n".join(faults[:50])
     assert found["refused"] > 200 and found["resume 2"] > 140, found

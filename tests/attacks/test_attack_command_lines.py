@@ -1,5 +1,5 @@
-"""Attacks by command lines: drawn from the parser itself, with values that are right and values that are broken, on real and
-damaged texts, runs and weights. Each line ends with a code, and where it is not 0 with a sentence; what was there stays."""
+"""Attacks by command lines that are drawn from the parser itself, with right and broken values, on real and damaged texts, runs
+and weights. Each line ends with an exit code, and with a sentence if the code is not 0. Existing files do not change."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SMALL = (
     "--model.n_layer", "1", "--model.n_head", "2", "--model.n_embd", "16", "--model.block_size", "16", "--batch-size", "2",
 )  # fmt: skip
 TRAINED = (*SMALL, "--steps", "2", "--train.eval_batches", "1", "--train.sample_tokens", "4", "--data", "text.txt")
-ALWAYS: dict[str, tuple[str, ...]] = {  # what keeps a command small; what is drawn comes after it, and counts
+ALWAYS: dict[str, tuple[str, ...]] = {  # flags that keep a command small; the drawn flags come after them and override them
     "train": (*TRAINED, "--out", "new"),
     "plan": SMALL,
     "generate": ("--max-tokens", "3"),
@@ -64,19 +64,19 @@ OFTEN = {
     "import": 4,
     "evaluate": 3,
     "chat": 2,
-}  # times as often as another command
-NEVER = {"demo"}  # it takes no argument, and trains for a minute
+}  # how many times as often as another command
+NEVER = {"demo"}  # demo takes no argument and trains for a minute
 ENDLESS = {
     "repeats",
     "max_tokens",
     "num_samples",
     "train.steps",
-}  # a large number is right, and takes as long as it says
+}  # a large number is accepted, and runs for that long
 LARGE = "99999999999999999999"
 LIMIT_S = 60.0
-UNSAFE = {"--build", "--tune", "--help"}  # these compile, and write into the package
+UNSAFE = {"--build", "--tune", "--help"}  # --build and --tune compile and write into the package
 
-VALID: dict[str, tuple[str, ...]] = {  # of a key or an argument, besides its default
+VALID: dict[str, tuple[str, ...]] = {  # valid values of a key or an argument, besides its default
     "model.preset": ("tiny",), "model.vocab_size": ("256", "300"), "model.block_size": ("16", "24"),
     "model.n_layer": ("1", "2"),
     "model.n_head": ("1", "2", "4"), "model.n_embd": ("16", "32"), "model.n_kv_head": ("1", "2", "none"),
@@ -130,8 +130,8 @@ THERE = (
     "dangling",
     "notes.txt/new",
     "/dev/null/new",
-)  # to write to
-DAMAGED: dict[str, tuple[str, ...]] = {  # of an argument that names a file
+)  # existing paths, as the output of a command
+DAMAGED: dict[str, tuple[str, ...]] = {  # damaged values of an argument that names a file
     "run_folder": RUNS, "resume": RUNS, "source": WEIGHTS, "train.init": WEIGHTS, "out": THERE, "html": THERE, "file": THERE,
     "data": ("empty.txt", "binary.txt", "bad.jsonl", "folder", "run"),
     "data.files": ("empty.txt", "binary.txt", "latin.txt", "cut.txt.gz", "bad.jsonl", "folder", "dangling", "run", "weights"),
@@ -147,7 +147,7 @@ BROKEN = (
 
 @pytest.fixture(scope="module")
 def users(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A user's folder: texts, a configuration, two runs and their weights, and each of them damaged."""
+    """A user's folder: texts, a configuration, two runs and their weights, and damaged copies of all."""
     folder = tmp_path_factory.mktemp("user")
     with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()), pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "chosen_loggers", lambda _log: ())
@@ -206,7 +206,7 @@ def _damage_weights() -> None:
 
 
 def leaves(parser: argparse.ArgumentParser, name: str = "") -> Iterator[tuple[str, Parser]]:
-    """Every command that does something, with its parser."""
+    """Every command without subcommands, with its parser."""
     below = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     for action in below:
         for word, command in action.choices.items():
@@ -219,7 +219,7 @@ DEFAULTS = {f"{key.section}.{key.name}": key.default.strip('"') for key in keys(
 
 
 def values(action: argparse.Action, dice: random.Random, *, broken: bool) -> list[str]:
-    """As many words as it takes."""
+    """Values for the argument, as many as it takes."""
     right = [str(choice) for choice in action.choices or VALID.get(action.dest, ())]
     right += [DEFAULTS[action.dest]] if action.dest in DEFAULTS else []
     if not right:
@@ -229,7 +229,7 @@ def values(action: argparse.Action, dice: random.Random, *, broken: bool) -> lis
         return [dice.choice(right) for _ in range(count)]
     if action.dest in DAMAGED and dice.random() < 0.8:
         return [dice.choice(DAMAGED[action.dest])]
-    if action.type in (int, float) and dice.random() < 0.7:  # one that is a number all the same
+    if action.type in (int, float) and dice.random() < 0.7:  # a broken value that is still a number
         numbers = ["-1", "0", "1" if action.dest in ENDLESS else LARGE]
         return [dice.choice(numbers if action.type is int else [*numbers, "nan", "inf", "1e400", "1e-320"])]
     words = [dice.choice(BROKEN) for _ in range(count)]
@@ -237,7 +237,7 @@ def values(action: argparse.Action, dice: random.Random, *, broken: bool) -> lis
 
 
 def draw(dice: random.Random, commands: list[tuple[str, Parser]]) -> list[str]:
-    """A command, what keeps it small, its positional arguments, and up to four of its flags."""
+    """Draw a command line: a command, its positional arguments, the flags that keep it small, and up to four other flags."""
     name, parser = dice.choices(commands, [OFTEN.get(name, 1) for name, _ in commands])[0]
     words = [*name.split()]
     flags = [a for a in parser._actions if a.option_strings and UNSAFE.isdisjoint(a.option_strings)]
@@ -245,7 +245,9 @@ def draw(dice: random.Random, commands: list[tuple[str, Parser]]) -> list[str]:
         if not action.option_strings and (action.nargs is None or dice.random() < 0.3):
             words += values(action, dice, broken=dice.random() < (0.5 if action.dest in DAMAGED else 0.2))
     words += ALWAYS.get(name, ())
-    few = [a for a in flags if a.type is not flag_value]  # not a key of a run, of which there are many
+    few = [
+        a for a in flags if a.type is not flag_value
+    ]  # flags that are not keys of a run, because there are many keys
     chosen = dice.sample(flags, min(len(flags), dice.randint(0, 3))) + dice.sample(
         few, min(len(few), dice.randint(0, 1))
     )
@@ -280,13 +282,13 @@ def in_time(words: list[str]) -> Iterator[None]:
 @dataclass
 class Tally:
     lines: int = 0
-    reached: int = 0  # got past argparse
-    done: int = 0  # ended with 0
-    commands: Counter[str] = field(default_factory=Counter)  # of those that got past it
+    reached: int = 0  # lines that argparse accepted
+    done: int = 0  # lines that ended with 0
+    commands: Counter[str] = field(default_factory=Counter)  # the commands of the lines that argparse accepted
 
 
 def look(folder: Path) -> dict[str, bytes | str]:
-    """Every path below, and what it holds."""
+    """Every path below `folder`, and its content."""
     return {
         str(path.relative_to(folder)): "link"
         if path.is_symlink()
@@ -339,8 +341,8 @@ def check_end(words: list[str], code: int, out: str, err: str, *, reached: bool)
 def check_folder(
     words: list[str], code: int, err: str, before: dict[str, bytes | str], after: dict[str, bytes | str]
 ) -> bool:
-    """What was there stays, but for the run that was resumed, and for what a benchmark appends to a file that it is given;
-    what is refused leaves nothing. Whether something changed."""
+    """Existing files do not change, except those of a resumed run and a file to which a benchmark appends. A refused command
+    leaves no file. Returns whether something changed."""
     changed = {path for path in before if after.get(path) != before[path]}
     if words[0] == "bench":
         changed = {path for path in changed if after.get(path, b"")[: len(before[path])] != before[path]}
@@ -367,7 +369,7 @@ def test_a_thousand_random_command_lines_end_with_a_sentence(
     assert not missing, missing
 
 
-def test_the_values_that_are_drawn_are_those_of_arguments_that_exist() -> None:
+def test_every_drawn_value_belongs_to_an_existing_argument() -> None:
     """A key or a flag that is renamed is drawn under its new name only when it is renamed here too."""
     actions = [action for _, parser in leaves(build_parser()) for action in parser._actions]
     assert {*VALID, *DAMAGED} <= {action.dest for action in actions}
@@ -388,7 +390,7 @@ def test_a_usage_error_of_all_ranks_is_printed_once(
         assert capsys.readouterr().err.count("error: ") == 1
 
 
-def test_a_plot_overwrites_nothing(
+def test_a_plot_does_not_overwrite_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Attacks by files: checkpoints that are damaged or hostile, libraries that are none, two builds at once."""
+"""Attacks by files: damaged and hostile checkpoints, damaged native libraries, two builds at once."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def signed(path: Path, content: dict[str, Any]) -> None:
-    """A manifest whose digest is right, whatever it says."""
+    """Write a manifest with a right digest, whatever its content."""
     content.pop("sha256", None)
     path.write_text(json.dumps(content | {"sha256": _digest(content)}), encoding="utf-8")
 
@@ -56,7 +56,7 @@ def edit(path: Path, dice: random.Random) -> None:
 
 
 def damage(checkpoint: Path, dice: random.Random) -> str:
-    """One attack on a checkpoint; its kind."""
+    """Damage a checkpoint in one way. Returns the kind of damage."""
     file = checkpoint / dice.choice((TENSORS, MANIFEST))
     whole = file.read_bytes()
     kind = dice.choice(
@@ -85,7 +85,7 @@ def damage(checkpoint: Path, dice: random.Random) -> str:
         (checkpoint / MANIFEST).write_text(
             "[" * 100_000 if dice.random() < 0.5 else '{"a":' * 100_000, encoding="utf-8"
         )
-    else:  # a false header of safetensors, under the right size and sha256
+    else:  # a false header of safetensors, with the right size and sha256 in the manifest
         header = json.loads(whole[8 : 8 + int.from_bytes(whole[:8], "little")]) if file.name == TENSORS else {}
         for about in header.values():
             about[dice.choice(("dtype", "shape", "data_offsets"))] = dice.choice(
@@ -102,7 +102,7 @@ def damage(checkpoint: Path, dice: random.Random) -> str:
 
 
 def hostile(folder: Path, seeds: range) -> int:
-    """Loads damaged checkpoints; how many were refused. Others are as they were saved."""
+    """Load damaged checkpoints. Each is refused or has the saved tensors. Returns how many were refused."""
     original = folder / "original"
     good = [save_checkpoint(original, step, tensors(), {"seed": 5}) for step in (1, 2)]
     refused = 0
@@ -139,7 +139,7 @@ def test_five_thousand_hostile_checkpoints_are_refused_by_name(tmp_path: Path, f
     assert hostile(tmp_path, range(fresh_seed, fresh_seed + 5000)) > 2500
 
 
-def test_a_folder_that_may_not_be_written_and_a_save_into_a_file(tmp_path: Path) -> None:
+def test_a_save_into_a_file_or_a_read_only_folder_raises_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("here", encoding="utf-8")
     with pytest.raises(OSError, match="file"):
         save_checkpoint(tmp_path / "file", 1, tensors(), {})
@@ -151,8 +151,8 @@ def test_a_folder_that_may_not_be_written_and_a_save_into_a_file(tmp_path: Path)
 
 
 @pytest.mark.skipif(isinstance(native_library.library(), str), reason="needs the native library")
-def test_a_library_that_is_none_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is cut off in its midst must not be loaded: that ends the process, this one too."""
+def test_a_damaged_native_library_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A truncated library must not be loaded, because that would end this process."""
     whole, digest = native_build.LIBRARY.read_bytes(), native_build.digest().encode()
     other = whole[:18] + bytes([whole[18] ^ 0xFF]) + whole[19:]  # e_machine, the architecture
     kinds = {"half": whole[: len(whole) // 2] + digest, "a byte less": whole[:-1], "header": whole[:40] + digest}
@@ -174,7 +174,7 @@ def test_a_library_that_is_none_is_refused_by_name(tmp_path: Path, monkeypatch: 
 def test_two_builds_at_once_leave_one_whole_library(tmp_path: Path) -> None:
     to = tmp_path / native_build.LIBRARY.name
     builds = [threading.Thread(target=native_build.build, args=(to,)) for _ in range(2)]
-    code = f"import pathlib; from tilegrad.kernels.cpu import build; build.build(pathlib.Path({str(to)!r}))"
+    code = f"import pathlib; from tilegrad.native import build; build.build(pathlib.Path({str(to)!r}))"
     other = subprocess.Popen([sys.executable, "-c", code])
     for build in builds:
         build.start()

@@ -1,5 +1,5 @@
-"""Attacks by GGUF files: bytes that are flipped, cut off or inserted, counts of 2⁶³, tensors beyond the file, values of another
-type. Each goes through `import` and ends with a folder, or with one sentence that names the file, and takes little memory."""
+"""Attacks by GGUF files: flipped, missing and inserted bytes, counts of 2⁶³, tensors beyond the file, values of another type.
+Each goes through `import`, which gives a folder or one sentence that names the file, and takes little memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tilegrad.pretrained.gguf.write import write_gguf
 pytest.importorskip("gguf", reason="needs pip install 'tilegrad[gguf]'")
 pytest.importorskip("tokenizers", reason="needs pip install 'tilegrad[gguf]'")
 COUNTS = (0, 1, 2**31, 2**32 - 1, 2**62, 2**63, 2**64 - 1)
-MOST_BYTES = 8 << 20  # memory that a refusal may take; the files have 80 kB
+MOST_BYTES = 8 << 20  # memory that an import may take; the files have 80 kB
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def string(text: bytes) -> bytes:
 
 
 def damage(whole: bytes, dice: random.Random) -> tuple[bytes, str]:
-    """One attack on the file, and what it is."""
+    """Damage the file in one way. Returns its bytes and what was done."""
     start = min(entry for entry in (whole.find(b"token_embd.weight"), len(whole)) if entry > 0)
     kind = dice.choice(("flip", "flip", "table", "cut", "count", "length", "insert", "zeros", "key"))
     out, at = bytearray(whole), 0
@@ -81,7 +81,7 @@ def damage(whole: bytes, dice: random.Random) -> tuple[bytes, str]:
     elif kind == "count":
         at = dice.choice((8, 16))
         struct.pack_into("<Q", out, at, dice.choice((*COUNTS, 3)))
-    elif kind == "length":  # of a string, an array, a dimension or an offset
+    elif kind == "length":  # the length of a string or an array, a dimension or an offset
         at = dice.randrange(24, start + 400)
         struct.pack_into("<Q", out, at, dice.choice(COUNTS))
     elif kind == "insert":
@@ -103,7 +103,7 @@ def damage(whole: bytes, dice: random.Random) -> tuple[bytes, str]:
 
 
 def attack_all(originals: list[bytes], folder: Path, seeds: range) -> tuple[Counter[int], list[str]]:
-    """(exit code → number of files, the files that ended in another way)."""
+    """(exit code → number of files; the files that ended in another way)."""
     found, faults = Counter[int](), []
     file, out = folder / "victim.gguf", folder / "out"
     for seed in seeds:
@@ -205,7 +205,7 @@ def refuse(file: Path, out: Path) -> None:
     import_gguf(file, out)
 
 
-def test_a_header_that_never_ends_is_cut_at_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_header_beyond_its_limit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tilegrad.pretrained.gguf.container.MAX_HEADER_BYTES", 4096)
     file = tmp_path / "x.gguf"
     file.write_bytes(header(0, value(b"a", 9, struct.pack("<IQ", 8, 1000) + string(b"") * 1000)))
@@ -217,7 +217,7 @@ def test_a_header_that_never_ends_is_cut_at_its_limit(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs FIFOs and links")
-def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_file_is_refused(tmp_path: Path) -> None:
     makers: dict[str, Callable[[Path], object]] = {
         "a folder": Path.mkdir,
         "a FIFO or a device": os.mkfifo,

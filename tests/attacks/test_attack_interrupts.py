@@ -1,4 +1,4 @@
-"""Ctrl-C at any bytecode of a save, a load, a run, an import, an export and of data that is prepared: nothing is lost."""
+"""Ctrl-C at any bytecode of a save, a load, a run, an import, an export or a preparation of data loses nothing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tilegrad.training.log import read_log
 from tilegrad.training.manifest import DamagedCheckpoint
 from tilegrad.training.run import train
 
-pytestmark = [  # a file that was being read when the interrupt came is closed by whoever collects it
+pytestmark = [  # the garbage collector closes a file that was open when the interrupt came
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
@@ -43,13 +43,13 @@ OURS = tuple({f"{Path(inspect.getfile(one)).parent}/" for one in (save_checkpoin
 
 
 def here(file: str) -> bool:
-    """Files of the packages that save, prepare, export and train, and of Python's library what deletes and moves folders."""
+    """Whether `file` is in a package that saves, prepares, exports or trains, or in the library and deletes or moves folders."""
     return file.startswith(OURS) or file.endswith(("/shutil.py", "/pathlib.py"))
 
 
 @dataclass(frozen=True)
 class Attack:
-    """`begin` fills the folder in which `act` is interrupted; `check` looks at what is left and continues from there."""
+    """`begin` fills the folder in which `act` is interrupted. `check` looks at the folder then, and continues from there."""
 
     begin: Callable[[], None]
     act: Callable[[], object]
@@ -57,10 +57,11 @@ class Attack:
     here: Here = here
 
 
-def survive(
+def attack_at_places(
     attack: Attack, folder: Path, monkeypatch: pytest.MonkeyPatch, count: int, seed: int = 0
 ) -> tuple[int, int]:
-    """Interrupts at `count` places of the code, drawn by the seed; how many there are, and how many interrupts came out."""
+    """Interrupt at `count` places of the code, drawn by the seed. Returns the number of all places, and of interrupts that
+    reached the caller."""
 
     def fresh(name: str) -> None:
         shutil.copytree(folder / "begun", folder / name)
@@ -70,7 +71,7 @@ def survive(
     monkeypatch.chdir(folder / "begun")
     attack.begin()
     fresh("first")
-    attack.act()  # what is imported on the way is imported
+    attack.act()  # so that later calls import nothing
     fresh("second")
     every = places(attack.act, attack.here)
     chosen = random.Random(seed).sample(every, min(count, len(every)))
@@ -107,7 +108,7 @@ def save_a_third() -> None:
 
 
 def every_checkpoint_is_good(folder: Path) -> list[int]:
-    """The steps of those that have a checkpoint's name."""
+    """The steps of the checkpoints with final names, all of which load."""
     steps = []
     for path in sorted(path for path in folder.iterdir() if not path.name.startswith(".")):
         steps.append(load_checkpoint(path).step)
@@ -123,7 +124,7 @@ def no_checkpoint_is_lost() -> None:
     assert equal(found.tensors, tensors(found.step))
     save_checkpoint(Path("checkpoints"), 4, tensors(4), {}, keep=2)
     assert every_checkpoint_is_good(Path("checkpoints")) == [steps[-1], 4]
-    assert not list(Path("checkpoints").glob(".*")), "what the interrupt left"
+    assert not list(Path("checkpoints").glob(".*")), "the interrupt left files"
 
 
 def load_both_ways() -> None:
@@ -218,7 +219,7 @@ RUN = RunConfig(
 )  # fmt: skip
 
 
-ADAPTED = replace(  # adapters of which some are frozen: base weights by reference, and a copy of its own
+ADAPTED = replace(  # adapters, some of them frozen: the run refers to base weights and also has its own copy
     RUN,
     model=replace(WEIGHTS, block_size=8),
     train=replace(RUN.train, init="weights", freeze=("blocks.0.ffn.*",)),
@@ -229,7 +230,7 @@ Ends = dict[str, dict[str, torch.Tensor]]
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Ends:
-    """The ends of the runs that nobody interrupts."""
+    """The final tensors of the runs without an interrupt."""
     ends = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("whole"))
@@ -275,8 +276,8 @@ def files_under_final_names_are_whole(run: Path) -> None:
         load_prepared(run / "data")
 
 
-def nobody_trains_in(run: Path) -> bool:
-    """The lock, where its file is left, is nobody's."""
+def is_unlocked(run: Path) -> bool:
+    """Whether no process has the lock, if its file is still there."""
     if not (run / "run.lock").exists():
         return True
     with (run / "run.lock").open(encoding="utf-8") as file:
@@ -289,13 +290,13 @@ def text_and_weights() -> None:
     weights_of_a_family()
 
 
-def goes_on_to(end: dict[str, torch.Tensor], *, was_saved: bool, config: RunConfig = RUN) -> Callable[[], None]:
+def resumes_to(end: dict[str, torch.Tensor], *, was_saved: bool, config: RunConfig = RUN) -> Callable[[], None]:
     def check() -> None:
         run = Path("run")
         assert Path("text.txt").read_text(encoding="utf-8") == OTHER
         if run.exists():
             files_under_final_names_are_whole(run)
-        assert nobody_trains_in(run)
+        assert is_unlocked(run)
         assert not was_saved or holds_a_run(run)
         assert train(config, run, resume=holds_a_run(run)).steps == 3
         newest = latest_checkpoint(run / "checkpoints")
@@ -306,7 +307,7 @@ def goes_on_to(end: dict[str, torch.Tensor], *, was_saved: bool, config: RunConf
 
 
 def begin_without_a_text() -> None:
-    """A run that claims its folder, and ends because its text is empty."""
+    """A run that claims its folder and ends because its text is empty."""
     Path("empty.txt").touch()
     try:
         train(replace(RUN, data=DataConfig(files=("empty.txt",))), Path("run"))
@@ -315,8 +316,8 @@ def begin_without_a_text() -> None:
             raise
 
 
-def the_folder_is_nobodys() -> None:
-    assert nobody_trains_in(Path("run"))
+def the_folder_is_unlocked() -> None:
+    assert is_unlocked(Path("run"))
     begin_without_a_text()
     assert not Path("run/data").exists()
 
@@ -341,22 +342,22 @@ def attacks(ends: Ends) -> dict[str, Attack]:
         "claim": Attack(
             a_text,
             begin_without_a_text,
-            the_folder_is_nobodys,
+            the_folder_is_unlocked,
             lambda file: file.endswith(("folder.py", "signals.py", "atomic.py")),
         ),
-        "train": Attack(a_text, lambda: train(RUN, Path("run")), goes_on_to(end, was_saved=False)),
+        "train": Attack(a_text, lambda: train(RUN, Path("run")), resumes_to(end, was_saved=False)),
         "resume": Attack(
-            a_run_that_stopped, lambda: train(RUN, Path("run"), resume=True), goes_on_to(end, was_saved=True)
+            a_run_that_stopped, lambda: train(RUN, Path("run"), resume=True), resumes_to(end, was_saved=True)
         ),
         "adapters": Attack(
             text_and_weights,
             lambda: train(ADAPTED, Path("run")),
-            goes_on_to(ends["adapted"], was_saved=False, config=ADAPTED),
+            resumes_to(ends["adapted"], was_saved=False, config=ADAPTED),
         ),
     }
 
 
-PLACES = {  # of the code at which an interrupt comes, of which there are at least as many
+PLACES = {  # the least number of places in the code of each attack
     "save": 1_000, "load": 800, "prepare": 1_000, "import": 2_000, "export": 1_500, "claim": 100,
     "train": 8_000, "resume": 8_000, "adapters": 8_000,
 }  # fmt: skip
@@ -373,7 +374,7 @@ IN_THE_SLOW_SET = {
 def test_an_interrupt_at_some_bytecodes_loses_nothing(
     name: str, whole: Ends, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    places, came = survive(attacks(whole)[name], tmp_path, monkeypatch, IN_CI[name])
+    places, came = attack_at_places(attacks(whole)[name], tmp_path, monkeypatch, IN_CI[name])
     assert places >= PLACES[name] and came > 0.9 * IN_CI[name]
 
 
@@ -382,7 +383,7 @@ def test_an_interrupt_at_some_bytecodes_loses_nothing(
 def test_an_interrupt_at_many_bytecodes_loses_nothing(
     name: str, whole: Ends, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_seed: int
 ) -> None:
-    places, came = survive(attacks(whole)[name], tmp_path, monkeypatch, IN_THE_SLOW_SET[name], fresh_seed)
+    places, came = attack_at_places(attacks(whole)[name], tmp_path, monkeypatch, IN_THE_SLOW_SET[name], fresh_seed)
     assert places >= PLACES[name] and came > 0.9 * IN_THE_SLOW_SET[name]
 
 
@@ -395,11 +396,11 @@ def test_canary_a_save_under_its_final_name_is_seen(tmp_path: Path, monkeypatch:
 
     attack = Attack(saved_twice, in_place, no_checkpoint_is_lost)
     with pytest.raises(DamagedCheckpoint):
-        survive(attack, tmp_path, monkeypatch, 40)
+        attack_at_places(attack, tmp_path, monkeypatch, 40)
 
 
 def test_canary_an_export_that_leaves_its_parts_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tilegrad.pretrained.weights.shutil.rmtree", lambda *_arguments, **_options: None)
     attack = Attack(weights_of_a_family, import_them, the_import_is_whole_or_absent)
     with pytest.raises((AssertionError, FileExistsError)):
-        survive(attack, tmp_path, monkeypatch, 40)
+        attack_at_places(attack, tmp_path, monkeypatch, 40)

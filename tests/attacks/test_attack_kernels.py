@@ -1,4 +1,4 @@
-"""Attacks on kernels: memory next to their buffers, numbers that are none, sizes at the ends of their ranges, other threads."""
+"""Attacks on kernels: memory next to their buffers, NaN and infinities, extreme sizes and strides, other threads."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def guarded_step(config: object, dtype: torch.dtype, guard: Guard | Apart | None
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_op_writes_outside_its_buffers(dtype: torch.dtype) -> None:
-    """Every op of four models' steps, and those that no model calls; the steps end in the same bits as without a guard."""
+    """Runs every op of four models' steps, and those that no model calls. The steps have the same bits as without a guard."""
     guard = Guard()
     for config in CONFIGS:
         want = guarded_step(config, dtype, None)
@@ -61,8 +61,8 @@ def test_no_op_writes_outside_its_buffers(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_that_lie_apart_change_nothing_or_are_refused(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every op of a step of four models, in the native kernels and in torch's."""
+def test_rows_with_gaps_change_nothing_or_are_refused(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs every op of a step of four models, with the native kernels and with torch's."""
     apart = Apart()
     for config in CONFIGS:
         guarded_step(config, dtype, apart, steps=1)
@@ -75,7 +75,7 @@ def test_rows_that_lie_apart_change_nothing_or_are_refused(dtype: torch.dtype, m
     assert sum(apart.taken.values()) > 3 * sum(apart.refused.values()), (apart.taken, apart.refused)
 
 
-def check_beside(case: Case, seed: int, kernel: str) -> None:
+def check_guarded(case: Case, seed: int, kernel: str) -> None:
     call = build(case, seed)
     with observe(Guard()):
         got = run(call, kernel)
@@ -85,14 +85,14 @@ def check_beside(case: Case, seed: int, kernel: str) -> None:
 @settings(max_examples=30)
 @given(case=cases(), kernel=st.sampled_from(KERNELS))
 def test_attention_writes_nothing_outside_its_buffers(case: Case, kernel: str) -> None:
-    check_beside(case, 0, kernel)
+    check_guarded(case, 0, kernel)
 
 
 @pytest.mark.slow
 @settings(max_examples=2500)
 @given(case=cases(), kernel=st.sampled_from(KERNELS), seed=st.integers(1, 9))
 def test_attention_writes_nothing_outside_its_buffers_in_many_calls(case: Case, kernel: str, seed: int) -> None:
-    check_beside(case, seed, kernel)
+    check_guarded(case, seed, kernel)
 
 
 @pytest.mark.parametrize("where", [-1, 1])
@@ -111,7 +111,7 @@ BAD = (float("nan"), float("inf"), float("-inf"))
 
 
 def same_elsewhere(got: Tensor, want: Tensor, touched: Tensor) -> bool:
-    """Equal bits outside `touched`, a mask of got's leading dimensions."""
+    """Whether the bits outside `touched`, a mask of got's leading dimensions, are equal."""
     keep = ~touched
     return torch.equal(got[keep], want[keep])
 
@@ -137,7 +137,7 @@ def test_a_bad_number_in_attention_stays_in_its_row_head_and_sequence(kernel: st
                 assert same_elsewhere(got["dq"], want["dq"], rows), (name, bad)
             if name == "q":
                 assert same_elsewhere(got["o"], want["o"], rows) and same_elsewhere(got["lse"], want["lse"], rows)
-            if name == "k":  # the queries that see it; a bad v reaches all that share its tile, for 0 · NaN = NaN
+            if name == "k":  # later queries; a bad v reaches all queries that share its tile, because 0 · NaN = NaN
                 rows[1, 2, 20:] = True
                 assert same_elsewhere(got["o"], want["o"], rows), (name, bad)
             if name == "do":
@@ -187,9 +187,9 @@ def test_a_bad_number_in_a_norm_or_an_activation_stays_in_its_row(dtype: torch.d
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_the_least_numbers_are_numbers(kernel: str) -> None:
-    """Values that are all the least normal number, or all below it: the output is their mean. Where subnormal results are slow,
-    the native kernel flushes them to 0 (csrc/simd/vector.h), and no others."""
+def test_values_at_and_below_the_smallest_normal_number_give_their_mean(kernel: str) -> None:
+    """All values are the smallest normal number, or all are below it: the output is their mean. Where subnormal results are
+    slow, the native kernel flushes them, and only them, to 0 (csrc/simd/vector.h)."""
     case = Case(b=1, hkv=1, tq=5, tk=64, d=8, dv=8)
     call = build(case)
     call.q.zero_()
@@ -204,7 +204,7 @@ APART = 2**30
 
 
 def far(x: Tensor, dim: int, apart: int = APART) -> Tensor:
-    """A copy of x whose dimension `dim`, of three, is 2³⁰ elements apart, in memory that is never touched between them."""
+    """A copy of x whose dimension `dim`, of size 3, has a stride of 2³⁰ elements. The memory between them is never touched."""
     strides = list(torch.empty(*x.shape[:dim], 1, *x.shape[dim + 1 :]).stride())
     strides[dim] = apart
     assert x.shape[dim] == 3
@@ -214,7 +214,7 @@ def far(x: Tensor, dim: int, apart: int = APART) -> Tensor:
 
 
 class Far:
-    """An observer that runs each op on outputs of these names that are far, and brings the results home."""
+    """An observer that runs each op on copies by `far` of the outputs with these names, and copies the results back."""
 
     def __init__(self, dim: int, *names: str, apart: int = APART) -> None:
         self.dim, self.names, self.apart, self.seen = dim, names, apart, set[str]()
@@ -235,8 +235,8 @@ class Far:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("dim", [0, 1, 2])
-def test_strides_beyond_two_to_the_31(kernel: str, dim: int) -> None:
-    """Batches, heads and rows that lie 2³⁰ elements apart, in what is read and in what is written."""
+def test_strides_beyond_two_to_the_31_do_not_change_the_bits(kernel: str, dim: int) -> None:
+    """Batches, heads or rows have a stride of 2³⁰ elements, in inputs and in outputs."""
     case = Case(b=3, hkv=3, tq=3, tk=3, d=8, dv=8, dtype=torch.bfloat16, causal=True)
     call = build(case)
     want = run(call, kernel)
@@ -249,7 +249,7 @@ def test_strides_beyond_two_to_the_31(kernel: str, dim: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_of_norms_and_activations_beyond_two_to_the_31(dtype: torch.dtype) -> None:
+def test_rows_of_norms_and_activations_may_be_beyond_two_to_the_31(dtype: torch.dtype) -> None:
     n, c = 3, 40
     x, dy = randn(n, c, dtype=dtype), randn(n, c, dtype=dtype, seed=1)
     results = []
@@ -263,7 +263,7 @@ def test_rows_of_norms_and_activations_beyond_two_to_the_31(dtype: torch.dtype) 
 
 
 @pytest.mark.skipif("native" not in KERNELS, reason="needs the native library")
-def test_eight_threads_that_change_the_number_of_threads_between_calls() -> None:
+def test_eight_threads_may_change_the_number_of_threads_between_calls() -> None:
     shapes = [Case(tq=t, tk=t, d=d, dv=d, causal=True, dropout_p=p) for t, d, p in ((65, 16, 0.0), (130, 8, 0.2))]
     calls = [build(case, seed) for seed, case in enumerate(shapes)]
     want = [run(call, "native") for call in calls]
@@ -292,7 +292,7 @@ def test_eight_threads_that_change_the_number_of_threads_between_calls() -> None
 
 
 def attend(n: int) -> bytes:
-    """What a worker process computes: attention of n rows, by the kernel that is chosen there."""
+    """The bytes of attention of n rows, by the kernel that the process selects."""
     import tilegrad
 
     q, k, v = (randn(1, 2, n, 16, dtype=torch.float32, seed=seed) for seed in range(3))
@@ -312,9 +312,9 @@ def test_worker_processes_compute_the_same(method: str) -> None:
 
 
 @pytest.mark.slow
-def test_fifty_repeats_of_a_kernels_tests_have_no_flake() -> None:
-    """Ragged lengths, threads, forks and interrupts of the native kernel: each time a new process, and all of them green."""
-    names = "ragged or threads or fork or interrupt or nan or same_bits"
+def test_fifty_repeats_of_the_native_tests_pass() -> None:
+    """The tests are those of ragged lengths, threads, forks and interrupts of the native kernel, each time in a new process."""
+    names = "ragged or threads or fork or interrupt or nan or bits_are_the_same"
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-n", "0", "-k", names]
     for n in range(50):
         done = subprocess.run([*command, "tests/attention/test_native.py"], capture_output=True, text=True)
@@ -322,7 +322,7 @@ def test_fifty_repeats_of_a_kernels_tests_have_no_flake() -> None:
 
 
 @pytest.mark.slow
-def test_fresh_seeds_are_printed_and_change_what_is_drawn(tmp_path: Path) -> None:
+def test_fresh_seeds_are_printed_and_change_the_drawn_values(tmp_path: Path) -> None:
     file = tmp_path / "test_drawn.py"
     file.write_text(
         "import pytest\nfrom hypothesis import given, settings, strategies as st\n"

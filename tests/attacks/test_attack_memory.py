@@ -1,4 +1,4 @@
-"""Attacks on memory: random programs against the manager by many threads, plans against every plan there is, leaks."""
+"""Attacks on memory: random programs of many threads on one manager, plans compared with all possible plans, leaks."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from tilegrad.training.generation import draw
 
 TYPES = (BufferType.QUERY, BufferType.SCORES, BufferType.OUTPUT, BufferType.CACHE)
 DTYPES = (torch.float32, torch.int64, torch.bfloat16, torch.uint8)
-BEST_FIT = replace(DEFAULT_CONFIGS[BufferType.SCORES], typical_size_mb=1e-4)  # of anything above 210 bytes
+BEST_FIT = replace(DEFAULT_CONFIGS[BufferType.SCORES], typical_size_mb=1e-4)  # best-fit above 210 bytes
 
 
 class Program:
-    """Random calls of one manager. Each buffer in hand holds a number of its own, which nobody else may write over."""
+    """Random calls of one manager. Each buffer in use is filled with its own number, which no other caller may overwrite."""
 
     def __init__(self, manager: AttentionBufferManager, seed: int, name: int = 0) -> None:
         self.manager, self.dice, self.name = manager, random.Random(seed), name
@@ -47,7 +47,7 @@ class Program:
         elif act < 0.85:
             self.give()
         elif act < 0.89:
-            self.held.pop(self.dice.randrange(len(self.held)))  # dropped, not given back
+            self.held.pop(self.dice.randrange(len(self.held)))  # dropped without deallocate
         elif act < 0.92:
             self.free_again()
         elif act < 0.94:
@@ -127,14 +127,14 @@ def program(manager: AttentionBufferManager, seed: int, steps: int, name: int = 
 
 
 def regions(manager: AttentionBufferManager) -> tuple[int, int]:
-    """How many the bucketed and the best-fit slab hold now."""
+    """The numbers of regions of the bucketed and the best-fit slabs."""
     strategies = manager._cache.strategies._by_name
     bucketed, best_fit = (strategies[name]._slabs.values() for name in ("bucketed", "fragment_aware"))  # type: ignore[attr-defined]
     return sum(len(slab.regions) for slab in bucketed), sum(len(slab.regions) for slab in best_fit)
 
 
 def programs(seeds: range, steps: int = 60) -> tuple[int, int]:
-    """The most regions of the two slabs at once. Every second program's are of 16 KiB, and its scores best-fit."""
+    """The most regions of the two slabs at once. In every second program regions have 16 KiB, and scores are best-fit."""
     most = (0, 0)
     for seed in seeds:
         with pytest.MonkeyPatch.context() as patch:
@@ -166,17 +166,17 @@ def one_program(seed: int, steps: int) -> tuple[int, int]:
 
 
 @pytest.mark.usefixtures("hits")
-def test_random_programs() -> None:
+def test_random_programs_find_no_fault_in_the_manager() -> None:
     assert min(programs(range(50, 62))) > 1
 
 
 @pytest.mark.slow
-def test_ten_thousand_random_programs(fresh_seed: int) -> None:
+def test_ten_thousand_random_programs_find_no_fault_in_the_manager(fresh_seed: int) -> None:
     assert min(programs(range(fresh_seed, fresh_seed + 10_000))) > 1
 
 
 def by_threads(seeds: range, steps: int) -> None:
-    """Eight programs of one tracked manager at once, under a limit that evicts."""
+    """Run eight programs on one tracked manager at once, with a limit that evicts buffers."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
@@ -194,12 +194,12 @@ def by_threads(seeds: range, steps: int) -> None:
 
 
 @pytest.mark.usefixtures("hits")
-def test_eight_threads_and_one_manager() -> None:
+def test_eight_threads_may_share_one_manager() -> None:
     by_threads(range(2), 120)
 
 
 @pytest.mark.slow
-def test_eight_threads_and_one_manager_many_times(fresh_seed: int) -> None:
+def test_eight_threads_may_share_one_manager_many_times(fresh_seed: int) -> None:
     by_threads(range(fresh_seed, fresh_seed + 200), 200)
 
 
@@ -218,7 +218,7 @@ def test_canary_a_program_sees_a_buffer_that_is_handed_out_twice(monkeypatch: py
 
 
 def fewest_bytes(requests: list[Request]) -> int:
-    """The smallest arena of any plan: each request on the lowest free place, in every order."""
+    """The smallest arena of all plans that place each request at the lowest free address, in every order."""
     best = sys.maxsize
     for order in itertools.permutations(requests):
         placed: list[tuple[int, Request]] = []
@@ -239,7 +239,7 @@ def fewest_bytes(requests: list[Request]) -> int:
 
 
 def plans(seeds: range) -> None:
-    """No plan is smaller than the smallest, none of six requests is more than a tenth larger, most are the smallest."""
+    """No arena is smaller than the smallest or more than a tenth larger, and at least 97% are the smallest."""
     exact = 0
     for seed in seeds:
         dice = random.Random(seed)
@@ -255,12 +255,12 @@ def plans(seeds: range) -> None:
     assert exact >= 0.97 * len(seeds)
 
 
-def test_plans_of_small_traces_are_the_smallest() -> None:
+def test_plans_of_small_traces_are_within_a_tenth_of_the_smallest() -> None:
     plans(range(60))
 
 
 @pytest.mark.slow
-def test_plans_of_ten_thousand_small_traces_are_the_smallest(fresh_seed: int) -> None:
+def test_plans_of_ten_thousand_small_traces_are_within_a_tenth_of_the_smallest(fresh_seed: int) -> None:
     plans(range(fresh_seed, fresh_seed + 10_000))
 
 
@@ -309,8 +309,8 @@ CALLS = {"attention": lambda: attention_call, "manager": manager_call, "engine":
 
 
 def grown(call: Callable[[], None], warm: int, calls: int) -> float:
-    """By how much of itself resident memory grew over so many calls: the least of it around the first of them against the least
-    around the last, because allocators keep what was freed for some milliseconds."""
+    """The relative growth of resident memory over so many calls. It compares the least during the first third with the least
+    during the last third, because allocators keep freed memory for some milliseconds."""
 
     def least(calls: int) -> int:
         gc.collect()
@@ -336,14 +336,14 @@ def leaks(call: Callable[[], None], warm: int, calls: int) -> bool:
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
 @pytest.mark.parametrize("name", ["attention", "manager"])
-def test_resident_memory_stays(name: str) -> None:
+def test_resident_memory_does_not_grow(name: str) -> None:
     assert not leaks(CALLS[name](), 150, 60)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
 @pytest.mark.parametrize("name", sorted(CALLS))
-def test_resident_memory_stays_over_ten_thousand_calls(name: str) -> None:
+def test_resident_memory_does_not_grow_over_ten_thousand_calls(name: str) -> None:
     assert not leaks(CALLS[name](), 1000, 10_000)
 
 

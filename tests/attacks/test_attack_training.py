@@ -1,4 +1,5 @@
-"""Attacks on a training step: a NaN out of each op, also seen from another sequence; a budget one byte too small."""
+"""Attacks on a training step: a NaN in the output of each op, which must reach no weight and no other sequence; a budget that
+is one byte too small."""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ from tilegrad.kernels.op import Call, observe
 
 GPT = replace(CONFIG, n_layer=2, dropout=0.1)
 SMALL = replace(LLAMA, n_layer=1)
-LATE = ("guard", "adamw")  # what decides about the weights, and what writes them
+LATE = ("guard", "adamw")  # guard decides whether the weights change, adamw writes them
 
 
 class Spoiler:
-    """An observer that runs each op, and puts a NaN into what the `at`-th of them wrote."""
+    """An observer that runs each op and puts a NaN into the outputs of the op number `at`."""
 
     def __init__(self, at: int | None) -> None:
         self.at, self.names = at, list[str]()
@@ -45,7 +46,7 @@ def step(engine: Engine, config: ModelConfig, at: int | None) -> Spoiler:
 @pytest.mark.parametrize(
     "config", [pytest.param(GPT, marks=pytest.mark.slow, id="gpt"), pytest.param(SMALL, id="llama")]
 )
-def test_a_nan_out_of_any_op_reaches_no_weight(config: ModelConfig) -> None:
+def test_a_nan_from_any_op_reaches_no_weight(config: ModelConfig) -> None:
     engine = Engine(config, 2, 8)
     names = step(engine, config, None).names
     left_out = 0
@@ -65,7 +66,7 @@ def test_a_nan_out_of_any_op_reaches_no_weight(config: ModelConfig) -> None:
 
 
 class Neighbour(Spoiler):
-    """The NaN goes into the second of two sequences; `arrived` is the first one's gradient, when it reaches the embedding."""
+    """The NaN goes into the second of two sequences. `arrived` is the gradient of the first one at the embedding."""
 
     spoilt = False
 
@@ -85,8 +86,8 @@ T = 7
 
 
 @pytest.mark.parametrize("config", [GPT, SMALL], ids=["gpt", "llama"])
-def test_a_nan_out_of_any_op_stays_in_its_sequence(config: ModelConfig) -> None:
-    """Forward and backward of two sequences: nothing that one of them carries changes a bit of the other's."""
+def test_a_nan_from_any_op_stays_in_its_sequence(config: ModelConfig) -> None:
+    """In the forward and backward of two sequences no value of one changes a bit of the other."""
     engine = Engine(config, 2, T)
     tokens, targets = batch(config, 2, T)
 
@@ -106,7 +107,7 @@ def test_a_nan_out_of_any_op_stays_in_its_sequence(config: ModelConfig) -> None:
     assert spoilt > 0.7 * len(clean.names)
 
 
-def test_a_budget_one_byte_too_small_is_refused_and_the_byte_more_is_kept_to() -> None:
+def test_a_budget_one_byte_below_the_least_is_refused_and_the_least_is_kept_to() -> None:
     with pytest.raises(ValueError, match="memory_budget: got 1 bytes; accepted: at least") as error:
         Engine(GPT, 2, 8, memory_budget=1)
     found = re.search(r"at least ([\d,]+)", str(error.value))

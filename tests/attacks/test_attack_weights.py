@@ -1,4 +1,4 @@
-"""Attacks by folders of weights: damaged and hostile config.json, indexes, safetensors, tokenizers, links, and what is no file.
+"""Attacks by folders of weights: damaged and hostile config.json, indexes, safetensors, tokenizers and links.
 Each goes through `import`, `train --init`, `generate` and `tilegrad.load`, and ends with a sentence that names the file."""
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ TEXTS = (
     b'{"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "z"}}', b'{"model": []}', b'{"weight_map": []}',
     b'{"weight_map": {}}', b'{"weight_map": {"a": 3}}', b'{"weight_map": {"a": null, "b": ["x"]}}', b'{"weight_map": 3}',
 )  # fmt: skip
-KINDS = {  # what is attacked → how often
+KINDS = {  # the kind of attack → its relative frequency
     "config value": 8, "config key": 2, "config rope": 4, "config layers": 3, "text": 4, "flip": 3, "cut": 3, "header": 4,
     "tensors": 5, "index": 4, "tokenizer": 4, "no file": 4,
 }  # fmt: skip
@@ -80,7 +80,7 @@ def edit_json(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 def damage(folder: Path, dice: random.Random) -> str:
-    """One attack on the folder, in place; what it is."""
+    """Damage the folder in one way, in place. Returns what was done."""
     kind = dice.choices([*KINDS], [*KINDS.values()])[0]
     tensors = dice.choice(sorted(folder.glob("*.safetensors")))
     files = [tensors, *(folder / name for name in (SETTINGS, INDEX, TOKENIZER) if (folder / name).exists())]
@@ -149,7 +149,7 @@ def damage_tokenizer(file: Path, dice: random.Random) -> str:
 
 
 def damage_header(file: Path, dice: random.Random) -> str:
-    """A false header."""
+    """Write a false header."""
     whole = file.read_bytes()
     size = int.from_bytes(whole[:8], "little")
     header = json.loads(whole[8 : 8 + size])
@@ -184,7 +184,7 @@ def damage_tensors(file: Path, dice: random.Random) -> str:
 
 
 def damage_index(folder: Path, dice: random.Random) -> str:
-    """Shards and a false index of them; what is one file gets an index."""
+    """Write a false index of the shards. A single file gets an index first."""
     index = folder / INDEX
     if not index.exists():
         index.write_text(
@@ -235,7 +235,7 @@ def replace_file(file: Path, dice: random.Random) -> str:
 
 @contextlib.contextmanager
 def at_most(seconds: int) -> Iterator[None]:
-    """What waits for ever, on a FIFO, fails."""
+    """Raise an error after so many seconds, because a read of a FIFO would wait for ever."""
 
     def late(*_: object) -> None:
         raise TimeoutError(f"not done after {seconds} s")
@@ -251,7 +251,7 @@ def at_most(seconds: int) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def one_parser(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes longer than most refusals."""
+    """Builds the parser once, because building it takes longer than most refusals."""
     monkeypatch.setattr("tilegrad.cli.build_parser", functools.cache(build_parser))
 
 
@@ -263,7 +263,7 @@ def said_by(words: list[str]) -> tuple[int, str]:
 
 
 def through_all(folder: Path, home: Path) -> Counter[str]:
-    """Each way in: it works, or it is refused with exit code 2 and one sentence that names a file of the folder."""
+    """Each way in accepts the folder, or refuses it with exit code 2 and one sentence that names a file of the folder."""
     text, found = str(folder.parent / "text.txt"), Counter[str]()
     small = ["--data", text, "--steps", "1", "--batch-size", "1", "--seq-len", "8", "--train.eval_batches", "0"]
     for way, words in {
@@ -289,7 +289,7 @@ def through_all(folder: Path, home: Path) -> Counter[str]:
 
 
 def attack_all(originals: list[Path], folder: Path, seeds: range) -> tuple[Counter[str], list[str]]:
-    """(how often each way in accepted and refused; what ended in a traceback or in a sentence without a name)."""
+    """(counts of what each way in accepted and refused; runs that ended in a traceback or in a sentence without a name)."""
     found, faults, out = Counter[str](), [], folder / "out"
     out.mkdir()
     for name in ("text.txt", "secret.json"):
@@ -335,7 +335,7 @@ def test_four_thousand_damaged_folders_of_weights_are_refused_by_name(
 
 
 def hub(folder: Path, home: Path) -> Path:
-    """The folder as Hugging Face's cache has it: links from a snapshot into blobs."""
+    """A copy of the folder as in Hugging Face's cache: a snapshot with links to blobs."""
     blobs, snapshot = home / "models--a--b" / "blobs", home / "models--a--b" / "snapshots" / "main"
     blobs.mkdir(parents=True)
     snapshot.mkdir(parents=True)
@@ -355,9 +355,7 @@ def test_links_that_leave_the_folder_are_refused_and_those_of_the_hub_are_read(
     assert (tmp_path / "in" / TOKENIZER).read_bytes() == (model / TOKENIZER).read_bytes()
     assert not any(path.is_symlink() for path in (tmp_path / "in").iterdir())
     secret = tmp_path / "secret.json"
-    shutil.copy(
-        model / name if (model / name).exists() else model / TOKENIZER, secret
-    )  # one that would be read as it is
+    shutil.copy(model / name if (model / name).exists() else model / TOKENIZER, secret)  # a file that would be read
     other = tmp_path / "models--c--d" / "blobs"
     other.mkdir(parents=True)
     shutil.copy(secret, other / "0")
@@ -371,11 +369,11 @@ def test_links_that_leave_the_folder_are_refused_and_those_of_the_hub_are_read(
         assert not (tmp_path / "again").exists()
     (plain / name).unlink()
     shutil.copy(secret, plain / "own")
-    (plain / name).symlink_to("own")  # a link that stays
+    (plain / name).symlink_to("own")  # a link within the folder
     assert said_by(["import", str(plain), "--out", str(tmp_path / "again")])[0] == 0
 
 
-def test_what_a_run_began_with_is_copied_by_the_same_rule(originals: list[Path], tmp_path: Path) -> None:
+def test_an_export_of_a_run_copies_no_link_that_leaves_its_folder(originals: list[Path], tmp_path: Path) -> None:
     run, text = tmp_path / "run", str(originals[0].parent / "text.txt")
     small = ["--data", text, "--steps", "1", "--batch-size", "1", "--seq-len", "8", "--train.eval_batches", "0"]
     assert said_by(["train", "--init", str(originals[0]), "--out", str(run), *small])[0] == 0

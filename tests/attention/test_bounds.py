@@ -141,7 +141,7 @@ def measured(name: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[floa
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_bounds_have_the_numbers_written_here(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bounds_equal_the_pinned_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = measured(name, monkeypatch)
     assert found.keys() == PINNED[name].keys()
     for output, numbers in found.items():

@@ -341,7 +341,7 @@ def test_calls_of_one_seed_drop_differently() -> None:
     assert not torch.equal(dropped[:, :2, 1::2, 1::2] & ~whole[:, :2, 1::2, 1::2], dropped[:, 2:, 1::2, 1::2])
 
 
-def test_gradients_without_requires_grad_are_not_computed() -> None:
+def test_a_single_requested_gradient_has_the_bits_of_all_three() -> None:
     q, k, v, dy = tensors(Case())
     for wanted in range(3):
         a, b, c = leaves = [x.detach().requires_grad_(i == wanted) for i, x in enumerate((q, k, v))]
@@ -440,7 +440,7 @@ def test_a_bad_argument_of_dilated_attention_is_named(changes: dict[str, Any], m
         dilated_attention(**arguments)
 
 
-def test_no_flag_of_torch_changes() -> None:
+def test_a_call_changes_no_global_setting_of_torch() -> None:
     def flags() -> tuple[Any, ...]:
         cuda = torch.backends.cuda
         return (

@@ -267,7 +267,7 @@ def test_second_derivatives_raise_an_error_when_they_are_requested() -> None:
         dq.sum().backward()
 
 
-def test_hooks_run_gradients_accumulate_and_threads_may_call_backward() -> None:
+def test_hooks_are_called_gradients_accumulate_and_many_threads_may_run_backward() -> None:
     q, k, v = leaves()
     seen: list[Tensor] = []
     o = tilegrad.attention(q, k, v)

@@ -78,7 +78,7 @@ def test_flash_attn_func_equals_whole_matrices(
         torch.testing.assert_close(got[b], want, rtol=1e-12, atol=1e-12)
 
 
-def test_lse_gradients_and_qkvpacked_equal_whole_matrices() -> None:
+def test_qkvpacked_equals_whole_matrices() -> None:
     qkv = draw(2, 7, 3, 4, 8).requires_grad_()
     o, lse, probs = flash_attn_qkvpacked_func(qkv, causal=True, return_attn_probs=True)
     assert o.shape == (2, 7, 4, 8) and lse.shape == (2, 4, 7) and probs is None and o.is_contiguous()
@@ -214,7 +214,7 @@ def test_cache_seqlens_may_be_absent_or_one_int() -> None:
         torch.testing.assert_close(seven[b], short, rtol=1e-12, atol=1e-12)
 
 
-def test_dropout_p_drops_pairs() -> None:
+def test_dropout_p_is_the_share_of_dropped_pairs() -> None:
     q, k = draw(1, 64, 1, 8), draw(1, 64, 1, 8)
     o = flash_attn_func(q, k, torch.eye(64, dtype=D)[None, :, None], 0.25)
     assert 0.2 < float((o == 0).double().mean()) < 0.3

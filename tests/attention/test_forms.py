@@ -89,7 +89,7 @@ def test_random_calls_compile_no_more_forms_than_before(launches: Any) -> None:
     assert got.keys() == FORMS.keys()
 
 
-def test_batches_heads_and_strides_are_not_part_of_a_form(launches: Any) -> None:
+def test_sizes_strides_and_scale_are_not_part_of_a_form(launches: Any) -> None:
     case = Case(tq=40, tk=70, causal=True, bias="hqk", alibi="h", sinks=True, dtype=torch.bfloat16)
     want = set(forms_of(launches, case))
     changes: dict[str, dict[str, Any]] = {

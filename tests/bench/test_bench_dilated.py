@@ -38,7 +38,7 @@ def test_the_peer_has_the_same_results(mode: Any, causal: bool) -> None:
             assert not torch.allclose(a, b)
 
 
-def test_table_and_lines(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_table_and_the_json_lines_have_every_call(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = tmp_path / "dilated.jsonl"
     assert bench_dilated(**SMALL, out=str(out)) == 0
     text = capsys.readouterr().out
@@ -52,7 +52,7 @@ def test_table_and_lines(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
         assert words in text
 
 
-def test_json_and_modes_by_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_takes_modes_and_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--device cpu --lengths 32 --segments 8 16 --rates 1 2 --heads 2 --head-dim 8 --repeats 2 --mode longnet --peers"
     assert bench.main([*flags.split(), "--causal", "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -65,7 +65,7 @@ def test_canary_a_wrong_result_has_no_time(capsys: pytest.CaptureFixture[str], m
     assert "WRONG: o: " in capsys.readouterr().out
 
 
-def test_verdicts_of_a_gpu() -> None:
+def test_verdicts_compare_with_the_fastest_and_the_smallest_gather() -> None:
     rows = [
         Row("longnet", t, kernel, ms, 1e6 * ms / t, nbytes, 1.0 if kernel == "managed" else None, (ms, ms))
         for t, scale in ((32, 1.0), (64, 2.2))

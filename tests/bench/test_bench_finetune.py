@@ -21,7 +21,7 @@ def test_a_small_shape_runs_without_the_peer_and_a_contender_that_fails_is_named
     assert "tiny, ours, budget:" in told.err and "memory_budget: got" in told.err
 
 
-def test_ratios_are_of_the_same_round() -> None:
+def test_a_ratio_compares_calls_of_the_same_round() -> None:
     found = {"ours": [(30.0, 5), (40.0, 5)], "peer": [(10.0, 9), (20.0, 8)], "ours, budget": [(1.0, 1), (1.0, 1)]}
     rows = {row["contender"]: row for row in finetune.rows_of("0.5B", found)}
     assert rows["ours"]["ratio"] == 2.5 and rows["peer"]["ratio"] is None and rows["ours, budget"]["ratio"] is None

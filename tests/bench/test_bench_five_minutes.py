@@ -76,7 +76,7 @@ def test_a_list_without_digests_is_refused(tmp_path: Path) -> None:
         text.listed(path)
 
 
-def test_a_wheel_with_another_digest_or_none_at_all_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_missing_wheel_and_one_with_a_different_digest_are_refused_by_name(tmp_path: Path) -> None:
     wheel = write_wheel(tmp_path / "Some_Name-1.0-py3-none-any.whl", {"a.py": "x"})
     assert text.checked([replace(wheel, name="some.name")], tmp_path)[0].name.startswith("Some_Name")
     with pytest.raises(ValueError, match=r"Some_Name-1.0-py3-none-any.whl: got SHA-256 .*; accepted: 00.*; delete"):
@@ -85,7 +85,7 @@ def test_a_wheel_with_another_digest_or_none_at_all_is_refused_by_name(tmp_path:
         text.checked([replace(wheel, name="some-name", version="1.1")], tmp_path)
 
 
-def test_pip_fetches_what_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pip_fetches_the_listed_wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there = tmp_path / "index"
     there.mkdir()
     info = "small-1.0.dist-info"
@@ -105,7 +105,7 @@ def test_pip_fetches_what_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ]
 
 
-def test_documents_are_text_files_of_some_length_each_once(tmp_path: Path) -> None:
+def test_documents_are_the_text_files_of_usual_length_without_repeats(tmp_path: Path) -> None:
     long = "x" * text.LEAST_BYTES
     files: dict[str, str | bytes] = {
         "z.py": f"{long}z", "again.py": f"{long}z", "../out.md": f"{long}m", "a.json": long, "short.py": "x",
@@ -186,7 +186,7 @@ def test_the_rate_rises_stays_and_falls() -> None:
     assert rate_at(1.0, 1.0) == 0.0
 
 
-def test_nanochat_is_the_same_function_as_our_model_of_its_form() -> None:
+def test_nanochat_has_the_loss_of_the_reference_model() -> None:
     config = SIZES["tiny"].modern(61)
     params = initial_parameters(config, seed=1)
     params["wte.weight"].mul_(50.0)  # next to which the eps of the norms is nothing
@@ -206,7 +206,7 @@ def test_nanochat_is_the_same_function_as_our_model_of_its_form() -> None:
     torch.testing.assert_close(model(tokens, targets), reference.loss(params, tokens, targets, config))
 
 
-def test_nanochat_is_one_graph() -> None:
+def test_nanochat_compiles_to_one_graph() -> None:
     model = NanochatModel(SIZES["tiny"].modern(61), torch.bfloat16)
     model.initialise(0)
     drawn = torch.randint(0, 61, (2, 17), generator=torch.Generator().manual_seed(1))
@@ -237,12 +237,12 @@ def test_muon_directions_are_nearly_orthogonal() -> None:
         ({"contender": "muon-fp8"}, "device: got 'cpu' with muon-fp8; accepted: 'cuda'"),
     ],
 )  # fmt: skip
-def test_settings_that_are_refused(given: dict[str, object], said: str) -> None:
+def test_bad_settings_of_five_minutes_are_refused(given: dict[str, object], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         replace(Settings(Path(), "adamw", device="cpu"), **given)  # type: ignore[arg-type]
 
 
-def test_rates_that_are_refused() -> None:
+def test_bad_rates_of_five_minutes_are_refused() -> None:
     assert rates_of(["muon=0.002"]) == {"muon": 0.002}
     for wrong in ("muon", "muon=x", "no=1"):
         with pytest.raises(ValueError, match=f"rate: got '{wrong}'; accepted: NAME=RATE"):
@@ -274,7 +274,7 @@ def test_the_table_says_when_a_goal_is_met() -> None:
         check_comparable([*runs, replace(runs[0], size="124m", seed=7)])
 
 
-def test_a_process_for_each_run_a_file_of_lines_a_table_and_a_picture(
+def test_a_run_is_appended_to_the_file_and_is_in_the_table_and_the_picture(
     made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, picture = tmp_path / "runs.jsonl", tmp_path / "curves.svg"

@@ -13,7 +13,7 @@ from tilegrad.cli import main
 SMALL = ["bench", "generate", "--preset", "tiny", "--max-tokens", "3", "--repeats", "2", "--dtype", "float32"]
 
 
-def test_a_line_for_each_batch_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_batch_size_has_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "lines.jsonl"
     more = ["--batch-size", "1", "2", "--prefill", "9", "--no-peers", "--json", "--out", str(out)]
     arguments = [*SMALL, "--device", "cpu", *more]
@@ -28,7 +28,7 @@ def test_a_line_for_each_batch_size(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert (prefill["prompts"], prefill["length"]) == (8, 9) and forward["tokens_per_second"] > 0
 
 
-def test_transformers_writes_in_the_same_rounds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_transformers_is_measured_in_the_same_rounds(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers", minversion="5.0", reason="needs pip install 'tilegrad[hf]'")
     assert main([*SMALL, "--device", "cpu"]) == 0
     assert "transformers, static cache" in capsys.readouterr().out
@@ -51,6 +51,8 @@ def test_rates_and_ratios_are_medians_over_the_rounds() -> None:
         (["--prefill", "129"], "prefill: got 129; accepted: 0 (none) … 128"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(more: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_argument_of_bench_generate_is_refused(
+    more: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([*SMALL, "--no-peers", *more]) == 2
     assert words in capsys.readouterr().err

@@ -10,7 +10,9 @@ import tilegrad
 from benchmarks import linear_cross_entropy as bench
 
 
-def test_table_of_a_tiny_shape(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_names_wrong_and_absent_contenders(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def absent(*_: Tensor) -> Tensor:
         raise ImportError("No module named 'peer'")
 

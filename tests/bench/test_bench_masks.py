@@ -19,7 +19,7 @@ DIRECTIONS = {"forward", "backward", "forward + backward"}
 SMALL: dict[str, Any] = {"device": "cpu", "tokens": 64, "heads": 2, "head_dim": 32, "repeats": 2}
 
 
-def test_a_line_for_each_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_call_of_a_problem_has_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "masks.jsonl"
     assert bench_masks(**SMALL, out=str(out)) == 0
     rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
@@ -55,7 +55,7 @@ def test_all_contenders_have_the_same_mask(name: str, monkeypatch: pytest.Monkey
         torch.testing.assert_close(attend(q, k, v), bench.ours(problem, cpu)(q, k, v))
 
 
-def test_an_error_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_canary_a_wrong_attention_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     right = tilegrad.attention
 
     def wrong(*a: Any, **options: Any) -> Any:

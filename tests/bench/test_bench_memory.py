@@ -90,7 +90,7 @@ def test_a_pair_costs_at_most_what_torch_empty_costs(hits):
     assert not dear
 
 
-def test_the_report(capsys):
+def test_the_report_has_every_case(capsys):
     assert bench_memory(repeats=4) == 0
     table = capsys.readouterr().out
     assert "lightweight, same shape" in table

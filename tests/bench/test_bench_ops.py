@@ -23,7 +23,7 @@ def test_every_kernel_that_takes_a_call_has_a_line(capsys: pytest.CaptureFixture
     assert gelu["bytes_per_s"] * gelu["ms"] / 1e3 == pytest.approx(3 * 8 * F * 4)
 
 
-def test_the_table_and_what_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_is_printed_and_bad_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench_ops(device="cpu", dtype="float32", rows=[4], repeats=1) == 0
     printed = capsys.readouterr().out
     assert "GB/s, read plus written" in printed and "4 × 3072" in printed and "of a copy" in printed

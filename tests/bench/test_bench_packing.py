@@ -28,7 +28,9 @@ def test_the_bench_prints_a_line_for_each_kind_of_rows(capsys: pytest.CaptureFix
     assert all(row["tokens_per_s"] > 0 for row in rows)
 
 
-def test_a_loss_that_differs_is_seen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_canary_a_packed_loss_that_differs_is_seen(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     right = bench.contenders
 
     def wrong(*given: Any) -> list[Contender]:

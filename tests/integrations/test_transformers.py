@@ -234,7 +234,7 @@ def test_generation_is_the_same_token_for_token(name: str, options: dict[str, An
         (3, 5, True, False),
     ],
 )
-def test_a_mask_of_a_moving_cache_is_a_tensor_where_its_position_cannot_be_read(
+def test_the_mask_is_a_tensor_where_the_position_of_a_static_cache_cannot_be_read(
     q_length: int, q_offset: int | Tensor, tracing: bool, whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A static cache has its length on the device. A prompt reads that once; a decoded token and a compiler do not."""

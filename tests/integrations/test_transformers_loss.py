@@ -89,7 +89,7 @@ def test_loss_and_gradients_are_those_of_transformers(
             torch.testing.assert_close(a.to(b.dtype), b, rtol=tolerance, atol=tolerance * largest)
 
 
-def test_a_softcap_becomes_an_option(losses: list[dict[str, Any]]) -> None:
+def test_the_softcap_of_a_config_becomes_an_option_of_the_loss(losses: list[dict[str, Any]]) -> None:
     register(linear_cross_entropy=True)
     trained(model_in_training("gemma2, softcap", final_logit_softcapping=5.0))
     assert losses[0]["softcap"] == 5.0 and losses[0]["ignore_index"] == -100

@@ -338,7 +338,7 @@ def test_the_next_hit_forgets_dropped_buffers(manager: AttentionBufferManager, i
     assert list(manager._cache.slots) == [id(tensor)]
 
 
-def test_a_call_whose_hash_raises_is_answered_by_python(manager: AttentionBufferManager) -> None:
+def test_the_error_of_a_shape_that_cannot_be_hashed_reaches_the_caller(manager: AttentionBufferManager) -> None:
     class Bad(tuple[int, ...]):
         def __hash__(self) -> int:
             raise OverflowError("no hash")

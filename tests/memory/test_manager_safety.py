@@ -172,7 +172,7 @@ def test_a_variable_that_still_names_a_freed_buffer_does_not_prevent_its_reuse(m
     assert (stats["cache_hits"], stats["quarantined"]) == (4, 0)
 
 
-def test_a_view_made_after_the_free_is_seen():
+def test_a_freed_buffer_with_a_new_view_is_not_handed_out():
     manager = AttentionBufferManager()
     t = manager.allocate(Q, (64,))
     manager.deallocate(t)
@@ -329,7 +329,7 @@ def test_buffers_are_ordinary_tensors_inside_and_outside_inference_mode(manager)
     assert x.grad is not None and float(x.grad[0]) == 2
 
 
-def test_a_buffer_can_be_written_in_a_graph(manager):
+def test_a_buffer_can_be_written_in_an_autograd_graph(manager):
     """No buffer is a view: a view made without grad could not be written with it."""
     for shape in ((64,), (60,), (2, 1024, 8, 64)):
         t = manager.allocate(Q, shape, zero_init=True)

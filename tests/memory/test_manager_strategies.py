@@ -182,7 +182,7 @@ def test_blocks_of_slabs_never_overlap_and_no_byte_is_lost(seed):
 
 
 @pytest.mark.parametrize("slab", [BestFitSlab, BucketSlab])
-def test_a_region_with_live_blocks_is_kept_where_there_are_two(slab):
+def test_a_region_with_a_live_block_is_kept_and_its_free_space_is_used_again(slab):
     """Only the first page of each block is written; the rest is address space."""
     slab = slab(torch.device("cpu"), pinned=False)
     (first, one), (small, two), (third, three) = slab.take(200 * MIB, 64), slab.take(MIB, 64), slab.take(200 * MIB, 64)
@@ -244,7 +244,7 @@ def test_a_released_range_keeps_the_pages_that_it_covers_in_part():
     assert region.kept(page - 1, page + 2) == 2
 
 
-def test_evicted_buffers_are_returned_to_the_system():
+def test_clear_cache_returns_memory_to_the_system():
     manager = AttentionBufferManager()
     t = manager.allocate(Q, (64 * MIB,), torch.uint8)
     before = resident_kib()

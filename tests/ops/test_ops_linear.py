@@ -343,7 +343,7 @@ def test_tables_choose_by_dtype_and_a_name_runs_or_raises(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("n", "cin", "cout"), [(1, 37, 70), (2, 2500, 9), (3, 515, 33), (4, 1, 1)])
-def test_products_of_few_rows_in_triton_are_right(n: int, cin: int, cout: int, dtype: torch.dtype) -> None:
+def test_products_of_few_rows_in_triton_agree_with_float64(n: int, cin: int, cout: int, dtype: torch.dtype) -> None:
     """Rows have gaps, with and without b, and the product is scaled."""
     pytest.importorskip("triton", reason="needs Triton")
     x, w, b = randn(n, cin + 3, dtype=dtype)[:, :cin], randn(cout, cin, dtype=dtype), randn(cout, dtype=dtype, seed=1)

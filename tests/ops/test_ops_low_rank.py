@@ -174,7 +174,7 @@ def test_a_joined_product_equals_the_two_products(dtype: torch.dtype, bias: bool
     assert_near(dx, 2 * exact, limit)
 
 
-def test_products_with_wide_outputs_are_joined() -> None:
+def test_products_with_at_least_twice_as_many_outputs_as_inputs_are_joined() -> None:
     w = torch.empty(24, 6)
     assert joins(w, torch.float32, 6, 24) and not joins(w, torch.float32, 24, 6) and not joins(w, torch.bfloat16, 6, 24)
     assert not joins(torch.empty(4, 6, 6), torch.float32, 6, 24) and not joins(w[:11], torch.float32, 6, 11)

@@ -333,7 +333,7 @@ def test_tokens_of_a_list_of_candidates_have_the_same_bits(monkeypatch: pytest.M
         ),
     ],
 )
-def test_canary_a_wrong_list_is_seen(
+def test_canary_a_mistake_in_the_sampling_kernel_is_seen(
     old: str, new: str, row: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The mistakes: a bound that is too high, a list too short for top_p, chunks that write to the same place. The interpreter
@@ -365,7 +365,7 @@ def test_canary_a_token_kept_by_mistake_is_drawn() -> None:
 
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("masses", [False, True])
-def test_the_smallest_kept_key_in_triton_is_right(masses: bool) -> None:
+def test_the_smallest_kept_key_in_triton_equals_that_of_numpy(masses: bool) -> None:
     pytest.importorskip("triton", reason="needs Triton")
     from support.sampling import smallest_key, smallest_listed_key
 

@@ -156,7 +156,7 @@ def test_interpreted_large_mean_does_not_cancel_digits() -> None:
 
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("rms", [False, True])
-def test_interpreted_gradients_accumulate_and_none_is_not_computed(rms: bool) -> None:
+def test_interpreted_gradients_accumulate_and_may_be_requested_one_at_a_time(rms: bool) -> None:
     inputs, dy = norm_inputs(300, 20, torch.float32, bias=not rms)
     x, w, once = inputs["x"], inputs["w"], run_norm(inputs, dy, rms=rms)
     assert x is not None and w is not None
@@ -287,7 +287,9 @@ def test_activations_on_the_device_agree_with_the_oracle(kind: str, dtype: torch
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_interpreted_activations_of_large_inputs_saturate_and_nan_stays(kind: str, dtype: torch.dtype) -> None:
+def test_interpreted_activations_of_large_inputs_equal_their_asymptotes_and_nan_stays(
+    kind: str, dtype: torch.dtype
+) -> None:
     h = torch.tensor([[-3e38, -1e20, -1e4, -200.0, 200.0, 1e4, 1e20, 3e38, torch.nan]], dtype=torch.float32)
     h = h.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype)
     got = run_activation(kind, h, torch.ones_like(h))

@@ -1,4 +1,4 @@
-"""The import graph is the architecture; this file is its only statement that a machine reads."""
+"""The table of allowed imports, which is the architecture, and tests that the package keeps to it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2] / "src" / "tilegrad"
-MAY_IMPORT: dict[str, set[str]] = {  # package or module → those of ours it may import: the lowest layers come first
+MAY_IMPORT: dict[
+    str, set[str]
+] = {  # package or module → those of tilegrad that it may import; the lowest layers come first
     "native": set(),
     "text": set(),
     "memory": {"native"},
@@ -33,12 +35,12 @@ MAY_IMPORT: dict[str, set[str]] = {  # package or module → those of ours it ma
         *("dist", "model", "kernels", "memory", "native", "text"),
     },
 }
-FREE = {"__init__", "__main__"}  # the front door: names of everything, loaded on first use
+FREE = {"__init__", "__main__"}  # these modules have public names of all layers, loaded on first use
 STANDARD_LIBRARY_ONLY = {"memory/planned/plan.py", "openmp.py"}
 
 
 def _modules(path: Path, root: Path) -> set[str]:
-    """Dotted names that `path` imports, relative ones resolved; lazily or not, for typing or not."""
+    """Dotted names that `path` imports anywhere, also inside functions and for typing. Relative names are resolved."""
     package = ["tilegrad", *path.relative_to(root).parent.parts]
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -73,7 +75,7 @@ def violations(root: Path) -> list[str]:
     return out
 
 
-def test_imports_point_one_way() -> None:
+def test_every_import_is_one_that_the_table_allows() -> None:
     assert not violations(ROOT), "\n".join(violations(ROOT))
 
 
@@ -88,7 +90,7 @@ def test_imports_point_one_way() -> None:
         "from ...memory.planned.plan import Plan",
     ],
 )
-def test_canary_an_arrow_the_wrong_way_is_seen(tmp_path: Path, line: str) -> None:
+def test_canary_an_import_in_the_wrong_direction_is_seen(tmp_path: Path, line: str) -> None:
     deep = line.startswith("from ...")
     file = tmp_path / "kernels" / ("attention/tiled.py" if deep else "op.py")
     file.parent.mkdir(parents=True)
@@ -110,7 +112,7 @@ def _name(path: Path, root: Path) -> str:
 
 
 def _imports(path: Path, root: Path, known: set[str]) -> set[str]:
-    """Modules of ours that `path` imports, also inside functions, but not for typing alone."""
+    """Modules of tilegrad that `path` imports, also inside functions, but not those only for typing."""
     package = ["tilegrad", *path.relative_to(root).parent.parts]
     found: set[str] = set()
     waiting: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
@@ -159,7 +161,7 @@ def test_no_module_imports_itself_through_others() -> None:
 
 
 def test_canary_a_cycle_between_modules_is_seen(tmp_path: Path) -> None:
-    """The one that there was: scratch → attention.checks, whose package loads contract, which loads scratch."""
+    """The cycle is one that existed: scratch → attention.checks, whose package loads a module that loads scratch."""
     (tmp_path / "kernels" / "attention").mkdir(parents=True)
     (tmp_path / "kernels" / "__init__.py").write_text("", encoding="utf-8")
     (tmp_path / "kernels" / "scratch.py").write_text("from .attention.checks import check_tensor\n", encoding="utf-8")
@@ -181,8 +183,8 @@ def test_canary_an_import_inside_a_function_closes_a_cycle(tmp_path: Path, first
 
 
 @pytest.mark.slow
-def test_every_module_imports_alone() -> None:
-    """Each in a process of its own, as its first: forked, because a process with torch and Triton loaded starts at once."""
+def test_every_module_can_be_the_first_import() -> None:
+    """Each module is the first import of a forked process. Forks start at once, because torch and Triton are loaded already."""
     names = sorted(_name(path, ROOT) for path in ROOT.rglob("*.py") if path.name != "__main__.py")
     code = (
         "import importlib, importlib.util, os, sys, torch\n"
@@ -206,7 +208,7 @@ def run_python(code: str, *flags: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_import_loads_no_torch_and_touches_no_gpu() -> None:
+def test_import_tilegrad_loads_no_torch_and_uses_no_gpu() -> None:
     run_python("import tilegrad, sys; assert 'torch' not in sys.modules")
     run_python(
         "import tilegrad, torch\n"
@@ -218,13 +220,13 @@ def test_import_loads_no_torch_and_touches_no_gpu() -> None:
 def test_importing_every_public_name_takes_few_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The public names and the command line load 165 modules; a GPU's kernels are loaded when one is used. The test counts
     function calls, because times depend on other programs: 135,000 calls took 160 ms on a Xeon, with torch loaded before."""
-    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)  # as a user's second start: bytecode is there
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)  # bytecode is written, as for a user
     others = "import ctypes, html, json, safetensors.torch, tomllib, torch.library, torch.nn, unittest.mock"
     ours = "import tilegrad, tilegrad.cli\nfor name in tilegrad.__all__: getattr(tilegrad, name)"
     code = (
         f"{others}\n"
         "import sys\n"
-        f"sys.pycache_prefix = {str(tmp_path)!r}\n"  # of ours: torch's has its place
+        f"sys.pycache_prefix = {str(tmp_path)!r}\n"  # tilegrad's bytecode; torch's is elsewhere
         "calls = 0\n"
         "def count(frame, event, argument):\n"
         "    global calls\n"

@@ -1,4 +1,4 @@
-"""The command line as a person meets it."""
+"""The command line: output, exit codes and sentences."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ def test_help_is_shown_in_every_locale(locale: dict[str, str]) -> None:
 
 
 def children_seconds() -> float:
-    """Seconds of processor time, which is the same on a busy machine."""
+    """Processor time of child processes in seconds, which a busy machine does not change."""
     return sum(os.times()[2:4])
 
 
-def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tilegrad_without_a_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     out, error = capsys.readouterr()
     assert out.startswith("usage: tilegrad") and "generate" in out and error == ""
@@ -128,7 +128,9 @@ def test_a_misspelt_field_of_a_model_is_refused_with_what_was_meant() -> None:
         ("float", "float32"), ("fp64", "float64"), ("double", "float64"), ("float32", "float32"),
     ],
 )  # fmt: skip
-def test_a_dtype_is_what_people_type(typed: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dtype_may_be_spelt_in_several_ways(
+    typed: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     args = build_parser().parse_args(["train", "--dtype", typed])
     assert run_from(given_keys(args), "flags").train.dtype == name
     (tmp_path / "run.toml").write_text(f"[train]\ndtype = '{typed}'\n", encoding="utf-8")
@@ -141,12 +143,12 @@ def test_a_dtype_is_what_people_type(typed: str, name: str, tmp_path: Path, caps
 
 
 @pytest.mark.parametrize("typed", ["bf17", "fp16", "half", "int8", "Auto", ""])
-def test_a_dtype_that_is_none_is_refused_as_it_was_typed(typed: str) -> None:
+def test_an_unknown_dtype_is_refused_as_it_was_typed(typed: str) -> None:
     with pytest.raises(ValueError, match=f"^dtype: got '{typed}'; accepted: 'auto', 'float32'"):
         TrainConfig(dtype=typed)
 
 
-def test_torchs_own_dtype_is_one() -> None:
+def test_a_dtype_of_torch_is_accepted() -> None:
     assert RunConfig(train=TrainConfig(dtype=torch.float64)).train.dtype == "float64"  # type: ignore[arg-type]
     assert run_from({"train": {"dtype": torch.bfloat16}}, "here").train.dtype == "bfloat16"
     wrong: object
@@ -156,7 +158,7 @@ def test_torchs_own_dtype_is_one() -> None:
 
 
 def on_this_machine() -> str:
-    """The native kernel, or without a library the tiled one."""
+    """The name of the kernel that this machine selects: native, or tiled without a library."""
     q = torch.zeros(1, 1, 4, 4)
     return tilegrad.explain(q, q, q).kernel
 
@@ -172,7 +174,7 @@ def test_check_flash_prints_what_the_document_asks(capsys: pytest.CaptureFixture
     assert out.count("PASS") == 2 and "FAIL" not in out
 
 
-def test_check_flash_cases_are_the_documents() -> None:
+def test_check_flash_has_the_cases_of_the_document() -> None:
     first, second = check.flash_cases()
     assert first.tolerance == 1e-3 and second.tolerance == 5e-3
     assert first.q.tolist() == first.k.tolist() and first.q[0, 0].trace() == 4
@@ -191,7 +193,7 @@ def test_canary_check_flash_fails_on_a_wrong_gradient(
     assert "FAIL" in capsys.readouterr().out
 
 
-def test_a_bad_value_is_one_line_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_error_for_a_bad_value_is_one_line_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "flash", "--kernel", "nope"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("tilegrad: kernel: got 'nope'; accepted: None or one of ") and error.count("\n") == 1
@@ -219,7 +221,7 @@ def test_gradcheck_ignores_no_flag(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["--preset", "gpt2"], ["--preset", "llama-135m", "--against", "autograd"]])
-def test_gradcheck_of_a_model(
+def test_gradcheck_of_a_model_passes(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(gradcheck, "SAMPLES", 2)
@@ -230,7 +232,7 @@ def test_gradcheck_of_a_model(
 
 @pytest.mark.parametrize("against", ["differences", "autograd"])
 def test_canary_gradcheck_of_a_model_sees_a_small_factor(monkeypatch: pytest.MonkeyPatch, against: str) -> None:
-    """The gradient is as small as those of a model; the error is relative to it."""
+    """The wrong gradient is as small as those of a model usually are. The error is relative to it."""
     monkeypatch.setattr(gradcheck, "SAMPLES", 6)
     right = Engine.gradients
 
@@ -245,7 +247,7 @@ def test_canary_gradcheck_of_a_model_sees_a_small_factor(monkeypatch: pytest.Mon
     assert results["blocks.1.ffn.up.weight"].relative_error == pytest.approx(3e-5, rel=0.05)
 
 
-def test_plan_prints_tables_and_data_and_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_prints_tables_and_json_and_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "plan.html"
     assert main(["plan", "--preset", "gpt2", "--batch-size", "16", "--dtype", "bfloat16", "--html", str(page)]) == 0
     out = capsys.readouterr().out
@@ -261,12 +263,12 @@ def test_plan_prints_tables_and_data_and_a_page(tmp_path: Path, capsys: pytest.C
     assert "memory_budget: got 1,000,000 bytes; accepted: at least" in capsys.readouterr().err
 
 
-def test_check_document_prints_the_specifications_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_document_prints_the_table_of_the_specification(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "document"]) == 0
     assert re.search(r"feed-forward +12,598,272 +12,595,200", capsys.readouterr().out)
 
 
-def test_presets_and_dtypes_are_spelt_once() -> None:
+def test_presets_and_dtypes_of_the_help_are_those_of_the_code() -> None:
     from tilegrad.cli import arguments
     from tilegrad.model.config import PRESETS
     from tilegrad.training.config import DTYPES
@@ -275,7 +277,7 @@ def test_presets_and_dtypes_are_spelt_once() -> None:
     assert set(arguments.DTYPES) == set(DTYPES) and all(isinstance(getattr(torch, d), torch.dtype) for d in DTYPES)
 
 
-def test_train_resume_and_generate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_trains_resumes_and_generates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, out = tmp_path / "run.toml", str(tmp_path / "run")
     config.write_text(
         "[model]\npreset = 'tiny'\nn_layer = 1\nn_embd = 16\n"
@@ -316,7 +318,7 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return Path("my run")
 
 
-def test_resume_of_a_folder_takes_all_from_it(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resume_takes_its_settings_from_the_folder(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("run.toml").unlink()
     assert main(["train", "--resume", str(trained), "--steps", "5"]) == 0
     assert "step      5 of 5" in capsys.readouterr().out
@@ -346,7 +348,7 @@ def test_resume_of_a_folder_takes_all_from_it(trained: Path, capsys: pytest.Capt
         (["--steps", "2"], "steps: got 2; accepted: at least 3, which are done"),
     ],
 )
-def test_what_may_not_change_is_refused_by_name(
+def test_a_key_that_a_resume_may_not_change_is_refused_by_name(
     trained: Path, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("other.toml").write_text(SMALL.replace("n_embd = 16", "n_embd = 32"), encoding="utf-8")
@@ -379,7 +381,7 @@ def test_an_empty_prompt_is_refused_and_never_replaced(trained: Path, capsys: py
     assert capsys.readouterr().out.startswith("Call me ")
 
 
-def test_a_temperature_next_to_nothing_writes_as_temperature_0(
+def test_a_tiny_temperature_gives_the_tokens_of_temperature_0(
     trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     written = []
@@ -407,7 +409,7 @@ def test_a_temperature_next_to_nothing_writes_as_temperature_0(
     ],
 )
 @pytest.mark.usefixtures("trained")
-def test_a_folder_that_is_not_there_is_said_and_the_nearest_one_named(
+def test_the_error_for_a_missing_folder_names_the_nearest_one(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words) == 2
@@ -418,7 +420,7 @@ def test_a_folder_that_is_not_there_is_said_and_the_nearest_one_named(
     assert not Path("my rum").exists() and not Path("out").exists()
 
 
-def test_a_folder_without_a_model_is_said(
+def test_the_error_for_a_folder_without_a_model_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -431,7 +433,7 @@ def test_a_folder_without_a_model_is_said(
         )
 
 
-def test_weights_that_are_not_there_and_a_file_instead_of_a_run_are_said(
+def test_missing_weights_and_a_file_instead_of_a_run_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -453,7 +455,7 @@ def test_weights_that_are_not_there_and_a_file_instead_of_a_run_are_said(
         (["empty.txt", "short.txt"], ["--seq-len", "3"], "empty.txt, short.txt: got 3 tokens; accepted: at least seq_len"),
     ],
 )  # fmt: skip
-def test_a_text_that_is_too_short_is_named(
+def test_the_error_for_a_short_text_names_it(
     names: list[str], flags: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -498,7 +500,7 @@ def test_init_writes_every_key_and_overwrites_nothing(
     shown = re.sub(r"(?m)^#(?=\w+ = )", "", Path("my.toml").read_text(encoding="utf-8"))
     Path("my.toml").write_text(shown, encoding="utf-8")
     every = run_from(read_toml(Path("my.toml")), "run.toml")
-    assert every == replace(preset_run("tiny"), lora=AdapterConfig())  # every default that it shows is one
+    assert every == replace(preset_run("tiny"), lora=AdapterConfig())  # it shows the true defaults
     keys = {section: set(values) for section, values in tomllib.loads(shown).items()}
     assert keys["model"] - {"preset"} == {f.name for f in fields(ModelConfig)}
     assert keys["train"] == {f.name for f in fields(TrainConfig)}
@@ -529,7 +531,7 @@ def test_help_shows_every_key_with_its_default_and_loads_no_torch(command: str) 
     assert "--train.steps X, --steps X" in done.stdout
 
 
-def test_every_key_is_a_flag_that_counts_before_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_key_is_a_flag_that_overrides_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("run.toml").write_text(
         "[model]\nn_layer = 1\nn_embd = 16\n[train]\nsteps = 9\nmemory_budget = '1.5GB'\n", encoding="utf-8"
@@ -542,7 +544,7 @@ def test_every_key_is_a_flag_that_counts_before_the_file(tmp_path: Path, monkeyp
     assert run.data.files == ("a.txt", "b.txt")
 
 
-def test_a_text_instead_of_a_configuration_is_one_sentence(
+def test_the_error_for_a_text_instead_of_a_configuration_is_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -553,7 +555,7 @@ def test_a_text_instead_of_a_configuration_is_one_sentence(
     assert "`tilegrad init none.toml` writes one" in second
 
 
-def test_plan_of_a_file_is_the_plan_of_its_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_of_a_file_has_the_bytes_of_its_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "my.toml"
     file.write_text(SMALL, encoding="utf-8")
     assert main(["plan", str(file)]) == 0
@@ -565,7 +567,7 @@ def test_plan_of_a_file_is_the_plan_of_its_run(tmp_path: Path, capsys: pytest.Ca
     assert planned == made.plan.peak_bytes
 
 
-def test_resume_with_keys_as_flags(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resume_accepts_keys_as_flags(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--resume", str(trained), "--model.n_layer", "2"]) == 2
     assert capsys.readouterr().err == "tilegrad: n_layer: got 2; accepted: the run's value, 1, when resuming\n"
     assert main(["train", "--resume", str(trained), "--train.steps", "30", "--train.memory_budget", "1GB"]) == 0
@@ -575,7 +577,7 @@ def test_resume_with_keys_as_flags(trained: Path, capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize("command", ["plan", "train"])
 @pytest.mark.parametrize("device", ["cuda:99", "mps", "xpu", "meta", "gpu", "cuda:x", "7"])
-def test_a_device_that_is_not_here_is_one_sentence(
+def test_the_error_for_a_missing_device_is_one_sentence(
     command: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -587,7 +589,7 @@ def test_a_device_that_is_not_here_is_one_sentence(
 
 @pytest.mark.parametrize("command", ["plan", "train"])
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built for CUDA")
-def test_cuda_on_a_build_for_the_cpu_is_named(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_error_for_cuda_names_a_torch_built_for_the_cpu(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--device", "cuda"]) == 2
     assert "device: got 'cuda' (this torch is built for the CPU); accepted: cpu" in capsys.readouterr().err
 
@@ -603,7 +605,7 @@ class Missing:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
-def test_bpe_without_its_library_is_one_sentence(
+def test_the_error_for_bpe_without_its_library_is_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -619,7 +621,7 @@ def test_bpe_without_its_library_is_one_sentence(
 
 
 @pytest.mark.parametrize("command", ["doctor", "plan", "train", "demo"])
-def test_without_torch_a_command_is_one_sentence(command: str, tmp_path: Path) -> None:
+def test_the_error_of_a_command_without_torch_is_one_sentence(command: str, tmp_path: Path) -> None:
     code = (
         "import sys\n"
         "class Missing:\n"
@@ -634,7 +636,7 @@ def test_without_torch_a_command_is_one_sentence(command: str, tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_fault_of_ours_is_not_called_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_import_error_of_tilegrad_is_not_reported_as_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(**_options: object) -> int:
         raise ImportError("cannot import name 'x' from 'tilegrad.train'", name="tilegrad.train")
 
@@ -717,7 +719,7 @@ def test_plan_finds_the_largest_batch_that_fits(
 
     @functools.cache
     def peak(batch_size: int, budget: int | None) -> float:
-        """As `train` would plan it; infinite where it refuses the budget."""
+        """The peak of the plan that `train` would make; infinite where it refuses the budget."""
         try:
             choice = choose_recompute(StepSpec(run.model, batch_size, *sizes), budget)
         except ValueError:
@@ -737,7 +739,7 @@ def test_plan_finds_the_largest_batch_that_fits(
     assert re.search(r"accepted: at least .* recomputed; no batch fits, not even one of", capsys.readouterr().err)
 
 
-def test_a_page_of_plan_overwrites_only_a_page_of_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_overwrites_only_its_own_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     notes, page = tmp_path / "notes.html", tmp_path / "page.html"
     notes.write_text("<!doctype html>mine", encoding="utf-8")
     assert main(["plan", "--html", str(notes)]) == 2 and main(["plan", "--html", str(tmp_path)]) == 2
@@ -751,7 +753,7 @@ def test_a_page_of_plan_overwrites_only_a_page_of_plan(tmp_path: Path, capsys: p
 @pytest.mark.parametrize(
     "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")]
 )
-def test_more_memory_than_there_is_ends_with_a_sentence(
+def test_the_error_for_too_little_memory_is_a_sentence(
     error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(**_options: object) -> int:
@@ -763,15 +765,13 @@ def test_more_memory_than_there_is_ends_with_a_sentence(
 
 
 @pytest.mark.parametrize("command", [["bench", "host"], ["bench", "attention"], ["check", "flash"]])
-def test_a_device_that_is_none_is_refused_by_every_command(
-    command: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_device_is_refused_by_every_command(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     for device in ("gpu", "mps", "cuda:99", "["):
         assert main([*command, "--device", device]) == 2
         assert capsys.readouterr().err.startswith(f"tilegrad: device: got {device!r}")
 
 
-def test_one_text_as_a_string_is_that_text(
+def test_data_files_may_be_one_string(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -783,7 +783,7 @@ def test_one_text_as_a_string_is_that_text(
         DataConfig(files="x.txt")  # type: ignore[arg-type]
 
 
-def test_buckets_on_the_command_line_are_in_mib() -> None:
+def test_bucket_sizes_on_the_command_line_are_in_mib() -> None:
     from tilegrad.cli.arguments import add_ranks, sharding_of
     from tilegrad.engine.parallel import BUCKET_BYTES
 
@@ -803,7 +803,7 @@ def test_buckets_on_the_command_line_are_in_mib() -> None:
         (["bench", "attention", "--plot", "new.out"], "plot: got 'new.out'; accepted: a name that ends with .png"),
     ],
 )
-def test_a_number_or_a_name_that_means_nothing_is_refused_before_anything_is_done(
+def test_a_bad_number_or_name_is_refused_before_any_work(
     words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""The documentation's site: it builds, no link is broken, it needs nothing from outside, and every public name is in it."""
+"""The documentation's site builds without broken links, needs no other site, and has every public name."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from tilegrad.training.sections import run_from
 
 HERE = Path(__file__).parents[2]
 PAGES = sorted((HERE / "docs").rglob("*.md"))
-PROSE = [page for page in PAGES if page.parent.name != "log"]  # a log's rows are as long as they were written
+PROSE = [page for page in PAGES if page.parent.name != "log"]  # the rows of logs may be longer
 LONGEST = 132  # columns of a line of prose
-FILES_THAT_COUNT = 5  # of tests, at the least, on the page of proof
+FILES_THAT_COUNT = 5  # the least number of test files whose counts are on the page of proof
 
 needs_mkdocs = pytest.mark.skipif(
     importlib.util.find_spec("mkdocs") is None or importlib.util.find_spec("mkdocstrings") is None,
@@ -38,8 +38,8 @@ def build(root: Path, site: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site without its index for searching and the sources below docstrings, which take two thirds of the time: no link
-    is in them."""
+    """The site without its search index and without the sources below docstrings. These take two thirds of the time and have
+    no links."""
     root = tmp_path_factory.mktemp("root")
     for name in ("docs", "src"):
         (root / name).symlink_to(HERE / name)
@@ -78,7 +78,7 @@ def test_every_public_name_is_in_the_reference(site: Path) -> None:
 
 
 @needs_mkdocs
-def test_canary_broken_links_and_nothing_else_fail(tmp_path: Path) -> None:
+def test_canary_only_broken_links_fail(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
     for name in ("site.css", "site.py"):
         shutil.copy(HERE / "docs" / name, tmp_path / "docs")
@@ -104,7 +104,7 @@ def test_every_figure_is_used_and_needs_no_other_file() -> None:
         assert f"figures/{figure.name})" in pages, figure.name
 
 
-def test_a_terminal_is_drawn_as_it_is_at_the_end(tmp_path: Path) -> None:
+def test_a_recorded_terminal_shows_its_final_state(tmp_path: Path) -> None:
     pytest.importorskip("rich")
     code = r"print('\r\x1b[2Kearlier\r\x1b[2K\x1b[32mlater\x1b[0m'); [print(f'line{n}') for n in range(60)]"
     command = [sys.executable, str(HERE / "docs" / "terminal.py"), str(tmp_path / "t.svg"), sys.executable, "-c", code]
@@ -124,7 +124,7 @@ def test_lines_of_prose_fit_a_window(page: Path) -> None:
 
 
 def asserted_in(file: Path) -> dict[str, object]:
-    """Constants of a test file that one of its assertions or a test's parameters name, with their values."""
+    """Name → value of the constants of a test file that its assertions or parameters use."""
     module = ast.parse(file.read_text(encoding="utf-8"))
     named = {
         name.id
@@ -147,7 +147,7 @@ def asserted_in(file: Path) -> dict[str, object]:
     return found
 
 
-def test_counts_on_the_page_of_proof_are_those_that_tests_assert() -> None:
+def test_every_count_on_the_page_of_proof_is_one_that_a_test_asserts() -> None:
     page = (HERE / "docs" / "proof.md").read_text(encoding="utf-8")
     section = page.partition("## What the tests reach")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `(tests/[\w/]+\.py)` \| (.*) \|$", section, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Text is read and written as UTF-8 whatever the locale, by the package and by its tests."""
+"""The package and its tests read and write text as UTF-8 in every locale."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def unnamed(source: str) -> Iterator[ast.Call]:
-    """Calls that read or write text in the locale's encoding."""
+    """Lines with a call that reads or writes text in the locale's encoding."""
     if not re.search(r"(read_text|write_text|open)\(", source):
         return
     for node in ast.walk(ast.parse(source)):
@@ -29,7 +29,7 @@ def unnamed(source: str) -> Iterator[ast.Call]:
 
 
 def _opens_a_path(function: ast.expr) -> bool:
-    """`.open(…)` of what is not a module."""
+    """Whether a call is `.open(…)` of an object that is not a module."""
     if not isinstance(function, ast.Attribute) or function.attr != "open":
         return False
     return not (
@@ -47,7 +47,7 @@ def test_every_text_file_is_opened_as_utf_8() -> None:
     assert not found, f'no encoding="utf-8": {", ".join(found)}'
 
 
-def test_canary_what_the_locale_decides_is_seen() -> None:
+def test_canary_a_call_that_uses_the_locale_is_seen() -> None:
     wrong = [
         "p.read_text()",
         "p.write_text(x)",

@@ -1,4 +1,4 @@
-"""The check of gradients by central differences, on losses whose slope is known."""
+"""Gradients are checked by central differences, on losses with a known slope."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def error(relative: float = 0.0, direction: float = 0.0) -> GradientError:
     return GradientError("w", (2, 3), 6, relative, direction, (1, 2))
 
 
-def test_up_to_a_hundred_thousandth_passes_in_either_measure() -> None:
+def test_an_error_of_up_to_a_hundred_thousandth_passes_in_either_measure() -> None:
     assert error(1e-5, 1e-5).passed and not error(1.01e-5).passed and not error(0.0, 1.01e-5).passed
     assert not error(math.nan).passed and not error(0.0, math.nan).passed
     lines = gradient_table([error(), error(1.0)]).splitlines()
@@ -90,7 +90,7 @@ def test_a_slope_that_is_not_a_number_fails_and_is_named() -> None:
     assert not result.passed and result.worst == (1,)
 
 
-def test_only_float64_is_taken() -> None:
+def test_only_float64_parameters_are_accepted() -> None:
     w = torch.ones(2)
     with pytest.raises(ValueError, match=r"tensors\['w'\]: got torch.float32; accepted: float64"):
         check_gradients(lambda: 0.0, {"w": w}, {"w": w})

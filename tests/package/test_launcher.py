@@ -1,4 +1,4 @@
-"""./tg on a copy of its own: a stub package replaces the gigabyte of torch, so that set-up takes seconds."""
+"""The launcher ./tg in a copy of the checkout. A stub package replaces torch, so that the installation takes seconds."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def tg(root: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
-def test_shellcheck() -> None:
+def test_shellcheck_finds_nothing_in_the_launcher() -> None:
     subprocess.run(["shellcheck", "--shell=sh", HERE / "tg"], check=True)
 
 
@@ -69,14 +69,14 @@ def test_tg_python_installs_nothing(checkout: Path) -> None:
     assert done.stderr == "" and not (checkout / ".venv").exists()
 
 
-def test_tg_python_that_is_none_is_named(checkout: Path) -> None:
+def test_the_error_for_a_bad_tg_python_names_it(checkout: Path) -> None:
     done = tg(checkout, TG_PYTHON="no-such-python")
     assert done.returncode == 2
     assert "TG_PYTHON=no-such-python is not a Python 3.11" in done.stderr
 
 
 STUB = """#!/bin/sh
-# Stands in for Python: makes no environment, installs nothing, and notes what it was asked for.
+# Replaces Python: makes no environment, installs nothing, and records its arguments.
 case "$1 $2" in
 "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
 "-m tilegrad") PYTHONPATH=$SOURCES exec "$REAL" "$@" ;;
@@ -100,7 +100,7 @@ else:
 
 
 class Stubbed:
-    """A checkout whose Python is a stub: nothing is installed, and `calls` has what would have been."""
+    """A checkout whose Python is a stub that installs nothing. `calls` has what it was asked to do."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.log = root, root.parent / "calls"
@@ -120,7 +120,7 @@ class Stubbed:
         )
 
     def tg(self, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
-        """Ends once nothing holds the command's output any more."""
+        """Returns when no process holds the command's output any more."""
         command, env = [str(self.root / "tg"), *arguments], self.environment | more
         return subprocess.run(command, capture_output=True, text=True, env=env, timeout=300, cwd="/")
 
@@ -139,7 +139,7 @@ def stubbed(checkout: Path) -> Stubbed:
     return Stubbed(checkout)
 
 
-def test_a_command_installs_the_small_set_and_linters_the_rest_when_first_needed(stubbed: Stubbed) -> None:
+def test_a_command_installs_the_small_set_and_linters_install_the_rest(stubbed: Stubbed) -> None:
     small, rest = f"pip {stubbed.root}[rich,bpe,chat]", f"pip {stubbed.root}[dev]"
     assert [stubbed.tg("demo").stdout, stubbed.tg("train").stdout] == ["ran demo\n", "ran train\n"]
     assert stubbed.calls() == [small]
@@ -168,7 +168,7 @@ def test_a_compiler_builds_once_in_the_background_and_again_for_other_sources(st
     stubbed.wait_for("built", 2)
 
 
-def test_a_build_outlives_its_command_and_has_no_second_one_next_to_it(stubbed: Stubbed) -> None:
+def test_a_build_outlives_its_command_and_no_second_build_starts(stubbed: Stubbed) -> None:
     hold = stubbed.log.with_name("calls.hold")
     hold.touch()
     with subprocess.Popen(
@@ -179,9 +179,9 @@ def test_a_build_outlives_its_command_and_has_no_second_one_next_to_it(stubbed: 
         text=True,
         start_new_session=True,
     ) as launch:
-        assert launch.communicate(timeout=300)[0] == "ran demo\n"  # although the build holds on
+        assert launch.communicate(timeout=300)[0] == "ran demo\n"  # although the build still runs
     stubbed.wait_for("build")
-    for number in (signal.SIGINT, signal.SIGHUP):  # Ctrl-C, then the terminal goes
+    for number in (signal.SIGINT, signal.SIGHUP):  # Ctrl-C, then the terminal closes
         os.killpg(launch.pid, number)
     second = stubbed.tg("demo", CXX="a-compiler")
     assert (second.stdout, second.stderr) == ("ran demo\n", "")
@@ -190,7 +190,7 @@ def test_a_build_outlives_its_command_and_has_no_second_one_next_to_it(stubbed: 
     assert stubbed.calls().count("build") == 1
 
 
-def test_without_a_compiler_it_says_so_once_and_builds_when_there_is_one(stubbed: Stubbed) -> None:
+def test_a_missing_compiler_is_reported_once_and_a_later_one_builds(stubbed: Stubbed) -> None:
     first, second = stubbed.tg("demo"), stubbed.tg("demo")
     assert first.stderr.count("tg: no C++ compiler (no-such-compiler not found)") == 1
     assert second.stderr == "" and "build" not in stubbed.calls()
@@ -204,14 +204,14 @@ def test_tests_linters_and_doctor_start_no_build(stubbed: Stubbed) -> None:
     assert "build" not in stubbed.calls()
 
 
-def test_a_place_that_cannot_be_written_is_named(stubbed: Stubbed) -> None:
+def test_the_error_for_a_folder_that_cannot_be_written_names_it(stubbed: Stubbed) -> None:
     done = stubbed.tg("demo", TG_VENV="/proc/nowhere/venv")
     assert done.returncode == 2
     assert "tg: can't write into /proc/nowhere; name a place for the environment: TG_VENV=" in done.stderr
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
-def test_a_read_only_checkout_is_not_built_and_says_so_once(stubbed: Stubbed, tmp_path: Path) -> None:
+def test_a_read_only_checkout_is_not_built_and_this_is_reported_once(stubbed: Stubbed, tmp_path: Path) -> None:
     package = stubbed.root / "src" / "tilegrad"
     package.chmod(0o555)
     more = {"CXX": "a-compiler", "TG_VENV": str(tmp_path / "venv")}
@@ -232,7 +232,7 @@ def test_first_use_installs_once_and_again_when_requirements_change(checkout: Pa
 
 @pytest.mark.slow
 def test_a_killed_install_is_repaired(checkout: Path) -> None:
-    """Killed at two moments, and while pip asks an index that does not answer."""
+    """The install is killed at two moments, and while pip waits for an index that does not answer."""
     with socket.create_server(("127.0.0.1", 0)) as index:
         index.settimeout(200)
         asks = {"PIP_INDEX_URL": f"http://127.0.0.1:{index.getsockname()[1]}/", "NO_PROXY": "127.0.0.1"}
@@ -259,7 +259,7 @@ def test_a_launcher_killed_alone_leaves_its_pip_to_finish_first(checkout: Path) 
 
 
 @pytest.mark.slow
-def test_two_launches_at_once(checkout: Path) -> None:
+def test_two_launches_at_once_both_succeed(checkout: Path) -> None:
     launches = [
         subprocess.Popen(
             [checkout / "tg", str(i)], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

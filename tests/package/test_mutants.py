@@ -1,4 +1,4 @@
-"""The mutation runner: what it changes, and that it changes nothing else."""
+"""The mutation runner changes the right places and nothing else."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def every_mutant() -> list[Mutant]:
     return all_mutants()
 
 
-def test_every_part_that_computes_has_mutants_and_tests_that_are_there(every_mutant: list[Mutant]) -> None:
+def test_every_part_that_computes_has_mutants_and_existing_tests(every_mutant: list[Mutant]) -> None:
     found = every_mutant
     folders = {"/".join(m.path.split("/")[2:-1]) for m in found}
     assert folders >= {"kernels/attention", "kernels/attention/triton", "kernels/cpu/csrc", "memory/managed", "model"}
@@ -110,7 +110,7 @@ def test_a_fork_runs_the_tests_and_one_that_hangs_is_ended(tmp_path: Path, line:
 
 
 @pytest.mark.slow
-def test_a_tree_that_is_closed_ends_what_it_runs(tmp_path: Path) -> None:
+def test_closing_a_tree_ends_its_processes(tmp_path: Path) -> None:
     beats = tmp_path / "beats"
     loop = f"while True:\n        open({str(beats)!r}, 'a').write('.')\n        time.sleep(0.1)"
     (tmp_path / "test_it.py").write_text(f"import time\ndef test_it():\n    {loop}\n", encoding="utf-8")
@@ -131,7 +131,7 @@ def test_a_tree_that_is_closed_ends_what_it_runs(tmp_path: Path) -> None:
     assert beats.stat().st_size == before
 
 
-def test_a_kernel_of_a_gpu_runs_against_its_specifications_in_their_order(every_mutant: list[Mutant]) -> None:
+def test_mutants_of_a_gpu_kernel_run_against_its_specifications_in_order(every_mutant: list[Mutant]) -> None:
     found = {m.path.removeprefix("src/tilegrad/kernels/"): m for m in every_mutant}
     names = ("attention/test_hopper_gpu", "attention/test_triton_gpu", "ops/test_ops_cuda")
     tests = [

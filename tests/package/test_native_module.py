@@ -1,4 +1,4 @@
-"""Extension modules in C++ (native/extension.py): built where they can be, refused by name where they don't fit."""
+"""Extension modules in C++ (native/extension.py) are built where there is a compiler, and refused by name if they don't fit."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def what(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.skipif(native_build.compiler() is None, reason="needs a C++ compiler")
-def test_a_module_is_built_where_a_compiler_is(what: str) -> None:
+def test_a_module_is_built_where_there_is_a_compiler(what: str) -> None:
     module = HOMES[what].MODULE
     assert module.digest().encode() in module.path().read_bytes()
     assert isinstance(HOMES[what].load(), ModuleType), HOMES[what].load()
 
 
-def test_a_file_that_is_no_module_is_refused_by_name(
+def test_a_file_that_is_not_a_module_is_refused_by_name(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     home = HOMES[what]
@@ -53,7 +53,7 @@ def test_a_file_that_is_no_module_is_refused_by_name(
         assert f"through Python: the C++ module {found}" in capsys.readouterr().out
 
 
-def test_a_build_that_fails_says_why(
+def test_a_failed_build_reports_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = tmp_path / "broken.cpp"
@@ -72,7 +72,7 @@ def test_a_build_that_fails_says_why(
         assert f"{what} in C++ were not built, they go through Python: no C++ compiler" in said
 
 
-def test_a_tensor_of_another_layout_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_with_an_unknown_layout_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", lambda _size: SimpleNamespace(_cdata=1))
     found = hit.load.__wrapped__()
     assert isinstance(found, str)

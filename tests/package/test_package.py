@@ -1,4 +1,4 @@
-"""What is shipped: the wheel and the sdist install and run, and the documentation's code does what it says."""
+"""The wheel and the sdist install and run, and the code of the documentation runs."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from tilegrad.training import api
 HERE = Path(__file__).parents[2]
 
 
-def test_version_is_stated_once() -> None:
+def test_the_version_is_written_only_in_the_package() -> None:
     content = tomllib.loads((HERE / "pyproject.toml").read_text(encoding="utf-8"))
     assert content["project"]["dynamic"] == ["version"] and "version" not in content["project"]
     stated = HERE / content["tool"]["hatch"]["version"]["path"]
     assert f'__version__ = "{tilegrad.__version__}"' in stated.read_text(encoding="utf-8")
 
 
-def test_public_names_are_there_and_documented() -> None:
+def test_public_names_exist_and_are_documented() -> None:
     for name in tilegrad.__all__:
         assert getattr(tilegrad, name).__doc__, name
     assert set(tilegrad.__all__) <= set(dir(tilegrad))
@@ -70,7 +70,7 @@ def test_modules_are_reached_by_the_package_and_loaded_when_they_are_used() -> N
 @pytest.mark.parametrize(
     "module", [flash, functional, masks, loss, nn.attention, nn.dilated, shared_attention, config, spec, sampling, api]
 )
-def test_examples_in_docstrings(module: ModuleType) -> None:
+def test_examples_in_docstrings_run(module: ModuleType) -> None:
     done = doctest.testmod(module)
     assert done.failed == 0
     assert done.attempted >= 2
@@ -91,7 +91,7 @@ def test_examples_in_docstrings(module: ModuleType) -> None:
     ],
 )
 def test_code_in_documents_runs(document: str) -> None:
-    """Block by block, in order: a later one may use what an earlier one defined."""
+    """The blocks run in order, because a block may use the names of an earlier one."""
     run_blocks(document)
 
 
@@ -121,7 +121,7 @@ def test_the_op_of_the_tutorial_allocates_nothing() -> None:
 
 
 def test_the_op_of_the_tutorial_passes_the_linter() -> None:
-    """The op as the file that it would be; then the whole page, where an import is in the block that needs it."""
+    """The first block is linted as a file; then the whole page, whose imports are in the blocks that need them."""
     pytest.importorskip("ruff")
     first, *rest = blocks_of("docs/add-an-op.md")
     for code, options in ((first, ()), ("\n\n".join([first, *rest]), ("--ignore", "E402"))):
@@ -131,7 +131,7 @@ def test_the_op_of_the_tutorial_passes_the_linter() -> None:
             assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_readme_is_one_page() -> None:
+def test_the_readme_is_short() -> None:
     assert len((HERE / "README.md").read_text(encoding="utf-8").splitlines()) <= 90
 
 
@@ -155,7 +155,7 @@ def test_every_file_and_test_that_a_document_names_exists(document: str) -> None
     assert not missing
 
 
-def test_nothing_names_a_machine() -> None:
+def test_no_tracked_file_names_a_machine() -> None:
     files = subprocess.run(["git", "ls-files"], cwd=HERE, capture_output=True, text=True)
     if files.returncode:
         pytest.skip("not a git checkout")
@@ -168,7 +168,7 @@ def test_nothing_names_a_machine() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["wheel", "sdist"])
-def test_what_is_built_installs_and_runs(tmp_path: Path, kind: str) -> None:
+def test_the_wheel_and_the_sdist_install_and_run(tmp_path: Path, kind: str) -> None:
     subprocess.run(
         [sys.executable, "-m", "build", f"--{kind}", "--outdir", tmp_path, HERE], check=True, capture_output=True
     )
@@ -191,7 +191,7 @@ def test_what_is_built_installs_and_runs(tmp_path: Path, kind: str) -> None:
     kernel = "tiled" if native_build.compiler() is None else "native"
     done = subprocess.run(
         [sys.executable, "-c", code, target],
-        env={"PYTHONPATH": str(target), "PATH": str(tmp_path)},  # no compiler: the library comes in the wheel
+        env={"PYTHONPATH": str(target), "PATH": str(tmp_path)},  # without a compiler: the library is in the wheel
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -202,7 +202,7 @@ def test_what_is_built_installs_and_runs(tmp_path: Path, kind: str) -> None:
 def test_a_wheel_to_publish_is_not_built_without_the_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     warned: list[str] = []
     here = {"root": str(HERE), "app": SimpleNamespace(display_warning=warned.append)}
-    name = "hatchling.builders.hooks.plugin.interface"  # hatchling is there only while it builds
+    name = "hatchling.builders.hooks.plugin.interface"  # hatchling is installed only while a wheel is built
     for n in range(1, 6):
         monkeypatch.setitem(sys.modules, ".".join(name.split(".")[:n]), ModuleType(name))
     monkeypatch.setattr(sys.modules[name], "BuildHookInterface", type("BuildHookInterface", (), here), raising=False)
@@ -223,7 +223,7 @@ def test_a_wheel_to_publish_is_not_built_without_the_library(monkeypatch: pytest
     assert released == {"TILEGRAD_NATIVE": "require"}
 
 
-def test_the_project_says_where_it_lives() -> None:
+def test_the_project_metadata_has_its_addresses() -> None:
     urls = tomllib.loads((HERE / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]
     assert {"Homepage", "Documentation", "Repository", "Issues", "Changelog"} <= urls.keys()
     assert all(url.startswith("https://") for url in urls.values())

@@ -1,4 +1,4 @@
-"""A run as a person watches it, in a pipe and in a terminal."""
+"""The progress of a run, in a pipe and in a terminal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_plain_line_has_elapsed_time_time_left_and_tokens_seen(monkeypatch: py
     out, clock = io.StringIO(), [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     with watch(out) as show:
-        clock[0] = 1050.0  # what comes before the first step does not count
+        clock[0] = 1050.0  # time before the first step does not count
         show("start", START)
         for step, now in ((101, 1060.0), (200, 1150.0), (399, 5050.0), (400, 5051.0)):
             clock[0] = now
@@ -46,7 +46,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_bar_has_them_too_and_fits_into_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_progress_bar_has_times_and_tokens_and_fits_into_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("rich")
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "xterm")

@@ -1,4 +1,4 @@
-"""What the tests share is tested where a GPU would be the first to run it."""
+"""Tests of the shared support code that otherwise only a GPU would run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_sweep_is_reported_as_json(tmp_path: Path) -> None:
     assert found["specifications"][1]["specialised"] == {"fwd": 2}
 
 
-def test_code_in_a_forked_process_is_heard_as_in_one_of_its_own() -> None:
+def test_forked_code_gives_the_output_and_exit_code_of_a_new_process() -> None:
     done = python("import sys; print(sys.argv[1:]); sys.exit(3)", "a", "b")
     assert (done.stdout, done.stderr, done.returncode) == ("['a', 'b']\n", "", 3)
     done = python("1 / 0")
@@ -36,7 +36,7 @@ def test_code_in_a_forked_process_is_heard_as_in_one_of_its_own() -> None:
         python("import time; time.sleep(60)", timeout=0.1)
 
 
-def test_the_first_run_says_that_it_compiles(
+def test_the_first_run_reports_that_it_compiles(
     pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)

@@ -184,7 +184,7 @@ def test_text_is_shown_while_it_is_written(script: Script) -> None:
     assert len([piece for piece in pieces if piece]) >= 3 and "🐺" in pieces
 
 
-def test_an_answer_by_a_template_without_an_end_token_ends_at_eos(weights: Path) -> None:
+def test_a_template_without_an_end_token_has_no_end_of_turn(weights: Path) -> None:
     model = tilegrad.load(weights)
     assert model.chat_template is not None and end_of_turn(model.chat_template, TOKENIZER) == {END}
     for source in ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", "{{ messages[0].content }}"):

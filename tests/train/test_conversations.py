@@ -167,7 +167,7 @@ def test_a_template_that_makes_large_values_is_refused_before_they_are_allocated
 
 
 @pytest.mark.parametrize("filter", ["length", "first|length", "list|length", "map('length')|list|length"])
-def test_a_value_that_is_not_printed_may_repeat_its_parts(filter: str) -> None:
+def test_the_length_of_a_large_nested_value_may_be_taken(filter: str) -> None:
     assert template(DOUBLED + f"{{{{ ns.x|{filter} }}}}").render(TALK).text == "2"
 
 
