@@ -43,7 +43,7 @@ OURS = tuple({f"{Path(inspect.getfile(one)).parent}/" for one in (save_checkpoin
 
 
 def here(file: str) -> bool:
-    """Whether `file` is in a package that saves, prepares, exports or trains, or in the library and deletes or moves folders."""
+    """Whether `file` is in a package that saves, prepares, exports or trains, or is shutil or pathlib."""
     return file.startswith(OURS) or file.endswith(("/shutil.py", "/pathlib.py"))
 
 

@@ -1,4 +1,4 @@
-"""The attention benchmark: its formulas, its check that comes before any number, and what it prints."""
+"""The attention benchmark: its formulas, the check before it measures, and its output."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_flops_and_bytes_of_a_known_call() -> None:
     assert cost.attention_bytes(2, 3, 3, 100, 100, 64, 64, 2, backward=True) == 8 * tensor + 4 * 2 * 3 * 100
 
 
-def test_table_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_on_a_cpu_has_kernels_and_peers(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench_attention(device="cpu", dtype="float32", repeats=2, profile=True) == 0
     out = capsys.readouterr().out
     assert "B1 H2 T64 D16 causal" in out and "tiled" in out and "sdpa" in out
@@ -112,7 +112,7 @@ def test_a_block_mask_of_flex_attention_is_what_its_own_search_finds(shape: str)
         assert torch.equal(indices, getattr(theirs, f"{name}_indices")), name
 
 
-def test_a_shape_from_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_the_shapes_of_the_command_line_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
     from tilegrad.cli import main
 
     assert Shape.parse("4,32,4096,64") == Shape(4, 32, 4096, 64)
@@ -124,7 +124,7 @@ def test_a_shape_from_the_command_line(capsys: pytest.CaptureFixture[str]) -> No
     assert all(str(Shape.parse(shape)) in out for shape in shapes) and "T64" not in out
 
 
-def test_packed_shapes_stand_before_a_dense_one_of_equal_work() -> None:
+def test_every_packed_shape_is_followed_by_a_dense_one_of_equal_work() -> None:
     shapes = PRESETS["varlen"]
     for packed, dense in zip(shapes[::2], shapes[1::2], strict=True):
         assert sum(packed.lengths) == 32768 and (packed.d, packed.causal) == (dense.d, dense.causal)
@@ -174,7 +174,7 @@ def test_the_benchmark_has_thirty_cells() -> None:
     assert {shape.h * shape.d for shape in cells} == {2048} and {shape.d for shape in cells} == {64, 128, 256}
 
 
-def test_plot(tmp_path: Path) -> None:
+def test_the_plot_is_written(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs matplotlib")
     picture = tmp_path / "bars.png"
     assert bench_attention(device="cpu", dtype="float32", repeats=2, json=True, plot=str(picture)) == 0
@@ -244,7 +244,7 @@ def test_the_roofline_of_dk_and_dv_walked_apart_has_a_product_more() -> None:
     assert apart[1] - together[1] == 2 * tensor + tensor / 2  # q, do and k once more
 
 
-def test_of_a_report_of_ncu_the_kernels_and_their_counters_are_shown() -> None:
+def test_kernels_and_counters_are_read_from_a_report_of_ncu() -> None:
     from tilegrad.bench.roofline import COUNTERS, _counted
 
     kernel, counter = "  _dq_kernel (64, 1, 1)x(128, 1, 1), CC 9.0", f"    {COUNTERS[1]}    %   61.1"
@@ -298,7 +298,7 @@ def test_tensors_have_the_memory_order_of_a_model() -> None:
 def test_on_a_gpu_the_device_flushes_its_cache_and_sleeps_while_the_host_enqueues(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The events of CUDA and its sleep are fakes that note their order; a cycle of the sleep is a nanosecond."""
+    """CUDA's events and its sleep are fakes that record their order. A cycle of the sleep is a nanosecond."""
     done: list[Any] = []
 
     class Event:
@@ -375,7 +375,7 @@ def test_flash_attention_4_is_a_peer_where_it_imports(monkeypatch: pytest.Monkey
     assert asked[0] == {"window_size": (None, None), "deterministic": True}
 
 
-def test_host_costs_next_to_the_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_host_costs_are_measured_for_every_contender(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "lines.jsonl"
     assert host.bench_host(device="cpu", dtype="float32", repeats=3, out=str(file)) == 0
     printed = capsys.readouterr().out

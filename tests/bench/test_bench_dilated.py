@@ -1,4 +1,4 @@
-"""`benchmarks.dilated`: its peers compute what ours does, its table and lines, and an error that is seen."""
+"""`benchmarks.dilated`: its peers agree with dilated_attention, its table has every call, and a wrong result is seen."""
 
 from __future__ import annotations
 

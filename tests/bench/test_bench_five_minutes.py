@@ -147,7 +147,7 @@ def test_a_folder_without_text_and_damaged_tokens_are_refused_by_name(made: Path
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Small ops wait for threads longer than they compute, on cores that are busy."""
+    """Runs torch with one thread, because small ops on busy cores would wait for threads longer than they compute."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -189,7 +189,7 @@ def test_the_rate_rises_stays_and_falls() -> None:
 def test_nanochat_has_the_loss_of_the_reference_model() -> None:
     config = SIZES["tiny"].modern(61)
     params = initial_parameters(config, seed=1)
-    params["wte.weight"].mul_(50.0)  # next to which the eps of the norms is nothing
+    params["wte.weight"].mul_(50.0)  # so that the eps of the norms is negligible
     model = NanochatModel(config, torch.float32)
     same = {"wte.weight": "wte.weight", "lm_head.weight": "lm_head.weight"}
     for i in range(config.n_layer):
@@ -263,7 +263,7 @@ def test_the_table_says_when_a_goal_is_met() -> None:
         a_run("nanochat", 0, 5.0, 2.0, 1.8, 1.2), a_run("muon", 0, 5.0, 1.7, 1.5, 1.0), a_run("muon", 1, 5.0, 1.6, 1.4, 1.1),
     ]  # fmt: skip
     told = report(runs)
-    assert "| nanogpt | 1.5000 | 0.2000 | 2 | 300.0 | 3,000 | 10 | 1.00 |" not in told  # seed 0 never gets there
+    assert "| nanogpt | 1.5000 | 0.2000 | 2 | 300.0 | 3,000 | 10 | 1.00 |" not in told  # seed 0 never reaches 1.5
     assert "| nanogpt | 1.5000 | 0.2000 | 2 | – | 3,000 | 10 | 1.00 |" in told
     assert "muon: +0.1500 bits per byte below nanochat; goal: more than 0.1000, met" in told
     assert "muon: 175.0 s to nanogpt's 1.5000; goal: ≤ 150 s, missed" in told

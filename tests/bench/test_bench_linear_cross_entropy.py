@@ -1,4 +1,4 @@
-"""`benchmarks.linear_cross_entropy`: its table, a peer that is absent, and an error that is seen."""
+"""`benchmarks.linear_cross_entropy`: its table names an absent peer, and its check sees errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_table_names_wrong_and_absent_contenders(
 
 
 def test_the_check_sees_one_wrong_row_and_a_shared_factor() -> None:
-    """All logits' gradients in bfloat16 include 1 / 115, rounded: a factor that every gradient has."""
+    """Gradients of logits in bfloat16 include a rounded 1 / 115, so every gradient has the same factor."""
     given = ((128, 16, 1024), torch.device("cpu"), torch.bfloat16)
 
     def wrong(name: str) -> bench.Loss:

@@ -1,4 +1,4 @@
-"""`benchmarks.masks`: every problem runs and is checked, all contenders have one mask, and an error is seen."""
+"""`benchmarks.masks`: every problem runs and is checked, all contenders have the same mask, and a wrong result is seen."""
 
 from __future__ import annotations
 

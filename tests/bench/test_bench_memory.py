@@ -17,7 +17,7 @@ from tilegrad.memory.managed import hit
 
 @pytest.mark.parametrize("lightweight", [True, False])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_peak_over_a_trace_of_varying_lengths(lightweight, seed):
+def test_the_peak_over_a_trace_is_close_to_the_live_bytes(lightweight, seed):
     manager = AttentionBufferManager(lightweight=lightweight, pressure=lambda _device: 0.0)
     steps = list(varying_lengths(10_000, seed))
     assert sum(step.shape is not None for step in steps) >= 10_000
@@ -36,7 +36,7 @@ import torch
 from tilegrad.bench.memory import replay, varying_lengths
 from tilegrad.memory import AttentionBufferManager
 
-class Filled(AttentionBufferManager):  # a page costs memory once it is written
+class Filled(AttentionBufferManager):  # writes its buffers, because only written pages are resident
     def allocate(self, *arguments, **options):
         return super().allocate(*arguments, **options).fill_(1.0)
 
@@ -64,8 +64,8 @@ def resident_and_counted(allocations: int) -> tuple[int, int]:
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs /proc")
 @pytest.mark.parametrize("allocations", [1500, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_what_is_resident_is_what_is_counted(allocations: int) -> None:
-    """Within four huge pages, for those that a buffer shares with one just freed; code and Python's objects are below that."""
+def test_resident_memory_is_close_to_the_counted_bytes(allocations: int) -> None:
+    """The tolerance is four huge pages, because a buffer may share one with a freed buffer; code and objects need less."""
     resident, counted = resident_and_counted(allocations)
     assert 0.9 * counted < resident < counted + 4 * (2 << 20), (resident, counted)
 

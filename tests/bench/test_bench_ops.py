@@ -1,4 +1,4 @@
-"""`benchmarks.ops`: the bytes it counts, the kernels it runs."""
+"""`benchmarks.ops` counts the right bytes and runs every kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`benchmarks.packing`: its rows, its table, and an error that is seen."""
+"""`benchmarks.packing`: its rows and table are right, and a wrong loss is seen."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_canary_a_packed_loss_that_differs_is_seen(
 
     def wrong(*given: Any) -> list[Contender]:
         made = right(*given)
-        ends = torch.tensor([0, 16, 32], dtype=torch.int32)  # conversations read each other
+        ends = torch.tensor([0, 16, 32], dtype=torch.int32)  # without the ends of conversations
         evaluate = made[1].engine.evaluate
         monkeypatch.setattr(made[1].engine, "evaluate", lambda x, y, **_: evaluate(x, y, cu_seqlens=ends))
         return made

@@ -164,14 +164,14 @@ def test_canary_a_wrong_step_has_no_speed(monkeypatch):
 
 
 def test_a_malloc_that_does_not_obey_is_named():
-    """Without this most of a speed-up may be page faults."""
+    """Without this check most of a speed-up could come from page faults."""
     started: dict[str, Any] = {"losses": [4.0, 3.9], "start_s": 1.0}
     run = {"steps": 1, "seconds": 1.0, "loss": 4.0, "allocated_bytes": 1, "reserved_bytes": None, "page_faults": 1e5}
     found = row_of(Entry("eager", SMALL), SMALL.problem, started, [run], None, 1e12)
     assert found.note == "100000 page faults in a step: malloc did not keep freed pages" and found.speed
 
 
-def test_disagreement():
+def test_disagreement_names_the_loss_that_differs():
     assert disagreement([10.0, 8.1], [10.0, 8.0]) == ""
     assert "falls by 1.5" in disagreement([10.0, 8.5], [10.0, 8.0])
     assert "the first loss is 9.8" in disagreement([9.8, 7.8], [10.0, 8.0])
@@ -208,7 +208,7 @@ def row(contender: Kind = "ours", **values: Any) -> Row:
     return Row("small", contender, **{**given, **values})
 
 
-def test_ratios_and_goals():
+def test_ratios_are_medians_and_goals_are_met_or_missed():
     rows = [
         row("compiled", tokens_per_s=(80.0, 100.0), allocated_bytes=4 << 30),
         row("eager", tokens_per_s=(50.0, 60.0)),
@@ -223,7 +223,7 @@ def test_ratios_and_goals():
     assert "≤ 0.50 missed" in report(rows, [replace(compiled, memory=0.501)])
 
 
-def test_the_table_of_cases():
+def test_the_cases_have_the_sizes_in_their_names():
     assert len(CASES) == 36 and {case.device for case in CASES.values()} == {"cuda", "cpu"}
     config = CASES["124m-b64"].problem.config
     assert config.vocab_size == 50304 and parameter_count(config) == 124_475_904
@@ -266,19 +266,19 @@ def test_the_result_as_json_file_and_exit_code(monkeypatch, capsys, tmp_path):
     assert "exact GELU, float32 residual stream" in text and "989.5 TFLOP/s" in text and "WRONG: x" in text
 
 
-def test_the_command_without_where_results_go():
+def test_the_recorded_command_leaves_out_the_names_of_files():
     given = ["--out", "/x/r.md", "--case", "124m-b16", "--plot", "/x/r.png", "--json"]
     assert training.command(given) == "python -m benchmarks.training --case 124m-b16 --json"
 
 
-def test_no_matplotlib_no_picture(monkeypatch, capsys, tmp_path):
+def test_without_matplotlib_the_text_is_printed_without_a_picture(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(training, "find_spec", lambda _: None)
     assert publish(Report("text", (), []), QUICK, json=False, out=None, plot=tmp_path / "p.png") == 0
     said = capsys.readouterr()
     assert said.out == "text\n" and "matplotlib is not installed" in said.err
 
 
-def test_bad_settings_are_named():
+def test_bad_settings_of_bench_training_are_refused_by_name():
     for changes, message in (
         ({"rounds": 0}, "rounds: got 0"), ({"seconds": 0.0}, "seconds: got 0"), ({"peers": ("jax",)}, "peers: got 'jax'"),
     ):  # fmt: skip
@@ -380,14 +380,14 @@ STEP = [
 
 
 def test_the_kernels_of_a_step_have_their_groups():
-    """Also the head's GEMMs in chunks, and what belongs to a GEMM; a second step is grouped as the first."""
+    """The step includes the head's GEMMs in chunks and the kernels around a GEMM. A second step is grouped like the first."""
     names = [name for name, _ in STEP]
     assert groups_of(names * 2) == [group for _, group in STEP] * 2
 
 
 def test_break_down_counts_every_launch():
     launches = [Launch(name, 10.0 * i, 8.0) for i, (name, _) in enumerate(STEP * 2)]
-    launches.append(Launch("never seen", 10.0, 5.0))  # at the same time as another
+    launches.append(Launch("never seen", 10.0, 5.0))  # overlaps another kernel
     found = break_down(launches[::-1], {"GEMM forward": 0.01, "rope": 0.5}, steps=2)
     assert sum(group.ms for group in found.groups) == pytest.approx((8.0 * 2 * len(STEP) + 5.0) / 2e3)
     assert sum(group.launches for group in found.groups) == pytest.approx(len(STEP) + 0.5)
@@ -433,8 +433,8 @@ def test_curves_agree_within_the_spread_of_two_seeds():
 
 
 @pytest.mark.slow
-def test_losses_of_both_contenders(monkeypatch, tmp_path):
-    """In this process: the same curve from the same parameters, and a different one for another seed."""
+def test_loss_curves_depend_only_on_the_parameters_and_the_seed(monkeypatch, tmp_path):
+    """Both contenders run in this process. The same parameters give the same curve, and a different seed another one."""
     bytes_ = replace(SMALL, problem=replace(SMALL.problem, config=replace(GPT, vocab_size=256)))
 
     class Here:
@@ -463,7 +463,7 @@ def test_losses_of_both_contenders(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("what", ["speed", "breakdown", "losses"])
-def test_pictures(what, tmp_path):
+def test_every_report_can_be_drawn(what, tmp_path):
     pytest.importorskip("matplotlib")
     curves = Curves("compiled", ((1.0,) * BLOCK,) * 2, ((2.0,) * BLOCK,) * 2)
     launches = [Launch(name, 10.0 * i, 8.0) for i, (name, _) in enumerate(STEP)]
@@ -476,6 +476,6 @@ def test_pictures(what, tmp_path):
     assert (tmp_path / "p.png").stat().st_size > 5000
 
 
-def test_contenders_of_a_case():
+def test_an_entry_gives_its_contender():
     assert Entry("ours", SMALL).name == "ours small" and Entry("compiled", SMALL).name == "compiled"
     assert isinstance(contenders.contender(Entry("eager", SMALL)), Peer)

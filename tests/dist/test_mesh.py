@@ -1,4 +1,4 @@
-"""The ranks of a run: collectives on slices of one buffer, who is missing, what rank 0 does first."""
+"""The ranks of a run: collectives on slices of one buffer, names of missing ranks, work that rank 0 does first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tilegrad.dist.mesh import HUNG, Mesh, Note, RankLost, missing, read_notes, 
 
 
 def collectives(mesh: Mesh) -> list[list[float]]:
-    """Each in place on a slice of one buffer; waited for at once, and later."""
+    """Runs each collective in place on a slice of one buffer, and waits for it at once or later."""
     x = torch.arange(8.0) * (mesh.rank + 1)
     mine = slice(4 * mesh.rank, 4 * mesh.rank + 4)
     found = []
@@ -61,7 +61,7 @@ def test_neighbours_have_their_own_collectives(two_ranks: Ranks) -> None:
 
 
 def sent(mesh: Mesh) -> list[Any]:
-    """Plain data of every form, of another length on each rank; what is not plain is refused, and not sent."""
+    """Gathers JSON values of every kind, with a different length on each rank. Other values are refused and not sent."""
     for value in (math.nan, {1, 2}):
         with pytest.raises((ValueError, TypeError), match="JSON"):
             mesh.gather(value)
@@ -74,7 +74,7 @@ def test_gather_sends_json(two_ranks: Ranks) -> None:
 
 
 def firsts(mesh: Mesh, folder: str) -> tuple[list[str], str]:
-    """Rank 0 writes while the other waits; then it fails, and the other with it."""
+    """Rank 0 writes while the other rank waits. Then rank 0 fails, and the other rank with it."""
     file = Path(folder) / "order"
 
     def work() -> list[str]:
@@ -98,8 +98,8 @@ def test_rank_0_runs_first_and_its_failure_reaches_all_ranks(two_ranks: Ranks, t
 
 
 def lost(mesh: Mesh) -> str:
-    """A collective that fails says who is missing: nobody here, but the place is named. A rank that came here much later
-    would be behind."""
+    """The error of a failed collective names missing ranks, and here only the place, because no rank is missing. A rank
+    that came here much later would be behind."""
     mesh.barrier()
     mesh.at("step 3: summing")
     with pytest.raises(RankLost) as error:
@@ -119,8 +119,8 @@ def test_a_failed_collective_names_the_place(two_ranks: Ranks) -> None:
         assert message.startswith(f"rank {rank}, wait at 'step 3: summing': every rank is alive")
 
 
-def test_missing_ranks_are_found_from_their_notes() -> None:
-    distributed: Any = torch.distributed  # whose types leave HashStore out
+def test_missing_ranks_are_found_in_the_notes_of_all_ranks() -> None:
+    distributed: Any = torch.distributed  # torch's types leave HashStore out
     store = distributed.HashStore()
     for rank, note in enumerate(
         [Note(7, 40, "step 4: summing"), Note(7, 38, "step 4: reading data"), Note(3, 38, "x")]
@@ -137,7 +137,7 @@ def test_missing_ranks_are_found_from_their_notes() -> None:
 
 
 def test_a_rank_that_gave_up_because_another_died_is_not_named_as_dead() -> None:
-    """Rank 1 is killed; rank 2 sees it first, says so and ends; rank 0 reads the notes after that."""
+    """Rank 1 is killed. Rank 2 notices it first, writes a note and ends. Then rank 0 reads the notes."""
     stood = {
         0: Note(9, 40, "a"),
         1: Note(3, 38, "step 4: reading data"),
@@ -145,7 +145,7 @@ def test_a_rank_that_gave_up_because_another_died_is_not_named_as_dead() -> None
     }
     message = missing(stood, stood | {0: Note(11, 40, "a", gave_up=True)})
     assert message == "rank 1 is dead or stopped, last at 'step 4: reading data'"
-    alone = {rank: note for rank, note in stood.items() if rank != 1}  # a failure of rank 2's own
+    alone = {rank: note for rank, note in stood.items() if rank != 1}  # here rank 2 fails by itself
     assert missing(alone, alone | {0: Note(11, 40, "a", gave_up=True)}) == "rank 2 gave up first, at 'step 4: summing'"
 
 
@@ -196,7 +196,7 @@ def test_without_torchrun_there_is_one_rank(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class _Clock:
-    """Time that passes while someone sleeps, as `mesh` reads it."""
+    """The module `time` as `mesh` uses it: time passes only in sleep()."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -211,7 +211,7 @@ class _Clock:
 def test_the_watch_ends_a_rank_that_hangs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A rank ends that stays at one place for longer than its collectives may wait; with alone=True it may stay for ever."""
+    """A rank that stays at one place for longer than its collectives may wait is ended, unless alone=True."""
     clock, ended, distributed = _Clock(), threading.Event(), cast(Any, torch.distributed)
     monkeypatch.setattr("tilegrad.dist.mesh.time", clock)
     mesh = Mesh(timeout_s=600)

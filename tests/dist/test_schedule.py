@@ -1,4 +1,4 @@
-"""When gradients are final and parameters needed, and how an arena is cut: no ranks."""
+"""When gradients are final and parameters are needed, and how an arena is cut, without starting ranks."""
 
 from __future__ import annotations
 
@@ -98,14 +98,14 @@ def test_an_arena_that_ends_with_a_ragged_matrix_has_room_for_every_slice(world:
 
 
 class Early(Exception):
-    """A bucket was summed before it was final."""
+    """Says that a bucket was summed before it was final."""
 
 
 @pytest.mark.parametrize("config", [CONFIG, LLAMA, QWEN3])
 @pytest.mark.parametrize("early", [0, 1])
 def test_a_gradient_is_summed_after_its_last_op(config: ModelConfig, early: int) -> None:
-    """Gradients are poisoned, then taken when the schedule sums them: all are those of the end. The canary takes them one op
-    early, and finds poison or another value."""
+    """Gradients are poisoned, and copied when the schedule sums them. All copies equal the final gradients. The canary copies
+    them one op early, and finds poison or another value."""
     engine, (tokens, targets) = Engine(config, 2, 8), batch(config, 2, 8)
     engine.gradients(tokens, targets)
     want = {name: g.clone() for name, g in engine.grads.items()}
@@ -163,7 +163,7 @@ def test_a_followed_op_costs_three_microseconds_at_most() -> None:
 
     def measure() -> float:
         with follow(steps, {}, {}, observe_names):
-            began = time.thread_time()  # of this thread's own, however busy the machine is
+            began = time.thread_time()  # the time of this thread, which other programs do not change
             for _ in range(n):
                 nothing(y=x)
             return (time.thread_time() - began) / n
@@ -173,7 +173,7 @@ def test_a_followed_op_costs_three_microseconds_at_most() -> None:
 
 @pytest.mark.parametrize("shard", ["none", "optimizer"])
 def test_a_rank_has_its_share_of_bytes(shard: str) -> None:
-    """Moments are 1/world; pads are all that is COMM."""
+    """Moments are 1 / world of the whole, and only pads have the type COMM."""
     config = replace(PRESETS["tiny"], n_layer=3)
     plans = {
         world: plan_model(StepSpec(config, 2, 16, torch.float32, CPU, world=world, shard=shard, bucket_bytes=200_000))  # type: ignore[arg-type]
@@ -220,7 +220,7 @@ def test_shard_all_plans_a_large_model() -> None:
 
 
 def test_a_large_model_fits_on_an_h200(on_hopper: None) -> None:
-    """gpt2-xl in bfloat16, norms and activations recomputed: masters are sharded too."""
+    """gpt2-xl in bfloat16, with recomputed norms and activations; masters are sharded too."""
     both: frozenset[Recomputed] = frozenset({"activation", "norm"})
     plan = plan_model(StepSpec(
         PRESETS["gpt2-xl"], 16, 1024, torch.bfloat16, torch.device("cuda"), (both,) * 48, world=8, shard="optimizer"

@@ -1,4 +1,4 @@
-"""DDP and FSDP2 around a model with our attention: two processes train to the losses of one."""
+"""Under DDP and FSDP2 a model with tilegrad.nn.Attention has the losses of a single process."""
 
 from __future__ import annotations
 

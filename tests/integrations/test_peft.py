@@ -1,4 +1,4 @@
-"""Adapters against PEFT itself: ours loaded by PEFT, PEFT's loaded by us; merged weights in float64, logits in float32."""
+"""PEFT loads our adapters, and tilegrad loads PEFT's. Merged weights agree in float64, and logits in float32."""
 
 from __future__ import annotations
 

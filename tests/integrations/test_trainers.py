@@ -1,4 +1,4 @@
-"""Trainer, accelerate, PEFT and TRL take steps with attn_implementation="tilegrad" whose losses are eager's."""
+"""Trainer, accelerate, PEFT and TRL train with attn_implementation="tilegrad" and have the losses of eager."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def quick_or_slow(names: Any) -> list[Any]:
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The calls of attention, each with its bias and its intervals."""
+    """A list of the calls of attention, with words for their bias and intervals."""
     calls: list[str] = []
 
     def spy_on(name: str) -> None:
@@ -87,7 +87,7 @@ def test_logits_and_gradients_under_every_padding(name: str) -> None:
 )
 def test_each_padding_makes_the_expected_call(name: str, padding: str | None, call: str, ran: list[str]) -> None:
     results(model_of(name, "tilegrad"), batch_of(name, padding))
-    others = {"attention"} if name.startswith("bart") else set()  # its decoder is not padded
+    others = {"attention"} if name.startswith("bart") else set()  # Bart's decoder is not padded
     assert set(ran) == {call} | others
 
 
@@ -120,7 +120,7 @@ def test_a_bool_mask_of_the_caller_becomes_intervals_once(
 
 
 def forward_with(own: Tensor, device: str = "cpu") -> Tensor:
-    """One call with 4 query heads and 2 kv heads."""
+    """Call attention with 4 query heads and 2 kv heads."""
     q, k = torch.ones(2, 4, 24, 16, device=device), torch.ones(2, 2, 24, 16, device=device)
     return attention_forward(SimpleNamespace(is_causal=True), q, k, k, own.to(device))[0]
 
@@ -249,7 +249,7 @@ def test_the_mask_is_a_tensor_where_the_position_of_a_static_cache_cannot_be_rea
     assert isinstance(unknown, Attends) and unknown.bias is not None and unknown.bias.shape == (1, 1, 3, 12)
 
 
-def test_positions_are_read_as_packed_sequences_only_where_they_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_positions_that_restart_are_read_as_packed_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     q, positions = torch.zeros(1, 2, 5, 8), torch.tensor([[0, 1, 2, 0, 1]])
     runs = _restarts(positions, q)
     assert runs is not None and runs[0].tolist() == [0, 3, 5] and runs[2:] == (3, 3)

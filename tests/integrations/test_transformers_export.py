@@ -1,4 +1,4 @@
-"""torch.export of transformers' models with attn_implementation="tilegrad": any T, and generation with a static cache."""
+"""torch.export takes transformers' models with attn_implementation="tilegrad", for any T and for a static cache."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def exported_by_transformers(model: Any, given: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("mistral, window", marks=pytest.mark.slow)])
 def test_generation_with_a_static_cache_is_exported(name: str) -> None:
-    """The prefill is exported at one length and runs at another. A step's mask is a tensor: rows of a full cache."""
+    """The prefill is exported at one length and runs at another. The mask of a step is a tensor, as the cache is static."""
     pytest.importorskip("transformers.exporters", reason="transformers has its exporter from 5.16 on")
     model = model_of(name, "tilegrad", num_hidden_layers=1)
     prefill, step = calls_of_generate(model, 7, 32)
@@ -110,7 +110,7 @@ def test_an_attends_is_a_pytree_of_its_tensors() -> None:
 
 
 def test_a_mask_of_a_cache_whose_length_is_on_the_device_is_a_tensor() -> None:
-    """torch.export and torch.compile have it as an input of the model, as that of sdpa."""
+    """For torch.export and torch.compile the mask is an input of the model, as with sdpa."""
     made = mask(2, 1, 12, torch.tensor(5), attention_mask=None)
     assert isinstance(made, torch.Tensor) and made.shape == (2, 1, 1, 12) and int(made.sum()) == 2 * 6
     q, kv = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 12, 8)
@@ -118,7 +118,7 @@ def test_a_mask_of_a_cache_whose_length_is_on_the_device_is_a_tensor() -> None:
     torch.testing.assert_close(got, want)
 
 
-def test_a_length_may_be_a_symbol_but_no_float() -> None:
+def test_a_max_seqlen_that_is_not_a_count_is_refused() -> None:
     q, ends = torch.zeros(5, 1, 8), torch.zeros(2, dtype=torch.int32)
     for longest in (5.0, True, -1):
         with pytest.raises(ValueError, match="max_seqlen_q: got"):
@@ -126,7 +126,7 @@ def test_a_length_may_be_a_symbol_but_no_float() -> None:
 
 
 def test_output_attentions_warns_and_gives_none(caplog: pytest.LogCaptureFixture) -> None:
-    """As sdpa does."""
+    """So does sdpa."""
     from transformers.utils import logging
 
     logging.get_logger("tilegrad.integrations.transformers").warning_once.cache_clear()

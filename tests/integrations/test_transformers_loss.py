@@ -1,4 +1,4 @@
-"""transformers' causal language models that train by tilegrad.linear_cross_entropy, against their own loss."""
+"""transformers' causal language models train by tilegrad.linear_cross_entropy and have their own loss."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_loss_and_gradients_are_those_of_transformers(
         assert isinstance(got.logits, Logits) and got.logits.shape == want.logits.shape
         largest = max(
             float(y.detach().abs().max()) for y in (want.loss, *exact)
-        )  # some gradients are 0 but for rounding
+        )  # some gradients are rounding errors of 0
         for a, b in zip((got.loss, *gradients), (want.loss, *exact), strict=True):
             torch.testing.assert_close(a.to(b.dtype), b, rtol=tolerance, atol=tolerance * largest)
 
@@ -95,8 +95,8 @@ def test_the_softcap_of_a_config_becomes_an_option_of_the_loss(losses: list[dict
     assert losses[0]["softcap"] == 5.0 and losses[0]["ignore_index"] == -100
 
 
-def test_factors_of_logits_with_and_without_a_cap() -> None:
-    """As Cohere, Granite and Gemma-2 have them."""
+def test_scaled_and_capped_logits_have_the_loss_of_torch() -> None:
+    """Cohere, Granite and Gemma-2 scale or cap their logits in these ways."""
     generator = torch.Generator().manual_seed(0)
     x, w, bias = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((6, 4), (9, 4), (9,)))
     targets, full = torch.arange(6), x @ w.t() + bias
@@ -166,7 +166,7 @@ def test_a_head_that_is_not_a_plain_linear_layer_is_refused() -> None:
         trained(model)
 
 
-def test_a_class_that_is_defined_later_and_an_error_in_the_forward(losses: list[dict[str, Any]]) -> None:
+def test_a_model_class_defined_later_and_an_error_in_its_forward_are_handled(losses: list[dict[str, Any]]) -> None:
     register(linear_cross_entropy=True)
 
     class LaterForCausalLM(transformers.LlamaForCausalLM):  # type: ignore[name-defined, misc]
@@ -211,4 +211,4 @@ def test_the_matrix_of_logits_is_not_allocated() -> None:
     logits = 4 * 400 * 5000
     assert (
         max(sizes[False]) >= logits and sum(size >= logits for size in sizes[True]) <= 1
-    )  # a chunk: all rows fit in it
+    )  # the bytes of a chunk, which has room for all rows
