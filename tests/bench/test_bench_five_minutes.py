@@ -282,7 +282,7 @@ def test_a_run_is_appended_to_the_file_and_is_in_the_table_and_the_picture(
     assert main(["--data", str(made), "--case", "adamw", "--seeds", "1", "--out", str(out), *tiny]) == 0
     assert "| adamw |" in capsys.readouterr().out
     assert main(["--report", str(out)]) == 0 and "| adamw |" in capsys.readouterr().out
-    assert read_runs([out])[0].steps == 3 and "commit" in json.loads(out.read_text().splitlines()[0])
+    assert read_runs([out])[0].steps == 3 and "commit" in json.loads(out.read_text(encoding="utf-8").splitlines()[0])
     with out.open("a", encoding="utf-8") as file:
         file.write(to_json(a_run("nanochat", 0, 3.0, 2.0)) + "\n")
     monkeypatch.setattr(sys, "argv", ["charts.py", "five-minutes", str(picture), str(out)])

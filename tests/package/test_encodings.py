@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def unnamed(source: str) -> Iterator[ast.Call]:
-    """Lines with a call that reads or writes text in the locale's encoding."""
+    """Calls that read or write text in the locale's encoding."""
     if not re.search(r"(read_text|write_text|open)\(", source):
         return
     for node in ast.walk(ast.parse(source)):
@@ -29,7 +29,7 @@ def unnamed(source: str) -> Iterator[ast.Call]:
 
 
 def _opens_a_path(function: ast.expr) -> bool:
-    """Whether a call is `.open(…)` of an object that is not a module."""
+    """Whether a function is `.open` of an object that is not a module."""
     if not isinstance(function, ast.Attribute) or function.attr != "open":
         return False
     return not (
