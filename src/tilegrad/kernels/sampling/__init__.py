@@ -74,7 +74,7 @@ def logprobs_workspace(logits: TensorLike, *, kernel: str | None = None) -> Shap
 
 
 class Draws(NamedTuple):
-    """What each row draws with: settings (B, 7), seeds, sequences and drawn (B,)."""
+    """What each row draws with: settings (B, 5), seeds, sequences and drawn (B,)."""
 
     settings: Tensor
     seeds: Tensor
@@ -115,8 +115,7 @@ def sample_fwd(
 @op()
 def logprobs_fwd(logits: Tensor, targets: Tensor, *, logprobs: Tensor, **where: Unpack[Where]) -> None:
     """logprobs (N,) = log softmax(logits)[target]. A row without a target (−1) gives 0. A row with a NaN or a +inf, or with
-    only
-    −inf, gives NaN. `sample_fwd` gives the same bits.       logits (N, V)   targets (N,) int64"""
+    only −inf, gives NaN. `sample_fwd` gives the same bits.       logits (N, V)   targets (N,) int64"""
     _check_logits(logits, logprobs)
     n, v = logits.shape
     check_tensor("targets", targets, (n,), torch.int64, logits.device)
