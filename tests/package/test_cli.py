@@ -803,7 +803,7 @@ def test_bucket_sizes_on_the_command_line_are_in_mib() -> None:
         (["bench", "attention", "--plot", "new.out"], "plot: got 'new.out'; accepted: a name that ends with .png"),
     ],
 )
-def test_a_bad_number_or_name_is_refused_before_any_work(
+def test_a_bad_flag_value_is_refused_before_any_work(
     words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

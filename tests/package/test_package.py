@@ -151,6 +151,7 @@ def test_every_file_and_test_that_a_document_names_exists(document: str) -> None
         for name in re.findall(r"`(test_\w+)`", text)
         if f"def {name}(" not in tests and not any((HERE / "tests").rglob(f"{name}.py"))
     ]
+    missing += [start for start in re.findall(r"`(test_\w+)…`", text) if f"def {start}" not in tests]
     missing += [link for link in re.findall(r"\]\(((?!https?:)[^)#]+)", text) if not (path.parent / link).exists()]
     assert not missing
 
