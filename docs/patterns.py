@@ -13,8 +13,8 @@ from torch import Tensor
 
 from tilegrad import masks
 from tilegrad.functional.dilated.reference import pairs
-from tilegrad.functional.masks import IntervalMask
 from tilegrad.kernels.attention.mask import Mask, attends, distance, masked_by
+from tilegrad.masks import IntervalMask
 
 T, SEGMENTS, RATES = 16, (4, 8, 16), (1, 2, 4)
 CELL, GAP, LEFT = 11, 30, 24

@@ -14,12 +14,12 @@ from .native import openmp as openmp  # before torch is imported, because this s
 if TYPE_CHECKING:
     from . import flash as flash
     from . import integrations as integrations
+    from . import masks as masks
     from . import memory as memory
     from . import nn as nn
     from .dist.mesh import Mesh
     from .engine.engine import Engine
     from .functional import attention, attention_varlen, explain, sdpa
-    from .functional import masks as masks
     from .functional.dilated.functional import dilated_attention
     from .functional.linear_cross_entropy import linear_cross_entropy
     from .kernels.attention.api import attention_bwd, attention_fwd, attention_workspace
@@ -104,18 +104,12 @@ __all__ = [
 ]
 
 
-_MODULES = {
-    "flash": "flash",
-    "integrations": "integrations",
-    "masks": "functional.masks",
-    "memory": "memory",
-    "nn": "nn",
-}
+_MODULES = ("flash", "integrations", "masks", "memory", "nn")
 
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        return import_module(f"{__name__}.{_MODULES[name]}")
+        return import_module(f"{__name__}.{name}")
     if name in _HOME:
         found = globals()[name] = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
         return found

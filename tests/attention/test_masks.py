@@ -15,8 +15,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, crea
 
 import tilegrad
 from tilegrad import masks
-from tilegrad.functional.masks import IntervalMask
 from tilegrad.kernels.attention.mask import Mask, attends, distance, masked_by
+from tilegrad.masks import IntervalMask
 
 
 def pairs(mask: IntervalMask, tq: int, tk: int) -> Tensor:

@@ -59,6 +59,7 @@ def test_modules_are_reached_by_the_package_and_loaded_when_they_are_used() -> N
         "assert {'torch', 'transformers'} <= set(dir(tilegrad.integrations))\n"
         "tilegrad.flash.flash_attn_func, tilegrad.integrations.transformers.register, tilegrad.integrations.torch.register\n"
         "tilegrad.nn.Attention, tilegrad.memory.MemoryPlan, tilegrad.train\n"
+        "from tilegrad.masks import documents\n"
         "assert tilegrad.nn is sys.modules['tilegrad.nn'] and 'transformers' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -10,7 +10,7 @@ function. In tilegrad this result is an `Attends`, which has no T×T matrix:
     bias   for all other masks: (B, 1, 1, Tk) for padding if queries and keys differ, (B, 1, Tq, Tk) for an unknown closure
 
 The first layer that reads a bool bias (B, 1, Tq, Tk), even one from the caller, converts it to intervals, if each column has at
-most two (functional/masks.py). All layers then skip the pairs that are masked out, and no layer reads T² elements.
+most two (masks.py). All layers then skip the pairs that are masked out, and no layer reads T² elements.
 
 An `Attends` is not a tensor and never None, so a model that computes attention itself raises instead of ignoring the mask.
 It is a pytree, so `torch.export` takes it as an input: its tensors are inputs, its numbers constants. If only the device knows
@@ -32,9 +32,9 @@ from torch.utils._pytree import GetAttrKey, KeyEntry, register_pytree_node
 
 from .. import functional
 from ..functional.dispatch import is_plain_tensor, is_traced_or_transformed
-from ..functional.masks import IntervalMask, intervals_of_bool
 from ..kernels.attention.mask import Window
 from ..kernels.attention.problem import FEW_ROWS
+from ..masks import IntervalMask, intervals_of_bool
 from .transformers_loss import use_linear_cross_entropy
 
 # (cumulative lengths of rows, of columns, longest run of rows, of columns); None: as long as the queries, or keys, of the layer

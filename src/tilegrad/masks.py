@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 from torch import Tensor
 
-from ..kernels.attention.checks import TENSOR, require
-from ..kernels.attention.mask import four_dims
+from .kernels.attention.checks import TENSOR, require
+from .kernels.attention.mask import four_dims
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
