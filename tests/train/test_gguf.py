@@ -290,7 +290,7 @@ def test_a_tokenizer_of_bytes_has_no_merges_and_no_letter_is_eos(tmp_path: Path)
     [
         (
             {"pre_tokenizer": {"type": "Whitespace"}},
-            "pre_tokenizer: got .*Whitespace.*; accepted: those of gpt-2, smollm",
+            "pre_tokenizer: got .*Whitespace.*; accepted: the settings of gpt-2, smollm",
         ),
         ({"normalizer": {"type": "NFC"}}, "normalizer: got .*NFC.*; ignore_merges: got False; accepted"),
         ({"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}, "model: got 'WordLevel'"),

@@ -154,7 +154,7 @@ class AttentionBufferManager:
         device: torch.device | str | None = None,
         zero_init: bool | None = None,
     ) -> Tensor:
-        """A contiguous buffer, uninitialised unless `zero_init`. zero_init=None: as the config of the type says."""
+        """A contiguous buffer, uninitialised unless `zero_init`. zero_init=None uses the type's config."""
         # Longer than 60 lines because a call of a helper function would take a tenth of the time of a hit.
         profile = self._profile
         began = 0 if profile is None else profile.now()
