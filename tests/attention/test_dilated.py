@@ -433,7 +433,7 @@ X = torch.randn(1, 4, 8, 4)
         ({"dropout_p": 1.0}, r"dropout_p: got 1.0; accepted: a number p, 0 ≤ p < 1"),
         ({"q": X.transpose(2, 3)}, "q: got strides|k: got shape"),
     ],
-)  # fmt: skip
+)
 def test_a_bad_argument_of_dilated_attention_is_named(changes: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = {"q": X, "k": X, "v": X, "segment_lengths": (4, 8), "dilation_rates": (1, 2)} | changes
     with pytest.raises(ValueError, match=message):

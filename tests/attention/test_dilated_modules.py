@@ -235,7 +235,7 @@ X, MASK = torch.randn(1, 4, 8), torch.zeros(4, 4, dtype=torch.bool)
         (lambda: MultiheadDilatedAttention(8, 2, [4], [1])(X, key_padding_mask=MASK), "key_padding_mask: got a mask"),
         (lambda: MultiheadDilatedAttention(8, 2, [4], [1])(X, need_weights=True), "need_weights: got True"),
     ],
-)  # fmt: skip
+)
 def test_a_bad_argument_of_a_module_is_named(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()

@@ -22,7 +22,7 @@ from support.cases import (
     cases,
     check_call,
     run,
-)  # fmt: skip
+)
 from support.pairwise import all_pairs, covering, pairs
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -541,7 +541,7 @@ def threads() -> Iterator[Callable[[int], None]]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_logprobs_of_a_row_depend_only_on_that_row(
     kernel: str, dtype: torch.dtype, threads: Callable[[int], None]
-) -> None:  # fmt: skip
+) -> None:
     """A row alone, in a batch of 16, in another order, with one thread and with two."""
     if kernel == "native" and dtype == torch.float64:
         pytest.skip("the native kernel takes float32")

@@ -194,7 +194,7 @@ def test_text_that_may_begin_a_stop_string_is_held_back() -> None:
     stop = StopAt(["END", "\n\n"])
     assert [stop.add(text) for text in ("a", " E", "N", "x", "\n", "y", "E", "E", "\n", "\n", "z")] == [
         *("a", " ", "", "ENx", "", "\ny", "", "E", "E", "", ""),
-    ]  # fmt: skip
+    ]
     assert stop.found and stop.rest() == ""
 
 

@@ -39,9 +39,14 @@ def _chunks(n: int, c: int, v: int) -> Iterator[slice]:
 
 
 def fp8_cross_entropy_workspace(
-    x: TensorLike, w: TensorLike, *,
-    backward: bool, accumulate: bool = True, softcap: float = 0.0, kernel: str | None = None,
-) -> Shapes:  # fmt: skip
+    x: TensorLike,
+    w: TensorLike,
+    *,
+    backward: bool,
+    accumulate: bool = True,
+    softcap: float = 0.0,
+    kernel: str | None = None,
+) -> Shapes:
     """Name → (shape, dtype) of the scratch; x (N, C) and w (V, C) are not rounded yet. accumulate is as in the step."""
     (n, c), v = x.shape, w.shape[0]
     rows = _rows(n, c, v)

@@ -215,9 +215,8 @@ class Adapter:
         if lora.dropout and seed is not None:
             # Counters of adapters follow those of the blocks.
             counter = 2 * at.config.n_layer + 1 + len(INPUTS) * block + INPUTS.index(name)
-            dropped = at.rows(f"scratch.{name}.dropped", adapter.inputs)
-            shapes = dropout_workspace(x)
-            drop = InputDropout(lora.dropout, seed, counter, dropped, at.scratch(f"{name}.dropout", shapes))
+            dropped, scratch = at.rows(f"scratch.{name}.dropped", adapter.inputs), dropout_workspace(x)
+            drop = InputDropout(lora.dropout, seed, counter, dropped, at.scratch(f"{name}.dropout", scratch))
         values = [b.value for b in bs]
         parts = tuple(Part(outputs[part][0], i * r, outputs[part][1]) for i, part in enumerate(adapter.widths))
 

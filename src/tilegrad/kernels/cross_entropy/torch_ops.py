@@ -52,9 +52,14 @@ def _block_rows(x: TensorLike, w: TensorLike, terms: Terms) -> int:
 
 
 def workspace(
-    x: TensorLike, w: TensorLike, invariant: bool = False, bias: TensorLike | None = None, terms: Terms = PLAIN, *,
+    x: TensorLike,
+    w: TensorLike,
+    invariant: bool = False,
+    bias: TensorLike | None = None,
+    terms: Terms = PLAIN,
+    *,
     backward: bool,
-) -> Shapes:  # fmt: skip
+) -> Shapes:
     acc, logits, (v, c), rows = accumulation_dtype(x.dtype), _logits_dtype(x), w.shape, _rows(x, w)
     shapes: Shapes = {
         "logits": ((rows, v), logits),

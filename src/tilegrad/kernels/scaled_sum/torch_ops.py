@@ -49,9 +49,7 @@ def fwd(x: Tensor, x0: Tensor, a: Tensor, b: Tensor, *, y: Tensor, scratch: Scra
             rows_of(y, i).copy_(into)
 
 
-def bwd(
-    dy: Tensor, x: Tensor, x0: Tensor, a: Tensor, b: Tensor, *, out: Gradients, scratch: Scratch
-) -> None:  # fmt: skip
+def bwd(dy: Tensor, x: Tensor, x0: Tensor, a: Tensor, b: Tensor, *, out: Gradients, scratch: Scratch) -> None:
     dx, dx0, da, db, accumulate = out
     a, b = scratch["a"].copy_(a), scratch["b"].copy_(b)
     for total in (da, db):

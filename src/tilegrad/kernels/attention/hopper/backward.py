@@ -106,12 +106,16 @@ def _hopper_bwd_kernel(
     # The lists below are similar, but assigning a tuple to a variable loses its constexprs in Gluon.
     if WIDE:
         exchange = new_exchange(dtype, BLOCK_N, BLOCK_M)
-        gl.warp_specialize([
-            (softmax_dv_warpgroup, (split_sums, params, inputs, exchange, dq_pipeline, tile_info, factors, D)),
-            (ds_dk_warpgroup, (split_sums, params, inputs, exchange, dq_pipeline, tile_info, factors, D)),
-            (load, (sources, params, inputs, tile_info, tile_counter, BLOCK_M, BLOCK_N, DESCENDING, DO_FIRST)),
-            (store_dq, (0, 1, gradients, params, dq_pipeline, tile_info, dtype, BLOCK_M, BLOCK_N, D, DESCENDING)),
-        ], [4, 1, 1], [DS_DK_REGISTERS, REGISTERS, REGISTERS])  # fmt: skip
+        gl.warp_specialize(
+            [
+                (softmax_dv_warpgroup, (split_sums, params, inputs, exchange, dq_pipeline, tile_info, factors, D)),
+                (ds_dk_warpgroup, (split_sums, params, inputs, exchange, dq_pipeline, tile_info, factors, D)),
+                (load, (sources, params, inputs, tile_info, tile_counter, BLOCK_M, BLOCK_N, DESCENDING, DO_FIRST)),
+                (store_dq, (0, 1, gradients, params, dq_pipeline, tile_info, dtype, BLOCK_M, BLOCK_N, D, DESCENDING)),
+            ],
+            [4, 1, 1],
+            [DS_DK_REGISTERS, REGISTERS, REGISTERS],
+        )
     else:
         SCORES_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
         ds_stages = gl.allocate_shared_memory(dtype, [2, BLOCK_N, BLOCK_M], SCORES_L)

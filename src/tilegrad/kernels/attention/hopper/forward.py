@@ -371,9 +371,12 @@ def _attention_fwd_kernel(
         mbarrier.init(q_full.index(stage), count=1)
         mbarrier.init(q_empty.index(stage), count=1)
     pipelines = Pipelines(
-        Pipeline(q_stages, q_full, q_empty), Pipeline(k_stages, k_full, None), Pipeline(v_stages, v_full, None),
-        tile_info, info_full,
-    )  # fmt: skip
+        Pipeline(q_stages, q_full, q_empty),
+        Pipeline(k_stages, k_full, None),
+        Pipeline(v_stages, v_full, None),
+        tile_info,
+        info_full,
+    )
     params = Params(
         cu_seqlens_q, cu_seqlens_k, sinks, sinks_h, tile_counter, batch, heads, group, row_tiles, heads_per_section,
         tq, tk, left, right, scale_log2, softcap_log2,
