@@ -222,6 +222,15 @@ def _token_bytes(tokenizer: BpeTokenizer) -> Tokens:
     return found.astype(np.uint16)
 
 
+def check_folder(folder: Path) -> None:
+    """Refuse a folder with files that `main` did not make, because it would replace some of them."""
+    if folder.exists() and not (folder / MANIFEST).is_file():
+        other = sorted(path.name for path in folder.iterdir() if path.name != "wheels")
+        if other:
+            accepted = "an empty or new folder, or one that a run of this command finished"
+            raise ValueError(f"folder: got {folder}, which has {other[0]}; accepted: {accepted}")
+
+
 def read_manifest(path: Path) -> Manifest:
     if not path.is_file():
         make_it = "python -m benchmarks.five_minutes.data FOLDER"
@@ -243,6 +252,10 @@ def open_data(folder: Path) -> Data:
             raise ValueError(f"{path}: got tokens of SHA-256 {digest}; accepted: {expected}, as the manifest has")
         tokens[split] = file.tokens
     token_bytes = np.load(folder / TOKEN_BYTES, allow_pickle=False)
+    size = int(token_bytes[tokens["validation"]].sum(dtype=np.int64))
+    if size != manifest.validation.bytes:
+        accepted = f"{manifest.validation.bytes}, as the manifest has"
+        raise ValueError(f"{folder / TOKEN_BYTES}: got {size} bytes of validation text; accepted: {accepted}")
     return Data(tokens["train"], tokens["validation"], token_bytes, manifest)
 
 
@@ -272,6 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("--no-fetch", action="store_true", help="do not run pip: FOLDER/wheels has the wheels already")
     args = parser.parse_args(arguments)
+    check_folder(args.folder)
     wheels = args.folder / "wheels"
     wheels.mkdir(parents=True, exist_ok=True)
     if not args.no_fetch:

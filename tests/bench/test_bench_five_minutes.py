@@ -130,6 +130,25 @@ def test_the_same_wheels_give_the_same_tokens_and_a_file_is_in_one_split(made: P
     assert "validation" in text.report(first)
 
 
+def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "wheels").mkdir()
+    text.check_folder(tmp_path)
+    text.check_folder(tmp_path / "new")
+    (tmp_path / "tokenizer.json").write_text("mine", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"folder: got .*, which has tokenizer.json; accepted: an empty or new folder"):
+        text.main([str(tmp_path), "--no-fetch"])
+    assert (tmp_path / "tokenizer.json").read_text(encoding="utf-8") == "mine"
+
+
+def test_wrong_bytes_of_tokens_are_refused_by_name(made: Path, tmp_path: Path) -> None:
+    for path in made.iterdir():
+        if path.is_file():
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    np.save(tmp_path / text.TOKEN_BYTES, np.load(made / text.TOKEN_BYTES, allow_pickle=False) + 1)
+    with pytest.raises(ValueError, match=r"token_bytes.npy: got \d+ bytes of validation text; accepted: \d+"):
+        text.open_data(tmp_path)
+
+
 def test_a_folder_without_text_and_damaged_tokens_are_refused_by_name(made: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"data: got .*nowhere, which has no manifest.json; accepted: a folder that"):
         text.open_data(tmp_path / "nowhere")

@@ -102,7 +102,7 @@ class Fp8Head:
 @dataclass(frozen=True, slots=True)
 class Head:
     """loss and dn from n (N, C), the rows of the head's weight, and targets (N,); −1 = no target. dn overwrites n.
-    With the key logit_softcap the loss is of capped logits."""
+    With the key logit_softcap, the logits are capped before the loss."""
 
     w: Param
     kind: str
