@@ -124,6 +124,16 @@ def test_every_kernel_is_close_to_the_oracle(
         assert_close(got, exact, reference.bounds(*given[:3], inv_total.double(), given.bias, terms))
 
 
+@pytest.mark.usefixtures("kernels")
+def test_a_bias_much_larger_than_the_products_is_not_rounded_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an H200 torch.addmm rounded strided products both before and after it added a bias."""
+    small_chunks(monkeypatch, 1000)
+    given, inv_total = build(6, 16, 50, torch.bfloat16, bias=True), torch.tensor(1 / 64)
+    given = given._replace(bias=torch.full((50,), 256.0, dtype=torch.bfloat16))
+    read = (*given[:3], inv_total.double(), given.bias, Terms())
+    assert_close(run(given, Terms(), inv_total), reference.exact(*read), reference.bounds(*read))
+
+
 @pytest.mark.parametrize("left_out", ["bias", "softcap", "label_smoothing", "z_loss"])
 def test_canary_a_missing_term_is_seen(left_out: str) -> None:
     given, terms = build(23, 16, 50, torch.bfloat16, bias=True), Terms(3.0, 0.2, 0.03)

@@ -11,7 +11,14 @@ from support import bounds
 from support.ops import DTYPES, acc, poisoned, randn
 from torch import Tensor
 
-from tilegrad.kernels.activation import KINDS, activation_bwd, activation_fwd, swiglu_bwd, swiglu_fwd
+from tilegrad.kernels.activation import (
+    KINDS,
+    activation_bwd,
+    activation_fwd,
+    activation_workspace,
+    swiglu_bwd,
+    swiglu_fwd,
+)
 from tilegrad.kernels.adamw import adamw_step, adamw_workspace
 from tilegrad.kernels.closeness import Bound, assert_close
 from tilegrad.kernels.column_sum import column_sum_fwd, column_sum_workspace
@@ -136,10 +143,11 @@ def build(op: str, device: str, dtype: torch.dtype) -> Built:
         return out, call
     if op == "swiglu":
         up_gate, dup_gate = torch.cat([dy, x], 1), torch.zeros(N, 2 * x.shape[1], dtype=x.dtype, device=x.device)
+        s = scratch(activation_workspace(x, "swiglu", sums=False))
 
         def call() -> None:
             swiglu_fwd(up_gate, a=out["y"])
-            swiglu_bwd(dy, up_gate, dup_gate=dup_gate)
+            swiglu_bwd(dy, up_gate, dup_gate=dup_gate, scratch=s)
             out["dx"].copy_(dup_gate[:, x.shape[1] :])
 
         return out | {"dup": dup_gate[:, : x.shape[1]]}, call

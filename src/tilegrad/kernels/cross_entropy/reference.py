@@ -1,10 +1,11 @@
 """The oracle of cross-entropy, with whole matrices and gradients by autograd; and its bounds (kernels/closeness.py).
 
-For bfloat16, d = dl / inv_total, inv_total x and d w are rounded. Before them, the logits are rounded on a CPU and by Triton's
-kernel; where products are written in bfloat16, so is each chunk's dw. Triton's kernel rounds dl = inv_total d instead of d. If
-all rows have one inv_total that is no bfloat16, targets with small p share that rounding: a factor of all gradients, which
-these bounds do not allow. Roundings ρ of a row of logits, with s = 1 − (l / c)²
-and D = (1 + 2 z lse) p − (1 − ε) onehot − ε / V, change Σ k d, d = s D, by Σ ρ (A k − B Σ p s k):
+For bfloat16, d = dl / inv_total, inv_total x and d w are rounded. Before them, torch's kernel rounds the logits on a CPU, and
+Triton's kernel rounds x wᵀ, without the bias. Where products are written in bfloat16, torch's kernel also rounds x wᵀ before it
+adds the bias, and each chunk's dw is rounded. Triton's kernel rounds dl = inv_total d instead of d. If all rows have one
+inv_total that is no bfloat16, targets with small p share that rounding: a factor of all gradients, which these bounds do not
+allow. Roundings ρ of a row of logits, with s = 1 − (l / c)² and D = (1 + 2 z lse) p − (1 − ε) onehot − ε / V, change Σ k d,
+d = s D, by Σ ρ (A k − B Σ p s k):
 
     A = s ((1 + 2 z lse) p s − 2 D l / c²)        B = s p (1 + 2 z (lse − 1))        without terms: A = B = p
 """
@@ -63,9 +64,10 @@ def bounds(
     scale = torch.as_tensor(inv_total, dtype=torch.float64, device=x.device).expand(len(x))[:, None]
     product = x @ w.t()
     logits = product if bias is None else product + bias.double()
-    rounds = short and (on_cpu or row.name == "triton")
-    var_l = kept * rounding(logits, dtype) if rounds else torch.zeros_like(logits)
-    if rounds and products_rounded and bias is not None:
+    var_l = torch.zeros_like(logits)
+    if short and (on_cpu or row.name == "triton"):
+        var_l = kept * rounding(product if row.name == "triton" else logits, dtype)
+    if products_rounded and row.name == "torch" and bias is not None:
         var_l += kept * rounding(product, dtype)
     b_l = _of_a_sum(logits, x**2 @ (w**2).t(), x.shape[1]) + 2 * logits.abs()
     slope, b_slope, bend = torch.ones_like(logits), torch.zeros_like(logits), torch.zeros_like(logits)

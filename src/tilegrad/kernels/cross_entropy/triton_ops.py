@@ -7,12 +7,12 @@ A program has one row of l (V,) and reads it twice, tile by tile:
     pass 2   l ← exp(l − row_max) · inv_total / row_sum                    = dl, except in the target's column
     then     l[target] ← (p[target] − 1) · inv_total                       one number
 
-The other terms are compile-time constants. A softcap is applied as l is loaded. Smoothing adds Σ l to pass 1, and pass 2 then
-stores dl of every column except the target.
+The other terms are compile-time constants. A bias is added, and a softcap applied, as l is loaded. Smoothing adds Σ l to pass
+1, and pass 2 then stores dl of every column except the target.
 
 The second pass mostly hits the cache, so memory is read once and written once: 4 · N · V bytes for bfloat16. A row without a
-target is filled with 0 and not read. Logits have x's dtype: for bfloat16 they are rounded before the softmax, and dl once after
-it. dl already includes inv_total, so the GEMMs for dx and dw need no scale.
+target is filled with 0 and not read. Logits have x's dtype: for bfloat16 x wᵀ is rounded once, before the float32 sum with the
+bias, and dl once after the softmax. dl already includes inv_total, so the GEMMs for dx and dw need no scale.
 
 For an odd V cuBLAS uses its slowest kernels: GPT-2's 50,257 columns take 7 times as long as 50,304. So the row stride of the
 logits is a multiple of 64 elements, and the columns after the last multiple of 64 have a separate GEMM.
@@ -30,6 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..attention.triton.numerics import quotient, tanh
+from ..checks import check_columns
 from ..gpu import ceil_div, launch, padded
 from ..linear import linear_bwd_input, linear_bwd_weight, linear_fwd
 from ..scratch import Scratch, Shapes, TensorLike, of
@@ -47,6 +48,18 @@ TILE = 1 << 13  # most logits of a row that a program loads at once
 SUM = 1024  # losses of rows added in parallel
 
 LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _float32_with_bias(x, bias, columns, mask=None):
+    """x + bias[columns] in float32; x itself if bias is None, or outside the mask."""
+    x = x.to(tl.float32)
+    if bias is not None:
+        if mask is None:
+            x += tl.load(bias + columns).to(tl.float32)
+        else:
+            x += tl.load(bias + columns, mask=mask, other=0.0).to(tl.float32)
+    return x
 
 
 @triton.jit
@@ -78,7 +91,7 @@ def _gradient(x, row_max, factor, constant, SOFTCAP: tl.constexpr, SMOOTHING: tl
 
 @triton.jit
 def _softmax_kernel(
-    targets, inv_total, logits, nll, targets_n, logits_n, V, GRADIENT: tl.constexpr, TILE: tl.constexpr,
+    targets, inv_total, logits, bias, nll, targets_n, logits_n, V, GRADIENT: tl.constexpr, TILE: tl.constexpr,
     BY_ROW: tl.constexpr = False, SOFTCAP: tl.constexpr = 0.0, SMOOTHING: tl.constexpr = 0.0,
     Z_LOSS: tl.constexpr = 0.0,
 ):  # fmt: skip
@@ -98,16 +111,18 @@ def _softmax_kernel(
             tl.store(row + whole + cols, nothing, mask=rest)
     else:
         scale = tl.load(inv_total + n if BY_ROW else inv_total)
-        at_target = _capped(tl.load(row + target).to(tl.float32), SOFTCAP, EXACT)
+        at_target = _capped(_float32_with_bias(tl.load(row + target), bias, target), SOFTCAP, EXACT)
         row_max, row_sum, total = at_target, 0.0, 0.0
         for k in range(0, whole, TILE):
-            x = _capped(tl.load(row + k + cols, eviction_policy="evict_last").to(tl.float32), SOFTCAP, EXACT)
+            x = tl.load(row + k + cols, eviction_policy="evict_last")
+            x = _capped(_float32_with_bias(x, bias, k + cols), SOFTCAP, EXACT)
             if SMOOTHING != 0.0:
                 total += tl.sum(x, 0)
             new_max = tl.maximum(row_max, tl.max(x, 0))
             row_sum = row_sum * tl.exp2((row_max - new_max) * LOG2E) + tl.sum(tl.exp2(x * LOG2E - new_max * LOG2E), 0)
             row_max = new_max
-        x = tl.load(row + whole + cols, mask=rest, other=-float("inf")).to(tl.float32)
+        x = tl.load(row + whole + cols, mask=rest, other=-float("inf"))
+        x = _float32_with_bias(x, bias, whole + cols, rest)
         if SOFTCAP != 0.0:
             x = tl.where(rest, _capped(x, SOFTCAP, EXACT), -float("inf"))
         if SMOOTHING != 0.0:
@@ -135,7 +150,8 @@ def _softmax_kernel(
             dx = _gradient(x, row_max, factor, constant, SOFTCAP, SMOOTHING, EXACT)
             tl.store(row + whole + cols, dx.to(logits.dtype.element_ty), mask=rest)
             for k in range(0, whole, TILE):
-                x = _capped(tl.load(row + k + cols, eviction_policy="evict_first").to(tl.float32), SOFTCAP, EXACT)
+                x = tl.load(row + k + cols, eviction_policy="evict_first")
+                x = _capped(_float32_with_bias(x, bias, k + cols), SOFTCAP, EXACT)
                 dx = _gradient(x, row_max, factor, constant, SOFTCAP, SMOOTHING, EXACT)
                 tl.store(row + k + cols, dx.to(logits.dtype.element_ty))
             tl.debug_barrier()
@@ -208,7 +224,7 @@ def softmax(
     tile = min(padded(v), TILE)
     constants = {"GRADIENT": gradient, "TILE": tile, "num_warps": max(4, tile >> 9), "BY_ROW": False}
     terms = {"SOFTCAP": softcap, "SMOOTHING": 0.0, "Z_LOSS": 0.0}
-    given = (targets, inv_total, logits, losses, targets.stride(0), logits.stride(0), v)
+    given = (targets, inv_total, logits, None, losses, targets.stride(0), logits.stride(0), v)
     launch(_softmax_kernel, (logits.shape[0],), *given, **constants, **terms)
 
 
@@ -231,6 +247,8 @@ def run(
 ) -> None:
     loss, dx, dw, accumulate, losses, dbias = out
     linear, v, nll = of("linear", scratch), w.shape[0], scratch["nll"] if losses is None else losses
+    if bias is not None:
+        check_columns("bias", bias)
     if "w" in scratch:
         w = scratch["w"].copy_(w)  # rounded once for all chunks
     tile, columns, by_row = min(padded(v), TILE), _columns(v), inv_total.ndim == 1
@@ -244,10 +262,9 @@ def run(
     for i in chunks_of(x, w):
         logits = scratch["logits"][: i.stop - i.start, :v]
         for j in columns:
-            own = None if bias is None else bias[j]
-            linear_fwd(x[i], w[j], own, y=logits[:, j], invariant=invariant, scratch=linear)
+            linear_fwd(x[i], w[j], None, y=logits[:, j], invariant=invariant, scratch=linear)
         scale = inv_total[i] if by_row else inv_total
-        given = (targets[i], scale, logits, nll[i], targets.stride(0), logits.stride(0), v)
+        given = (targets[i], scale, logits, bias, nll[i], targets.stride(0), logits.stride(0), v)
         launch(_softmax_kernel, (logits.shape[0],), *given, **constants)
         if dw is not None or dbias is not None:
             added = accumulate or i.start > 0  # later chunks add to dw and dbias

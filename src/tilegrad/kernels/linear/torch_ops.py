@@ -1,8 +1,9 @@
 """Products by one torch op each: every dtype and device except bfloat16 on a CPU.
 
 On a CPU y is computed as yᵀ = w xᵀ, because `addmm(b, x, w.t())` copies w on aarch64. On CUDA a bfloat16 product writes a
-float32 output directly. cuBLAS is about 4 times slower if the number of outputs is odd, as for GPT-2's 50,257 logits. So if the
-rows of y are aligned, the last outputs are a separate product.
+float32 output directly. With b and a strided y `addmm` may round a bfloat16 product before it adds b: on an H200, torch 2.11
+did. cuBLAS is about 4 times slower if the number of outputs is odd, as for GPT-2's 50,257 logits. So if the rows of y are
+aligned, the last outputs are a separate product.
 """
 
 from __future__ import annotations
