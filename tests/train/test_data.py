@@ -27,7 +27,7 @@ ZERO = "0" * 64
 
 
 def write(path: Path, tokens: list[int], vocab_size: int) -> Path:
-    write_tokens(path, np.array(tokens), vocab_size=vocab_size, source_sha256=ZERO, tokenizer_sha256=ZERO)
+    write_tokens(path, [np.array(tokens)], vocab_size=vocab_size, source_sha256=ZERO, tokenizer_sha256=ZERO)
     return path
 
 
@@ -45,7 +45,7 @@ def test_the_bundled_text_is_the_one_that_its_notice_describes() -> None:
 def test_files_are_joined_in_order_and_unchanged(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes("one\r\n–".encode())
     (tmp_path / "b").write_bytes(b"two\n")
-    assert read_documents([tmp_path / "a", tmp_path / "b"]).text == "one\r\n–two\n"
+    assert "".join(read_documents([tmp_path / "a", tmp_path / "b"]).text()) == "one\r\n–two\n"
 
 
 def test_the_error_for_bad_text_names_the_byte(tmp_path: Path) -> None:
@@ -64,10 +64,10 @@ def test_a_folder_is_read_in_order_with_lines_and_gzip(tmp_path: Path) -> None:
     (tmp_path / "a.md").write_text("# first ", encoding="utf-8")
     (tmp_path / "picture.png").write_bytes(b"\x89PNG")
     read = read_documents([tmp_path])
-    assert read.text == "# first one\n\ntwo\n\n\nzip–ped "
-    assert (read.files, read.documents, read.left_out) == (3, 4, 1)
+    assert "".join(read.text()) == "# first one\n\ntwo\n\n\nzip–ped "
+    assert (len(read.files), len(read.lengths), read.left_out) == (3, 4, 1)
     (tmp_path / "b" / "c.jsonl").write_text('{"story": "one"}', encoding="utf-8")
-    assert read_documents([tmp_path / "b" / "c.jsonl"], "story").text == "one\n\n"
+    assert "".join(read_documents([tmp_path / "b" / "c.jsonl"], "story").text()) == "one\n\n"
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_the_tokenizer_of_bytes_has_a_token_for_each_byte() -> None:
 
 def test_bpe_is_lossless_deterministic_and_saved(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers")
-    text = read_documents([default_text()]).text[:100_000]
+    text = default_text().read_text(encoding="utf-8")[:100_000]
     first, second = train_bpe(text, 400), train_bpe(text, 400)
     assert first.json() == second.json()
     assert first.vocab_size == 400
@@ -162,6 +162,44 @@ def test_bpe_is_lossless_deterministic_and_saved(tmp_path: Path) -> None:
         ValueError, match=r"vocab_size: got 5000; accepted: at most \d+, the number of tokens in this text"
     ):
         train_bpe("a short text " * 9, 5000)
+
+
+@pytest.mark.parametrize("size", [1, 5, 40])
+def test_the_tokens_and_merges_of_a_text_do_not_depend_on_its_pieces(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """White space, contractions, digits, other alphabets and a special token are where a boundary could move tokens."""
+    pytest.importorskip("tokenizers")
+    monkeypatch.setattr("tilegrad.data.tokenizer._PIECE", size)
+    plain = default_text().read_text(encoding="utf-8")[:20_000]
+    strange = [
+        " ",
+        "  ",
+        "\n",
+        "\r\n",
+        "\t",
+        "\u3000",
+        "\x1c",
+        "\x85",
+        "'s",
+        "'",
+        "we'll",
+        "12",
+        "é",
+        "日本。",
+        "🐋",
+        "a",
+        "-",
+    ]
+    strange.append("<|endoftext|>")
+    picked = np.random.default_rng(size).integers(0, len(strange), 4000)
+    text = plain + "".join(strange[i] for i in picked)
+    whole = train_bpe([text], 500, eos=True)
+    pieces = [text[begin : begin + 7] for begin in range(0, len(text), 7)]
+    assert train_bpe(pieces, 500, eos=True).json() == whole.json()
+    assert np.concatenate([*whole.encode_pieces(pieces)]).tolist() == whole.encode(text).tolist()
+    count = sum(1 for _ in whole.encode_pieces(pieces))
+    assert count > 50, "the text was cut"
 
 
 def test_bpe_without_its_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,6 +317,16 @@ def test_prepare_uses_existing_files_only_if_they_fit(tmp_path: Path, kind: str)
     text.write_text("another text of whales " * 30, encoding="utf-8")
     again = made(vocab_size=256)
     assert again[0] != first[0]
+
+
+def test_a_text_that_changes_while_it_is_prepared_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("Call me Ishmael.", encoding="utf-8")
+    read = read_documents([tmp_path / "a.txt"])
+    (tmp_path / "a.txt").write_text("Call me Queequeg", encoding="utf-8")
+    with pytest.raises(
+        ValueError, match=r"a\.txt: got another text than at the first read; accepted: files that nothing"
+    ):
+        "".join(read.text())
 
 
 def test_prepare_refuses_bad_arguments(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support.models import CONFIG
 
@@ -18,6 +19,8 @@ import tilegrad
 from tilegrad.cli import main
 from tilegrad.data import documents
 from tilegrad.data.documents import read_documents
+from tilegrad.data.prepare import prepare
+from tilegrad.data.tokenizer import load_tokenizer, train_bpe
 from tilegrad.model.config import ModelConfig
 from tilegrad.pretrained.weights import write_weights
 from tilegrad.training.config import LIMITS, MAX_STEP_TOKENS, RunConfig, TrainConfig
@@ -127,21 +130,46 @@ def test_a_gzip_bomb_is_refused_before_it_is_decompressed(tmp_path: Path) -> Non
     tracemalloc.stop()
     small = tmp_path / "b.txt.gz"
     small.write_bytes(gzip.compress(b"a" * (1 << 20), 9))  # it grows a thousand times, but is small
-    assert len(read_documents([small]).text) == 1 << 20
+    assert read_documents([small]).characters == 1 << 20
 
 
-def test_text_that_memory_cannot_hold_is_refused_before_it_is_read(
+def test_a_line_or_a_document_that_memory_cannot_hold_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with (tmp_path / "a.txt").open("wb") as file:
-        file.truncate(1 << 43)  # a sparse file
-    with pytest.raises(ValueError, match=r"a.txt: got 8.*TiB of text, .* more than half of this machine's memory"):
-        read_documents([tmp_path / "a.txt"])
     monkeypatch.setattr(documents, "memory_limit", lambda _: 100)
-    (tmp_path / "a.txt").write_bytes(b"a" * 30)
-    assert len(read_documents([tmp_path / "a.txt"]).text) == 30
-    with pytest.raises(ValueError, match=r"a.txt: got .* of text, which with the files before it"):
-        read_documents([tmp_path / "a.txt", tmp_path / "a.txt"])
+    (tmp_path / "a.txt").write_bytes(b"a" * 1000)
+    (tmp_path / "b.jsonl").write_text('{"text": "short"}\n' + json.dumps({"text": "a" * 30}), encoding="utf-8")
+    assert read_documents([tmp_path]).lengths == [1000, 5, 30]
+    (tmp_path / "b.jsonl").write_text('{"text": "short"}\n' + json.dumps({"text": "a" * 60}), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"b.jsonl: got a line of more than 50 B, half of this machine's memory"):
+        read_documents([tmp_path])
+    pytest.importorskip("tokenizers")
+    monkeypatch.setattr("tilegrad.data.tokenizer.memory_limit", lambda _: 100)
+    text = "the whale, the white whale " * 20
+    plain = train_bpe(text, 264)
+    pieces = [text[begin : begin + 10] for begin in range(0, len(text), 10)]
+    assert np.concatenate([*plain.encode_pieces(pieces)]).tolist() == plain.encode(text).tolist()
+    content = json.loads(plain.json()) | {"normalizer": {"type": "NFC"}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(
+        ValueError, match=r"tokenizer.json: got a text of more than 50 B, half of this machine's memory"
+    ):
+        [*load_tokenizer(tmp_path / "tokenizer.json").encode_pieces(pieces)]
+
+
+def test_memory_of_prepared_data_does_not_grow_with_the_text(tmp_path: Path) -> None:
+    """14 MB in one text and 3 MB in lines become tokens of bytes: all in one sequence, then each document by itself."""
+    line = json.dumps({"text": "It was the whiteness of the whale – " * 50})
+    (tmp_path / "a.txt").write_text(
+        "Call me Ishmael – some years ago, never mind how long. " * 250_000, encoding="utf-8"
+    )
+    (tmp_path / "b.jsonl").write_text("\n".join([line] * 1500), encoding="utf-8")
+    for packing in (False, True):
+        tracemalloc.start()
+        file, _ = prepare([tmp_path / "a.txt", tmp_path / "b.jsonl"], tmp_path / "data", packing=packing)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert len(file.tokens) > 16_000_000 and peak < 12 << 20, f"{packing}: {peak:,} bytes"
 
 
 def test_the_error_of_import_and_export_on_a_full_disk_is_one_sentence(

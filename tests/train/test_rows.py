@@ -190,7 +190,7 @@ def test_equal_documents_are_never_in_both_parts(seed: int | None) -> None:
 
 
 def written(folder: Path, *, mask: bool = True) -> Path:
-    write_tokens(folder / "tokens.bin", np.arange(9), vocab_size=9, source_sha256=ZERO, tokenizer_sha256=ONE)
+    write_tokens(folder / "tokens.bin", [np.arange(9)], vocab_size=9, source_sha256=ZERO, tokenizer_sha256=ONE)
     trained = np.array([0, 1, 1, 0, 0, 1, 0, 0, 1], np.bool_) if mask else None
     path = folder / "documents.bin"
     write_documents(path, np.array([3, 5, 9]), trained, source_sha256=ZERO, tokenizer_sha256=ONE)

@@ -8,24 +8,27 @@ a folder      all files with these suffixes in it and below it, in sorted order;
 EOS ends each document. If the tokenizer has no EOS, a blank line ends each document of a .jsonl, and nothing is added to
 the text of a file.
 
-All of the text is in memory while it is encoded, so a file is refused if the text would exceed half of the memory of the
-machine. A .gz is decompressed in chunks, and refused if the text exceeds both 16 MiB and 100 times the compressed size.
+A text is never in memory as a whole: it is read once to check and count it, and again each time that it is used, in blocks
+or, if it is a .jsonl, in lines. A line may have at most half of the memory of the machine. A .gz is decompressed in the same
+way, and refused if the text exceeds both 16 MiB and 100 times the compressed size.
 """
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import hashlib
 import json
-import math
 import re
+import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from io import BufferedReader
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -41,42 +44,89 @@ Show = Callable[[str, Numbers], None]  # called with each event ("prepare", "sta
 TEXT = (".txt", ".text", ".md", ".rst", ".tex")
 LINES = (".jsonl",)
 _GZIP_GROWTH, _GZIP_SMALL = 100, 1 << 24  # the text of a .gz has at most 100 times its bytes, or 16 MiB if that is more
+_BLOCK = 1 << 20  # bytes that are read at once
 _FORMAT_LINES, _LONGEST = 20, 1 << 28  # lines of a .jsonl that are read to find its format; the most bytes of a line
 _REMEDIES = {".json": "write each object into a line of its own, as .jsonl"}
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 Record: TypeAlias = dict[str, object]  # a line of .jsonl
+Place: TypeAlias = tuple[Path, int]  # a file and the number of a line; line 0 is the whole file
+
+
+class _Counted:
+    """Counts the text that passes through a call."""
+
+    def __init__(self) -> None:
+        self.sha256, self.bytes, self.characters = hashlib.sha256(), 0, 0
+
+    def __call__(self, pieces: Iterable[str]) -> Iterator[str]:
+        for piece in pieces:
+            content = piece.encode("utf-8")
+            self.sha256.update(content)
+            self.bytes += len(content)
+            self.characters += len(piece)
+            yield piece
+
+    def check(self, files: Sequence[Path], sha256: str) -> None:
+        if self.sha256.hexdigest() != sha256:
+            raise ValueError(
+                f"{', '.join(map(str, files))}: got another text than at the first read; accepted: files that nothing "
+                "changes while they are prepared"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    place: Place
+    pieces: Iterator[str]  # its text, to be used up before the next document
+
+    @property
+    def blank_line(self) -> str:
+        """The end of the document if the tokenizer has no EOS: a blank line after a line of .jsonl, nothing after a file."""
+        return "\n\n" if self.place[1] else ""
 
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    texts: list[str]
-    blank_lines: list[str]  # the end of each text if the tokenizer has no EOS: a blank line, or nothing
-    places: list[tuple[Path, int]]  # the file and the line of each text; line 0 is the whole file
-    files: int
+    """The documents of files. Each iteration reads them again."""
+
+    files: list[Path]
     left_out: int  # number of files of other kinds in the folders
+    text_field: str
+    lengths: list[int]  # characters of each document
+    characters: int  # characters, bytes and sha256 of all documents, each with its blank line
+    bytes: int
+    sha256: str
 
-    @property
-    def text(self) -> str:
-        """All documents in one string, each with its blank line."""
-        return "".join(f"{text}{blank}" for text, blank in zip(self.texts, self.blank_lines, strict=True))
+    def __iter__(self) -> Iterator[Document]:
+        counted = _Counted()
+        for document in _documents(self.files, self.text_field, quiet):
+            yield replace(document, pieces=counted(document.pieces))
+            [*counted([document.blank_line])]
+        counted.check(self.files, self.sha256)
 
-    @property
-    def documents(self) -> int:
-        return len(self.texts)
+    def text(self) -> Iterator[str]:
+        """All documents in pieces, each document with its blank line."""
+        for document in self:
+            yield from document.pieces
+            yield document.blank_line
 
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """Lines of .jsonl files. Each line is a conversation."""
+    """Lines of .jsonl files. Each line is a conversation. Each iteration reads the files again."""
 
-    records: list[Record]
-    places: list[tuple[Path, int]]
-    sha256: str  # sha256 of the text of all files
-    bytes: int
-    files: int
+    files: list[Path]
     left_out: int
+    count: int
+    bytes: int  # bytes and sha256 of the text of all files
+    sha256: str
+
+    def __iter__(self) -> Iterator[tuple[Place, Record]]:
+        counted = _Counted()
+        yield from _records(self.files, quiet, counted)
+        counted.check(self.files, self.sha256)
 
 
 def default_text() -> Path:
@@ -92,50 +142,48 @@ def read_documents(paths: Sequence[Path], text_field: str = "text", show: Show =
     """The documents in files and folders, decoded as UTF-8 with unchanged line endings. `show` gets a progress event at most
     once a second."""
     files, left_out = find_files(paths)
-    texts: list[str] = []
-    blank_lines: list[str] = []
-    places: list[tuple[Path, int]] = []
-    for file, text in _contents(files, show):
-        if _kind(file) in LINES:
-            found = [
-                (number, _field(record, f"{file}, line {number}", text_field)) for number, record in _lines(file, text)
-            ]
-            texts += (document for _, document in found)
-            blank_lines += ["\n\n"] * len(found)
-            places += ((file, number) for number, _ in found)
-        else:
-            texts.append(text)
-            blank_lines.append("")
-            places.append((file, 0))
-    if not any((*texts, *blank_lines)):
+    lengths: list[int] = []
+    counted = _Counted()
+    for document in _documents(files, text_field, show):
+        lengths.append(sum(len(piece) for piece in counted(document.pieces)))
+        [*counted([document.blank_line])]
+    if not counted.characters:
         raise ValueError(
             f"{', '.join(map(str, paths))}: got no text; accepted: files that contain text ({_accepted()})"
         )
-    return Documents(texts, blank_lines, places, len(files), left_out)
+    sha256 = counted.sha256.hexdigest()
+    return Documents(files, left_out, text_field, lengths, counted.characters, counted.bytes, sha256)
+
+
+def _documents(files: Sequence[Path], text_field: str, show: Show) -> Iterator[Document]:
+    for file, text in _texts(files, show):
+        if _kind(file) in LINES:
+            for number, record in _lines(file, text):
+                yield Document((file, number), iter([_field(record, f"{file}, line {number}", text_field)]))
+        else:
+            yield Document((file, 0), text)
 
 
 def read_records(paths: Sequence[Path], show: Show = quiet) -> Records:
     """The lines of .jsonl in files and folders. `show` gets a progress event at most once a second."""
     files, left_out = find_files(paths)
-    records: list[Record] = []
-    places: list[tuple[Path, int]] = []
-    digest, size = hashlib.sha256(), 0
-    for file, text in _contents(files, show):
+    counted = _Counted()
+    count = sum(1 for _ in _records(files, show, counted))
+    if not count:
+        raise ValueError(
+            f"{', '.join(map(str, paths))}: got no line; accepted: .jsonl with a conversation in each line"
+        )
+    return Records(files, left_out, count, counted.bytes, counted.sha256.hexdigest())
+
+
+def _records(files: Sequence[Path], show: Show, counted: _Counted) -> Iterator[tuple[Place, Record]]:
+    for file, text in _texts(files, show):
         if _kind(file) not in LINES:
             raise ValueError(
                 f"{file}: got a text; accepted: .jsonl, because data.format says that lines are conversations"
             )
-        content = text.encode("utf-8")
-        digest.update(content)
-        size += len(content)
-        for number, record in _lines(file, text):
-            records.append(record)
-            places.append((file, number))
-    if not records:
-        raise ValueError(
-            f"{', '.join(map(str, paths))}: got no line; accepted: .jsonl with a conversation in each line"
-        )
-    return Records(records, places, digest.hexdigest(), size, len(files), left_out)
+        for number, record in _lines(file, counted(text)):
+            yield (file, number), record
 
 
 def find_format(paths: Sequence[Path], text_field: str) -> str:
@@ -206,17 +254,14 @@ def _opened(file: Path) -> Iterator[gzip.GzipFile | BufferedReader]:
         raise ValueError(f"{file}: can't be read: {error.strerror or error}") from error
 
 
-def _contents(files: Sequence[Path], show: Show) -> Iterator[tuple[Path, str]]:
-    memory = memory_limit(torch.device("cpu"))
-    room = math.inf if memory is None else memory / 2
+def _texts(files: Sequence[Path], show: Show) -> Iterator[tuple[Path, Iterator[str]]]:
+    """Each file and its text: the lines of a .jsonl, blocks of other files."""
     last_shown = time.monotonic()
     for number, file in enumerate(files):
         if time.monotonic() - last_shown > 1:
             last_shown = time.monotonic()
             show("prepare", {"doing": f"reading: {number:,} of {len(files):,} files, now {file}"})
-        content = _content(file, room)
-        room -= len(content)
-        yield file, _decoded(file, content)
+        yield file, _decoded(file, _content(file))
 
 
 def find_files(paths: Sequence[Path]) -> tuple[list[Path], int]:
@@ -252,53 +297,51 @@ def _kind(file: Path) -> str:
     return plain.suffix.lower()
 
 
-def _content(file: Path, room: float) -> bytes:
-    """The bytes of the file, decompressed if it is a .gz. More than `room` bytes are refused."""
-    size = file.stat().st_size
-    if size > room:
-        raise _too_large(file, size)
-    parts, grown, most = [], 0, max(_GZIP_GROWTH * size, _GZIP_SMALL)
+def _content(file: Path) -> Iterator[bytes]:
+    """The bytes of the file, decompressed if it is a .gz: the lines of a .jsonl, blocks of other files."""
+    grown, most, room = 0, sys.maxsize - 1, sys.maxsize - 1
+    if file.suffix.lower() == ".gz":
+        most = max(_GZIP_GROWTH * file.stat().st_size, _GZIP_SMALL)
+    if lines := _kind(file) in LINES:
+        room = (memory_limit(torch.device("cpu")) or room) // 2
     with _opened(file) as opened:
-        if file.suffix.lower() != ".gz":
-            return opened.read()
-        while part := opened.read(1 << 20):
+        while part := opened.readline(min(room, most) + 1) if lines else opened.read(_BLOCK):
             grown += len(part)
             if grown > most:
                 raise ValueError(
-                    f"{file}: got {size:,} bytes that decompress to more than {grown >> 20} MiB; accepted: at most "
-                    f"{_GZIP_GROWTH} times the compressed size; if the file is right, decompress it first"
+                    f"{file}: got {file.stat().st_size:,} bytes that decompress to more than {most >> 20} MiB; accepted: at "
+                    f"most {_GZIP_GROWTH} times the compressed size; if the file is right, decompress it first"
                 )
-            if grown > room:
-                raise _too_large(file, grown)
-            parts.append(part)
-    return b"".join(parts)
+            if len(part) > room:
+                raise ValueError(
+                    f"{file}: got a line of more than {human(room)}, half of this machine's memory; accepted: shorter lines"
+                )
+            yield part
 
 
-def _too_large(file: Path, size: int) -> ValueError:
-    return ValueError(
-        f"{file}: got {human(size)} of text, which with the files before it is more than half of this machine's memory; "
-        "accepted: less, because all of the text is in memory while it is encoded"
-    )
+def _decoded(file: Path, content: Iterable[bytes]) -> Iterator[str]:
+    decoder, read = codecs.getincrementaldecoder("utf-8")(), 0
+    for part in chain(content, [b""]):  # the empty part ends the text
+        begin = read - len(decoder.getstate()[0])  # a character may begin in the part before
+        try:
+            text = decoder.decode(part, final=not part)
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{file}: is not UTF-8 at byte {begin + error.start}, 0x{error.object[error.start]:02x} ({error.reason}); "
+                "convert the file, for instance with iconv -t utf-8"
+            ) from error
+        if "\0" in text:
+            raise ValueError(
+                f"{file}: got a zero byte at position {read + part.index(0)}; accepted: UTF-8 text, not binary data"
+            )
+        read += len(part)
+        if text:
+            yield text
 
 
-def _decoded(file: Path, content: bytes) -> str:
-    try:
-        text = content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{file}: is not UTF-8 at byte {error.start}, 0x{error.object[error.start]:02x} ({error.reason}); "
-            "convert the file, for instance with iconv -t utf-8"
-        ) from error
-    if "\0" in text:
-        raise ValueError(
-            f"{file}: got a zero byte at position {content.index(0)}; accepted: UTF-8 text, not binary data"
-        )
-    return text
-
-
-def _lines(file: Path, text: str) -> Iterator[tuple[int, Record]]:
+def _lines(file: Path, lines: Iterable[str]) -> Iterator[tuple[int, Record]]:
     """The line number and the JSON object of each line that is not blank."""
-    for number, line in enumerate(text.split("\n"), 1):
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         where = f"{file}, line {number}"

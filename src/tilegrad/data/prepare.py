@@ -10,15 +10,19 @@
 
 Documents are encoded one by one if the tokenizer has an EOS, which is added to each document, or if rows are packed. Otherwise
 all texts are joined and encoded as one text, and there is no documents.bin.
+
+Tokens are written as documents are read, so memory does not grow with the text, but for 8 bytes a document and a byte a token
+of a conversation. A tokenizer.json that does not split texts as GPT-2 does needs a whole document at once.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Literal
 
@@ -28,13 +32,13 @@ from ..text.atomic import sha256_of, write_whole
 from .chat_template import CONFIG, ChatTemplate, Conversation, Message, load_chat_template
 from .conversations import Format, plain_conversation, read_messages, trained_tokens
 from .document_file import Mask, open_documents, write_documents
-from .documents import Documents, Numbers, Records, Show, check_surrogates, quiet, read_documents, read_records
+from .documents import Documents, Numbers, Place, Records, Show, check_surrogates, quiet, read_documents, read_records
 from .tokenizer import ByteTokenizer, Encoded, Tokenizer, find_eos, load_tokenizer, train_bpe
-from .tokens import TokenFile, TokenFileError, Tokens, open_tokens, token_dtype, write_tokens
+from .tokens import TokenFile, TokenFileError, Tokens, open_tokens, write_tokens
 
 TrainOn = Literal["assistant", "all"]
 _LONG = 10_000_000  # texts with more characters get a progress message before each slow step
-_TOGETHER = 512  # how many documents one call encodes
+_TOGETHER, _CHARACTERS = 512, 1 << 20  # how many documents one call encodes, and about how many characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,7 @@ def prepare(
     packing     True: documents stay separate even if the tokenizer has no EOS
     show        is called with "prepare" before each slow step, and with "data" at the end: files, documents, bytes, tokens
 
-    Files already in `folder` are reused if text and tokenizer are the same. All of the text is in memory while it is encoded.
+    Files already in `folder` are reused if text and tokenizer are the same.
     """
     if not tokenizer.endswith(".json") and tokenizer not in ("bytes", "bpe"):
         raise ValueError(f"tokenizer: got {tokenizer!r}; accepted: 'bytes', 'bpe', or a tokenizer.json")
@@ -102,47 +106,63 @@ def _source(tokenizer: str, vocab_size: int, *, documents: int) -> Source:
 def _prepare_texts(
     read: Documents, folder: Path, kind: str, vocab_size: int, show: Show, *, packing: bool
 ) -> tuple[TokenFile, Tokenizer]:
-    source = _source(kind, vocab_size, documents=read.documents)
+    source = _source(kind, vocab_size, documents=len(read.lengths))
     separate = packing or source.eos is not None
-    text = read.text
-    digest = _sha256(text)
+    digest = read.sha256
     if separate:
-        lengths = [len(document) for document in read.texts]
-        digest = _sha256(json.dumps(["documents", source.eos, lengths, digest]))
+        digest = _sha256(json.dumps(["documents", source.eos, read.lengths, digest]))
     found = _prepared(folder, digest, source, kind, separate=separate)
     if found is None:
-        made = _tokenizer(source, text, show)
-        if len(text) > _LONG:
-            show("prepare", {"doing": f"turning {len(text):,} characters into tokens"})
-        if separate:
-            documents = [*_encoded(read, made, source.eos)]
-            found = _write(folder, digest, made, source, documents, None)
-        else:
-            found = _write(folder, digest, made, source, [made.encode(text)], None, separate=False)
-    counts: Numbers = {"files": read.files, "documents": read.documents, "left_out": read.left_out}
-    counts |= {"bytes": len(text.encode("utf-8")), "tokens": len(found[0].tokens)}
+        if source.tokenizer is None and read.characters > _LONG:
+            doing = f"learning {source.vocab_size:,} BPE tokens from {read.characters:,} characters"
+            show("prepare", {"doing": doing})
+        made = _tokenizer(source, read.text())
+        if read.characters > _LONG:
+            show("prepare", {"doing": f"turning {read.characters:,} characters into tokens"})
+        encoded = _encoded(read, made, source.eos) if separate else [made.encode_pieces(read.text())]
+        found = _write(folder, digest, made, source, ((parts, None) for parts in encoded), separate=separate)
+    counts: Numbers = {"files": len(read.files), "documents": len(read.lengths), "left_out": read.left_out}
+    counts |= {"bytes": read.bytes, "tokens": len(found[0].tokens)}
     named = kind not in ("bytes", "bpe")  # a tokenizer.json: the event says if it names no EOS
     eos = found[1].decode([source.eos]) if source.eos is not None else None
     show("data", counts | ({"eos": eos} if eos or named else {}))
     return found
 
 
-def _encoded(read: Documents, tokenizer: Tokenizer, eos: int | None) -> Iterator[Tokens]:
-    """The tokens of each document, with its EOS or its blank line."""
-    texts = read.texts if eos is not None else [a + b for a, b in zip(read.texts, read.blank_lines, strict=True)]
-    for begin in range(0, len(texts), _TOGETHER):
-        for tokens in tokenizer.encode_all(texts[begin : begin + _TOGETHER]):
-            yield _ended(tokens, eos)
+def _encoded(read: Documents, tokenizer: Tokenizer, eos: int | None) -> Iterator[Iterable[Tokens]]:
+    """The tokens of each document in parts, with its EOS or its blank line. Short documents are encoded together."""
+    waiting: list[str] = []
+
+    def encode() -> Iterator[Iterable[Tokens]]:
+        for tokens in tokenizer.encode_all(waiting):
+            yield _ended([tokens], eos)
+        waiting.clear()
+
+    for document, length in zip(read, read.lengths, strict=True):
+        pieces = document.pieces if eos is not None else chain(document.pieces, [document.blank_line])
+        if len(waiting) == _TOGETHER or length + sum(map(len, waiting)) > _CHARACTERS:
+            yield from encode()
+        if length > _CHARACTERS:
+            yield _ended(tokenizer.encode_pieces(pieces), eos)
+        else:
+            waiting.append("".join(pieces))
+    yield from encode()
 
 
-def _ended(tokens: Tokens, eos: int | None) -> Tokens:
-    return tokens if eos is None or (len(tokens) and tokens[-1] == eos) else np.append(tokens, tokens.dtype.type(eos))
+def _ended(parts: Iterable[Tokens], eos: int | None) -> Iterator[Tokens]:
+    """The tokens of a document, and EOS unless they end with it."""
+    last = None
+    for tokens in parts:
+        last = int(tokens[-1]) if len(tokens) else last
+        yield tokens
+    if eos is not None and last != eos:
+        yield np.array([eos])
 
 
 def _prepare_conversations(
     read: Records, folder: Path, kind: str, vocab_size: int, show: Show, format: Format, train_on: TrainOn
 ) -> tuple[TokenFile, Tokenizer]:
-    source = _source(kind, vocab_size, documents=len(read.records))
+    source = _source(kind, vocab_size, documents=read.count)
     if kind == "bpe" and source.eos is None and vocab_size > 256:
         source = replace(source, eos=vocab_size - 1)
     template = source.template
@@ -150,39 +170,33 @@ def _prepare_conversations(
     digest = _sha256(json.dumps(described))
     found = _prepared(folder, digest, source, kind, separate=True)
     if found is None:
-        show("prepare", {"doing": f"turning {len(read.records):,} conversations into tokens"})
-        messages = []
-        for record, place in zip(read.records, read.places, strict=True):
-            with _at(place):
-                messages.append(read_messages(record, format))
-                for message in messages[-1]:
-                    check_surrogates(str(message.get("content")), "the conversation")
-        learned_from = (
-            "" if source.tokenizer else "\n\n".join(str(one.get("content")) for lines in messages for one in lines)
-        )
-        made = _tokenizer(source, learned_from, show)
-        documents: list[Tokens] = []
-        masks: list[Mask] = []
-        for tokens, trained in _conversations(messages, read, made, source, format, train_on):
-            documents.append(tokens)
-            masks.append(trained)
-        found = _write(folder, digest, made, source, documents, np.concatenate(masks))
+        show("prepare", {"doing": f"turning {read.count:,} conversations into tokens"})
+        made = _tokenizer(source, ("\n\n" * (n > 0) + text for n, text in enumerate(_contents(read, format))))
+        found = _write(folder, digest, made, source, _conversations(read, made, source, format, train_on))
     file, made = found
-    counts: Numbers = {"files": read.files, "documents": len(read.records), "left_out": read.left_out}
+    counts: Numbers = {"files": len(read.files), "documents": read.count, "left_out": read.left_out}
     counts |= {"bytes": read.bytes, "tokens": len(file.tokens), "format": format}
     counts |= {"template": template.name if template else None}
     show("data", counts | {"eos": made.decode([source.eos]) if source.eos is not None else None})
     return found
 
 
+def _messages(read: Records, format: Format) -> Iterator[tuple[Place, list[Message]]]:
+    for place, record in read:
+        with _at(place):
+            messages = read_messages(record, format)
+            for message in messages:
+                check_surrogates(str(message.get("content")), "the conversation")
+        yield place, messages
+
+
+def _contents(read: Records, format: Format) -> Iterator[str]:
+    return (str(message.get("content")) for _, messages in _messages(read, format) for message in messages)
+
+
 def _conversations(
-    messages: Sequence[list[Message]],
-    read: Records,
-    tokenizer: Tokenizer,
-    source: Source,
-    format: Format,
-    train_on: TrainOn,
-) -> Iterator[tuple[Tokens, Mask]]:
+    read: Records, tokenizer: Tokenizer, source: Source, format: Format, train_on: TrainOn
+) -> Iterator[tuple[Iterable[Tokens], Mask]]:
     """The tokens of each conversation, and which of them are trained on."""
     template, end = source.template, "" if source.eos is not None else "\n\n"
 
@@ -193,17 +207,18 @@ def _conversations(
             found = template.conversation(one) if train_on == "assistant" else template.render(one)
         return found if train_on == "assistant" else Conversation(found.text, ())
 
-    for begin in range(0, len(messages), _TOGETHER):
-        places = read.places[begin : begin + _TOGETHER]
+    messages = _messages(read, format)
+    while batch := [*islice(messages, _TOGETHER)]:
         texts = []
-        for one, place in zip(messages[begin : begin + _TOGETHER], places, strict=True):
+        for place, one in batch:
             with _at(place):
                 texts.append(rendered(one))
                 check_surrogates(texts[-1].text, "the conversation")
         encoded = tokenizer.encode_with_offsets([text.text for text in texts], add_special_tokens=template is None)
-        for text, tokens, place in zip(texts, encoded, places, strict=True):
+        for text, found, (place, _) in zip(texts, encoded, batch, strict=True):
             with _at(place):
-                yield _marked(text, tokens, source)
+                tokens, trained = _marked(text, found, source)
+            yield [tokens], trained
 
 
 def _marked(text: Conversation, encoded: Encoded, source: Source) -> tuple[Tokens, Mask]:
@@ -227,12 +242,8 @@ def _marked(text: Conversation, encoded: Encoded, source: Source) -> tuple[Token
     return tokens, trained
 
 
-def _tokenizer(source: Source, text: str, show: Show) -> Tokenizer:
-    if source.tokenizer is not None:
-        return source.tokenizer
-    if len(text) > _LONG:
-        show("prepare", {"doing": f"learning {source.vocab_size:,} BPE tokens from {len(text):,} characters"})
-    return train_bpe(text, source.vocab_size, eos=source.eos is not None)
+def _tokenizer(source: Source, text: Iterable[str]) -> Tokenizer:
+    return source.tokenizer or train_bpe(text, source.vocab_size, eos=source.eos is not None)
 
 
 def _write(
@@ -240,32 +251,40 @@ def _write(
     digest: str,
     tokenizer: Tokenizer,
     source: Source,
-    documents: Sequence[Tokens],
-    trained: Mask | None,
+    documents: Iterable[tuple[Iterable[Tokens], Mask | None]],
     *,
     separate: bool = True,
 ) -> tuple[TokenFile, Tokenizer]:
-    """Write all files. tokens.bin is written last, so that if it exists, the other files belong to it."""
+    """Write all files. tokens.bin gets its name last, so that if it exists, the other files belong to it."""
     folder.mkdir(parents=True, exist_ok=True)
     described = {"source_sha256": digest, "tokenizer_sha256": _sha256(tokenizer.json())}
-    write_whole(folder / "tokenizer.json", [tokenizer.json().encode("utf-8")])
-    if config := source.config(tokenizer):
-        write_whole(folder / CONFIG, [json.dumps(config, indent=1, ensure_ascii=False).encode("utf-8")])
-    else:
-        (folder / CONFIG).unlink(missing_ok=True)
-    if separate:
-        kept = [one for one in documents if len(one)]
-        ends = np.cumsum([len(one) for one in kept], dtype=np.int64)
-        write_documents(folder / "documents.bin", ends, trained, **described)
-    else:
-        (folder / "documents.bin").unlink(missing_ok=True)
-    tokens = documents[0] if len(documents) == 1 else np.concatenate(documents)
-    write_tokens(
-        folder / "tokens.bin",
-        tokens.astype(token_dtype(tokenizer.vocab_size), copy=False),
-        vocab_size=tokenizer.vocab_size,
-        **described,
-    )
+    ends, masks = [0], list[Mask]()
+
+    def parts() -> Iterator[Tokens]:
+        for document, trained in documents:
+            end = ends[-1]
+            for tokens in document:
+                end += len(tokens)
+                yield tokens
+            if end > ends[-1]:
+                ends.append(end)
+            if trained is not None:
+                masks.append(trained)
+        write_the_other_files()
+
+    def write_the_other_files() -> None:
+        write_whole(folder / "tokenizer.json", [tokenizer.json().encode("utf-8")])
+        if config := source.config(tokenizer):
+            write_whole(folder / CONFIG, [json.dumps(config, indent=1, ensure_ascii=False).encode("utf-8")])
+        else:
+            (folder / CONFIG).unlink(missing_ok=True)
+        if separate:
+            trained = np.concatenate(masks) if masks else None
+            write_documents(folder / "documents.bin", np.array(ends[1:], np.int64), trained, **described)
+        else:
+            (folder / "documents.bin").unlink(missing_ok=True)
+
+    write_tokens(folder / "tokens.bin", parts(), vocab_size=tokenizer.vocab_size, **described)
     return _open(folder, documents=separate), tokenizer
 
 
@@ -309,7 +328,7 @@ def load_prepared(folder: Path, *, documents: bool = False) -> tuple[TokenFile, 
 
 
 @contextmanager
-def _at(place: tuple[Path, int]) -> Iterator[None]:
+def _at(place: Place) -> Iterator[None]:
     """Add the file and the number of the line to an error."""
     try:
         yield

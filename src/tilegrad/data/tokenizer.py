@@ -14,17 +14,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, islice
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from ..memory.managed.pressure import memory_limit
+from ..memory.page import human
 from ..model.config import LIMITS
 from ..text.untrusted import decoded, file_in, parse_json, read_json, shown
 from .chat_template import CONFIG, read_tokenizer_config, token_text
@@ -37,6 +42,9 @@ BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # the token of a byte in SentencePie
 # `TextStream` decodes a new token together with so many earlier ones, because some decoders strip the space of a first token.
 _CONTEXT = 8
 
+
+_PIECE, _TOGETHER = 1 << 16, 16  # characters of a piece that is encoded by itself; how many pieces one call encodes
+_SPACE, _WORD_END = re.compile(r"\s"), re.compile(r"\S(?=[ \n])")
 
 END_OF_TEXT = "<|endoftext|>"  # EOS of a BPE tokenizer that `train_bpe` learned
 _KNOWN_EOS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>")
@@ -57,6 +65,9 @@ class Tokenizer(Protocol):
     def vocab_size(self) -> int: ...
 
     def encode(self, text: str) -> Tokens: ...
+
+    def encode_pieces(self, pieces: Iterable[str]) -> Iterator[Tokens]:
+        """The tokens of one text, which comes in pieces."""
 
     def decode(self, tokens: Sequence[int]) -> str: ...
 
@@ -81,6 +92,9 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> Tokens:
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.uint16)
+
+    def encode_pieces(self, pieces: Iterable[str]) -> Iterator[Tokens]:
+        return map(self.encode, pieces)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(tokens).decode("utf-8", errors="replace")
@@ -120,6 +134,29 @@ class BpeTokenizer:
         with _named_faults(self.name):
             ids = self.inner.encode(text).ids
         return self._checked(ids)
+
+    def encode_pieces(self, pieces: Iterable[str]) -> Iterator[Tokens]:
+        pieces = _cut(pieces) if self._cuttable else iter([_joined(pieces, self.name)])
+        while some := [*islice(pieces, _TOGETHER)]:
+            yield from self.encode_all(some)
+
+    @cached_property
+    def _cuttable(self) -> bool:
+        """Whether the tokens of a text are those of its pieces: whether it is split as in GPT-2, and nothing else reads or
+        changes the text around a split."""
+        content = json.loads(self.json())
+        split, after = content["pre_tokenizer"] or {}, content["post_processor"] or {}
+        return (
+            split.get("type") == "ByteLevel"
+            and split.get("use_regex", True)
+            and not split["add_prefix_space"]
+            and content["normalizer"] is None
+            and after.get("type", "ByteLevel") == "ByteLevel"
+            and not any(
+                token["lstrip"] or token["rstrip"] or token["single_word"] or _SPACE.search(token["content"])
+                for token in content["added_tokens"]
+            )
+        )
 
     def decode(self, tokens: Sequence[int]) -> str:
         with _named_faults(self.name):
@@ -176,9 +213,9 @@ class BpeTokenizer:
         return np.array([n for n, token in self.inner.get_added_tokens_decoder().items() if token.special], np.int64)
 
 
-def train_bpe(text: str, vocab_size: int, *, eos: bool = False) -> BpeTokenizer:
-    """Learn vocab_size − 256 merges from `text`; the first 256 tokens are the bytes. The same text gives the same tokenizer.
-    With `eos` the last token is <|endoftext|>, and there is one merge fewer."""
+def train_bpe(text: Iterable[str], vocab_size: int, *, eos: bool = False) -> BpeTokenizer:
+    """Learn vocab_size − 256 merges from `text`, which may come in pieces; the first 256 tokens are the bytes. The same text
+    gives the same tokenizer, however it is cut. With `eos` the last token is <|endoftext|>, and there is one merge fewer."""
     if vocab_size < 256:
         raise ValueError(f"vocab_size: got {vocab_size}; accepted: at least 256, one token for each byte")
     library = _tokenizers()
@@ -188,9 +225,15 @@ def train_bpe(text: str, vocab_size: int, *, eos: bool = False) -> BpeTokenizer:
     alphabet = library.pre_tokenizers.ByteLevel.alphabet()
     learned = vocab_size - eos
     # At most as many tokens as the text can fill, because the trainer allocates memory for its whole vocab_size.
-    most = min(learned, 256 + len(text.encode("utf-8")))
+    most, begin, pieces = 256, [], _cut(text)
+    for piece in pieces:
+        begin.append(piece)
+        most += len(piece.encode("utf-8"))
+        if most >= learned:
+            break
+    most = min(learned, most)
     trainer = library.trainers.BpeTrainer(vocab_size=most, initial_alphabet=alphabet, show_progress=False)
-    inner.train_from_iterator([text], trainer)
+    inner.train_from_iterator(chain(begin, pieces), trainer)
     if inner.get_vocab_size() != learned:
         raise ValueError(
             f"vocab_size: got {vocab_size}; accepted: at most {inner.get_vocab_size() + eos}, the number of tokens in this "
@@ -199,6 +242,35 @@ def train_bpe(text: str, vocab_size: int, *, eos: bool = False) -> BpeTokenizer:
     if eos:
         inner.add_special_tokens([END_OF_TEXT])
     return BpeTokenizer(inner)
+
+
+def _cut(pieces: Iterable[str]) -> Iterator[str]:
+    """The same text in pieces of about _PIECE characters, cut where words begin: before white space that follows something
+    else. The split of GPT-2 has a boundary there, whatever comes before or after."""
+    rest = ""
+    for piece in pieces:
+        rest += piece
+        begin = 0
+        while found := _WORD_END.search(rest, begin + _PIECE):
+            yield rest[begin : found.end()]
+            begin = found.end()
+        rest = rest[begin:]
+    if rest:
+        yield rest
+
+
+def _joined(pieces: Iterable[str], name: str) -> str:
+    parts, size = [], 0
+    room = (memory_limit(torch.device("cpu")) or sys.maxsize) // 2
+    for piece in pieces:
+        parts.append(piece)
+        size += len(piece)
+        if size > room:
+            raise ValueError(
+                f"{name}: got a text of more than {human(room)}, half of this machine's memory; accepted: shorter documents, "
+                "because this tokenizer encodes a document as a whole"
+            )
+    return "".join(parts)
 
 
 def load_tokenizer(path: Path) -> Tokenizer:

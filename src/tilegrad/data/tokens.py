@@ -6,6 +6,7 @@ import errno
 import hashlib
 import mmap
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ..text.atomic import write_whole
+from ..text.atomic import whole_file
 
 if TYPE_CHECKING:
     from .document_file import DocumentFile
@@ -49,14 +50,22 @@ class TokenFile:
                 )
 
 
-def write_tokens(path: Path, tokens: Tokens, *, vocab_size: int, source_sha256: str, tokenizer_sha256: str) -> None:
-    """Write the file whole or not at all. Raises if a token is out of range."""
-    check_range(tokens, vocab_size, "tokens")
-    dtype = token_dtype(vocab_size)
-    digests = bytes.fromhex(source_sha256), bytes.fromhex(tokenizer_sha256)
-    header = _HEADER.pack(_MAGIC, _VERSION, dtype.itemsize, len(tokens), vocab_size, *digests)
-    body = (tokens[i : i + _CHUNK].astype(dtype, copy=False).tobytes() for i in range(0, len(tokens), _CHUNK))
-    write_whole(path, (piece for pieces in ((header,), body) for piece in pieces))
+def write_tokens(
+    path: Path, parts: Iterable[Tokens], *, vocab_size: int, source_sha256: str, tokenizer_sha256: str
+) -> None:
+    """Write the file whole or not at all. The file gets its name only when `parts` has ended. Raises if a token is out of
+    range."""
+    dtype, count = token_dtype(vocab_size), 0
+    with whole_file(path) as staged, staged.open("wb") as file:
+        file.write(bytes(_HEADER.size))
+        for tokens in parts:
+            check_range(tokens, vocab_size, "tokens", first=count)
+            for begin in range(0, len(tokens), _CHUNK):
+                file.write(tokens[begin : begin + _CHUNK].astype(dtype, copy=False).tobytes())
+            count += len(tokens)
+        digests = bytes.fromhex(source_sha256), bytes.fromhex(tokenizer_sha256)
+        file.seek(0)
+        file.write(_HEADER.pack(_MAGIC, _VERSION, dtype.itemsize, count, vocab_size, *digests))
 
 
 def open_tokens(path: Path) -> TokenFile:
@@ -92,13 +101,14 @@ def token_dtype(vocab_size: int) -> np.dtype[np.integer]:
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
-def check_range(tokens: Tokens, vocab_size: int, name: str) -> None:
+def check_range(tokens: Tokens, vocab_size: int, name: str, *, first: int = 0) -> None:
+    """first: the position of the first of these tokens, for the error"""
     for begin in range(0, len(tokens), _CHUNK):
         chunk = tokens[begin : begin + _CHUNK]
         if int(chunk.max()) >= vocab_size or int(chunk.min()) < 0:
             at = int(np.argmax((chunk >= vocab_size) | (chunk < 0)))
             raise TokenFileError(
-                f"{name}: token {int(chunk[at])} at position {begin + at} is not in the vocabulary of {vocab_size}"
+                f"{name}: token {int(chunk[at])} at position {first + begin + at} is not in the vocabulary of {vocab_size}"
             )
 
 
