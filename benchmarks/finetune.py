@@ -77,7 +77,7 @@ class Shape:
 SHAPES = {
     "0.5B": Shape(896, 4864, 14, 2, 24, 16, checkpointed_gib=3.2),
     "1.5B": Shape(1536, 8960, 12, 2, 28, 8, checkpointed_gib=5.2),
-    "tiny": Shape(64, 160, 4, 2, 2, 2, seq_len=32, vocab_size=256, checkpointed_gib=0.01),
+    "tiny": Shape(64, 160, 4, 2, 2, 2, seq_len=32, vocab_size=256, checkpointed_gib=0.07),
 }
 
 
@@ -225,6 +225,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="a small shape, 0.2 s for each contender in a round")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(arguments)
+    _check(args.rounds, args.seconds, args.budget, args.device)
     missing = [package for package in PEER_PACKAGES if find_spec(package) is None]
     with_peer = not args.no_peer and args.device == "cuda" and not missing
     if missing and not args.no_peer:
@@ -234,7 +235,8 @@ def main(arguments: list[str] | None = None) -> int:
         ["ours, weights", "ours, lean", "peer, weights"],
     ]
     rounds, seconds = (2, 0.2) if args.tiny else (args.rounds, args.seconds)
-    rows, broken = [], False
+    rows: list[dict[str, Any]] = []
+    errors: list[str] = []
     for name in ["tiny"] if args.tiny else args.shapes or ["0.5B", "1.5B"]:
         shape = SHAPES[name]
         budget = args.budget if args.budget is not None else shape.checkpointed_gib
@@ -247,14 +249,26 @@ def main(arguments: list[str] | None = None) -> int:
             new = rows_of(name, found)
             print(table(HEADER, [_cells(row) for row in new]), file=sys.stderr, flush=True)
             rows += new
-            for who, why in failed.items():
-                broken = True
-                print(f"{name}, {who}: {why}", file=sys.stderr)
+            errors += [f"{name}, {who}: {why}" for who, why in failed.items()]
     if args.json:
-        print(json.dumps(rows, indent=1))
+        print(json.dumps(rows, indent=1), flush=True)
     else:
-        print(table(HEADER, [_cells(row) for row in rows]))
-    return int(broken)
+        print(table(HEADER, [_cells(row) for row in rows]), flush=True)
+    for error in errors:
+        print(error, file=sys.stderr)
+    return int(bool(errors))
+
+
+def _check(rounds: int, seconds: float, budget: float | None, device: str) -> None:
+    if rounds < 1:
+        raise ValueError(f"rounds: got {rounds}; accepted: at least 1")
+    if not seconds > 0:
+        raise ValueError(f"seconds: got {seconds}; accepted: a number > 0")
+    unplanned = UNPLANNED_BYTES / _GIB
+    if budget is not None and device == "cuda" and budget <= unplanned:
+        raise ValueError(
+            f"budget: got {budget}; accepted: more than {unplanned:.4f} GiB, which the engine does not plan"
+        )
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:

@@ -104,6 +104,8 @@ def bench_linear_cross_entropy(
 ) -> int:
     """Prints the table and whether the goals are reached. Returns the exit code, 1 if tilegrad's gradients break the closeness
     rule."""
+    if repeats < 1:
+        raise ValueError(f"repeats: got {repeats}; accepted: at least 1")
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     kind, number = "tiny" if tiny else "full", getattr(torch, dtype)
     x, w, targets = build(SHAPES[kind], where, number)

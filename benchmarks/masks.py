@@ -288,6 +288,8 @@ def bench_masks(
 ) -> int:  # fmt: skip
     """Prints the table, and appends it as JSON lines to the file `out`. Returns the exit code, 1 if the results of tilegrad are
     wrong."""
+    if repeats < 2:
+        raise ValueError(f"repeats: got {repeats}; accepted: at least 2, because the report has quartiles")
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     kind = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
     chosen = kind[dtype or ("bfloat16" if where.type == "cuda" else "float32")]

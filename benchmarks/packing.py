@@ -158,6 +158,8 @@ def bench_packing(
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     on_gpu = where.type == "cuda"
     name = model or ("qwen2.5-0.5b" if on_gpu else "tiny")
+    if rounds < 1:
+        raise ValueError(f"rounds: got {rounds}; accepted: at least 1")
     if name not in MODELS:
         raise ValueError(f"model: got {name!r}; accepted: {', '.join(MODELS)}")
     b, t = batch_size or (16 if on_gpu else 4), seq_len or (1024 if on_gpu else 128)

@@ -26,3 +26,20 @@ def test_a_ratio_compares_calls_of_the_same_round() -> None:
     rows = {row["contender"]: row for row in finetune.rows_of("0.5B", found)}
     assert rows["ours"]["ratio"] == 2.5 and rows["peer"]["ratio"] is None and rows["ours, budget"]["ratio"] is None
     assert rows["peer"]["peak_bytes"] == 9 and rows["ours"]["tokens_per_s"] == 35.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (["--rounds", "0"], "rounds: got 0; accepted: at least 1"),
+        (["--seconds", "0"], "seconds: got 0.0; accepted: a number > 0"),
+        (["--device", "cuda", "--budget", "0.03"], "budget: got 0.03; accepted: more than 0.0391 GiB"),
+    ],
+)
+def test_bad_numbers_are_refused(arguments: list[str], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        finetune.main([*arguments, "--tiny", "--no-peer"])
+
+
+def test_the_budget_of_every_shape_leaves_bytes_to_plan_on_a_gpu() -> None:
+    assert all(shape.checkpointed_gib * 2**30 > finetune.UNPLANNED_BYTES for shape in finetune.SHAPES.values())

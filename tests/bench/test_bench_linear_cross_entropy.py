@@ -31,6 +31,11 @@ def test_the_table_names_wrong_and_absent_contenders(
     assert bench.main(["--device", "cpu", "--tiny", "--repeats", "1"]) == 1
 
 
+def test_no_rounds_are_refused() -> None:
+    with pytest.raises(ValueError, match="repeats: got 0; accepted: at least 1"):
+        bench.main(["--device", "cpu", "--tiny", "--repeats", "0"])
+
+
 def test_the_check_sees_one_wrong_row_and_a_shared_factor() -> None:
     """Gradients of logits in bfloat16 include a rounded 1 / 115, so every gradient has the same factor."""
     given = ((128, 16, 1024), torch.device("cpu"), torch.bfloat16)

@@ -33,6 +33,11 @@ def test_every_call_of_a_problem_has_a_line(tmp_path: Path, capsys: pytest.Captu
     assert "shared question" in capsys.readouterr().out
 
 
+def test_one_round_is_refused() -> None:
+    with pytest.raises(ValueError, match="repeats: got 1; accepted: at least 2, because the report has quartiles"):
+        bench.main(["--device", "cpu", "--repeats", "1"])
+
+
 def test_the_table_says_whether_a_goal_is_met_or_missed() -> None:
     row = ("causal", 64, 128, "causal", "forward", 1.0)
     assert "0.9 met" in report([Row(*row, 0.9, None, 0.9)]) and "0.9 missed" in report([Row(*row, 0.89, None, 0.9)])

@@ -28,6 +28,11 @@ def test_the_bench_prints_a_line_for_each_kind_of_rows(capsys: pytest.CaptureFix
     assert all(row["tokens_per_s"] > 0 for row in rows)
 
 
+def test_no_rounds_are_refused() -> None:
+    with pytest.raises(ValueError, match="rounds: got 0; accepted: at least 1"):
+        bench_packing(**SMALL | {"rounds": 0})
+
+
 def test_canary_a_packed_loss_that_differs_is_seen(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
