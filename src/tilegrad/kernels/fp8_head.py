@@ -17,7 +17,7 @@ from torch import Tensor
 from .checks import check_given, check_tensor
 from .cross_entropy import CROSS_ENTROPY, Problem
 from .cross_entropy.chunks import chunks, most_rows
-from .fp8_linear import EVEN, FP8, GRADIENT, even, fp8_product_fwd, fp8_product_workspace, fp8_quantize_fwd
+from .fp8_linear import EVEN, FP8, GRADIENT, even, fp8_product_fwd, fp8_product_workspace, fp8_softmax_bwd
 from .fp8_linear.state import FORMAT, LARGEST, STATE
 from .op import op
 from .scratch import Form, Shapes, TensorLike, below, of, views
@@ -39,22 +39,17 @@ def _chunks(n: int, c: int, v: int) -> Iterator[slice]:
 
 
 def fp8_cross_entropy_workspace(
-    x: TensorLike,
-    w: TensorLike,
-    *,
-    backward: bool,
-    accumulate: bool = True,
-    softcap: float = 0.0,
-    kernel: str | None = None,
+    x: TensorLike, w: TensorLike, *, backward: bool, accumulate: bool = True, kernel: str | None = None
 ) -> Shapes:
     """Name → (shape, dtype) of the scratch; x (N, C) and w (V, C) are not rounded yet. accumulate is as in the step."""
     (n, c), v = x.shape, w.shape[0]
     rows = _rows(n, c, v)
     row = CROSS_ENTROPY.select(Problem(x, w), kernel)
     shapes: Shapes = {"logits": ((rows, v), torch.bfloat16), "losses": ((n,), torch.float32)}
-    shapes |= below(row.name, row.load().softmax_workspace(Form((rows, v), torch.bfloat16, x.device), softcap))
+    shapes |= below(row.name, row.load().softmax_workspace(Form((rows, v), torch.bfloat16, x.device)))
     if backward:
         shapes |= {"dl8": ((rows, v), GRADIENT), "dl8t": ((v, even(rows)), GRADIENT), "state": (STATE, torch.float32)}
+        shapes |= {"row_max": ((rows,), torch.float32), "factor": ((rows,), torch.float32)}
         if accumulate or rows < n:
             dw = Form((v, c), torch.float32, x.device)
             shapes |= below("dw", fp8_product_workspace(Form((c, even(rows)), FP8, x.device), dw))
@@ -81,7 +76,7 @@ def fp8_cross_entropy_step(
     backward, module = dx is not None or dw is not None, row.load()
     form = Form((n, c), torch.bfloat16, device)
     options = {"backward": backward, "accumulate": accumulate}
-    needed = fp8_cross_entropy_workspace(form, w8, **options, softcap=softcap, kernel=row.name)
+    needed = fp8_cross_entropy_workspace(form, w8, **options, kernel=row.name)
     scratch = views(where.get("scratch"), needed, device, "fp8_cross_entropy")
     softmax, state = of(row.name, scratch), scratch.get("state")
     if state is not None:
@@ -93,12 +88,14 @@ def fp8_cross_entropy_step(
         m, losses = i.stop - i.start, scratch["losses"][i]
         logits = scratch["logits"][:m]
         fp8_product_fwd(x8[i], x_state, w8, w_state, out=logits, accumulate=False)
-        module.softmax(logits, targets[i], inv_total, backward, softcap, losses=losses, scratch=softmax)
-        if state is None:
+        row_max, factor = (scratch[name][:m] if backward else None for name in ("row_max", "factor"))
+        given = (logits, targets[i], inv_total, softcap)
+        module.softmax(*given, losses=losses, row_max=row_max, factor=factor, scratch=softmax)
+        if state is None or row_max is None or factor is None:
             continue
         dl8 = scratch["dl8"][:m]
         dl8t = scratch["dl8t"].view(-1)[: v * even(m)].view(v, even(m))
-        fp8_quantize_fwd(logits, x8=dl8, x8t=dl8t, state=state)
+        fp8_softmax_bwd(*given[:2], row_max, factor, inv_total, softcap, state, dl8=dl8, dl8t=dl8t)
         if dw is not None and x8t is not None:
             own, added = x8t[:, i.start : i.start + even(m)], accumulate or i.start > 0
             fp8_product_fwd(

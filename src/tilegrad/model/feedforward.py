@@ -7,7 +7,8 @@ Saved: h; x (the norm's output) and a unless recomputed.       x, y (N, C)   a (
 
 The activation's backward is the last to read h. It forms up's bias gradient Σ dh, and writes a recomputed a over h. For swiglu
 it writes [dh, dg] over [h, g], and a over da. So the order is: dgrad of down, activation, wgrad of down, dgrad of up. The wgrad
-of up, `backward_weight`, runs after the norm's backward, which may recompute x.
+of up, `backward_weight`, runs after the norm's backward, which may recompute x. If only float8 products read dh, the
+activation's backward rounds it as it is formed, and dh itself is not stored.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..kernels.activation import activation_bwd, activation_fwd, activation_workspace, swiglu_bwd, swiglu_fwd
+from ..kernels.fp8_linear import fp8_activation_workspace
 from ..kernels.scratch import Scratch
 from .layer import Buffer, Declare
 from .linear import LinearLayer
@@ -32,6 +34,7 @@ class FeedForward:
     a: Buffer
     da: Buffer
     dh: Buffer  # the buffer of da; swiglu: the buffer of h
+    rounds_dh: bool  # whether only float8 products read dh
     adapter: Adapter | None  # the adapter of up and gate
     down_adapter: Adapter | None
     backward_scratch: Scratch
@@ -45,7 +48,12 @@ class FeedForward:
         up = LinearLayer.declare(at, f"{name}.{'_'.join(parts)}", c, width, bias=bias, parts=widths, keeps_x=keeps_x)
         down = LinearLayer.declare(at, f"{name}.down", f, c, at.onto_stream, bias=bias, keeps_x=keeps_a)
         h, da = at.rows(f"{name}.h", width), at.rows(f"{name}.da", f)
-        shapes = activation_workspace(at.form(f), kind, sums=up.b is not None, invariant=at.invariant)
+        adapter = Adapter.declare(at, block, "ffn.in", (up,), parts, seed)
+        rounds_dh, sums = up.rounds_dy and adapter is None, up.b is not None
+        if rounds_dh:
+            shapes = fp8_activation_workspace(at.form(f), kind, sums=sums)
+        else:
+            shapes = activation_workspace(at.form(f), kind, sums=sums, invariant=at.invariant)
         return cls(
             up=up,
             down=down,
@@ -56,7 +64,8 @@ class FeedForward:
             a=at.rows(f"{name}.a", f),
             da=da,
             dh=h if kind == "swiglu" else da,
-            adapter=Adapter.declare(at, block, "ffn.in", (up,), parts, seed),
+            rounds_dh=rounds_dh,
+            adapter=adapter,
             down_adapter=Adapter.declare(at, block, "ffn.down", (down,), {"down": (0, 0)}, seed),
             backward_scratch=at.scratch(kind, shapes),
         )
@@ -100,13 +109,17 @@ class FeedForward:
             self.down_adapter.backward_weight(a)
         if self.adapter is not None:
             self.adapter.backward(self.dh)
-        self.up.backward_input(self.dh, dx=dx, adapter=self.adapter)
+        self.up.backward_input(None if self.rounds_dh else self.dh, dx=dx, adapter=self.adapter)
 
     def backward_activation(self, *, a: Buffer | None) -> None:
         """da → dh, up's bias gradient, and a if it is given."""
         da, h, dh, sums = self.da, self.h, self.dh, self.up.bias_grad
         accumulate, invariant, scratch = self.up.w.accumulate, self.invariant, self.backward_scratch
-        if self.gated:
+        if self.rounds_dh and self.up.fp8 is not None:
+            self.up.fp8.dy.of_activation_backward(
+                da, h, self.activation, a=a, dh_sum=sums, accumulate=accumulate, scratch=scratch
+            )
+        elif self.gated:
             swiglu_bwd(
                 da, h, dup_gate=dh, a=a, dup_gate_sum=sums, accumulate=accumulate, invariant=invariant, scratch=scratch
             )

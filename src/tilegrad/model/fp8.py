@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..kernels.fp8_linear import Factor, even, format_of, fp8_activation_fwd, fp8_quantize_fwd
+from ..kernels.fp8_linear import Factor, even, format_of, fp8_activation_bwd, fp8_activation_fwd, fp8_quantize_fwd
+from ..kernels.scratch import Scratch
 from ..memory.types import Role
 
 if TYPE_CHECKING:
@@ -54,6 +55,15 @@ class Rounded:
     def of_activation(self, h: Buffer, kind: str, *, columns: bool) -> None:
         """Rounds act(h), which is not kept."""
         fp8_activation_fwd(h, kind, a8=self.rows, a8t=self.columns if columns else None, state=self.state)
+
+    def of_activation_backward(
+        self, da: Buffer, h: Buffer, kind: str, *, a: Buffer | None, dh_sum: Buffer | None, accumulate: bool, scratch: Scratch
+    ) -> None:  # fmt: skip
+        """Rounds dh = da ∘ act'(h), which is not kept."""
+        fp8_activation_bwd(
+            da, h, kind, dh8=self.rows, dh8t=self.columns, a=a, dh_sum=dh_sum, accumulate=accumulate, state=self.state,
+            scratch=scratch,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

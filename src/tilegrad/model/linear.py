@@ -113,19 +113,21 @@ class LinearLayer:
         fp8_product_fwd(x.rows, x.state, w.rows, w.state, b, out=y, accumulate=False)
 
     def backward_input(
-        self, dy: Buffer, *, dx: Buffer, accumulate: bool = False, adapter: Adapter | None = None
+        self, dy: Buffer | None, *, dx: Buffer, accumulate: bool = False, adapter: Adapter | None = None
     ) -> None:
         """dx = dy W, or dx += dy W if accumulate. With an adapter of this input, du A is added too. A float8 layer rounds dy
-        here, and `backward_weight` uses the rounded dy too."""
+        here, and `backward_weight` uses the rounded dy too. dy=None: the op that formed dy has rounded it (`rounds_dy`)."""
         if self.fp8 is not None:
             dy8, w8 = self.fp8.dy, self.fp8.w.rounded
-            dy8.of(dy)
+            if dy is not None:
+                dy8.of(dy)
             assert dy8.rows is not None and w8.columns is not None
             scratch = self.added_scratch["dx"] if accumulate else {}
             fp8_product_fwd(dy8.rows, dy8.state, w8.columns, w8.state, out=dx, accumulate=accumulate, scratch=scratch)
             if adapter is not None:
                 adapter.add_backward(dx=dx)
             return
+        assert dy is not None
         if adapter is not None and adapter.dy_du is not None and adapter.wa is not None and not accumulate:
             w, du, a = self.w.value, adapter.du, adapter.a.value
             joined_linear_bwd_input(dy, w, du, a, dx=dx, joined=adapter.dy_du, wa=adapter.wa)
@@ -181,6 +183,11 @@ class LinearLayer:
     def reads_x(self) -> bool:
         """Whether `backward_weight` reads x."""
         return self.w.grad is not None and not (self.fp8 is not None and self.fp8.keeps)
+
+    @property
+    def rounds_dy(self) -> bool:
+        """Whether only float8 products read dy, so that the op that forms it may round it."""
+        return self.fp8 is not None and (self.fp8.weight_gradient or self.w.grad is None)
 
     @property
     def bias_grad(self) -> Buffer | None:

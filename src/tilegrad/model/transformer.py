@@ -122,10 +122,8 @@ class Head:
         w = wte if tied else at.param("lm_head.weight", c.vocab_size, c.n_embd, init=WEIGHT)
         x, terms = at.form(c.n_embd), Terms(c.softcap)
         if at.head == "fp8":
-            forward = fp8_cross_entropy_workspace(x, w.value, backward=False, softcap=c.softcap)
-            backward = fp8_cross_entropy_workspace(
-                x, w.value, backward=True, accumulate=w.accumulate, softcap=c.softcap
-            )
+            forward = fp8_cross_entropy_workspace(x, w.value, backward=False)
+            backward = fp8_cross_entropy_workspace(x, w.value, backward=True, accumulate=w.accumulate)
         elif c.loss == "cross_entropy":
             forward = cross_entropy_workspace(x, w.value, backward=False, invariant=at.invariant, terms=terms)
             backward = cross_entropy_workspace(x, w.value, backward=True, invariant=at.invariant, terms=terms)

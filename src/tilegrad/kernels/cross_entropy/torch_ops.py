@@ -11,6 +11,7 @@ float32 and back.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -128,31 +129,34 @@ def mask_targets(
     scale.copy_(inv_total[i] if inv_total.ndim else inv_total).masked_fill_(ignored, 0.0)
 
 
-def softmax_workspace(logits: TensorLike, softcap: float = 0.0) -> Shapes:
+def softmax_workspace(logits: TensorLike) -> Shapes:
     """Scratch of `softmax` on this many logits or fewer."""
     (rows, v), acc = logits.shape, accumulation_dtype(logits.dtype)
     shapes: Shapes = {"statistics": ((4, rows), acc), "index": ((rows,), torch.int64), "ignored": ((rows,), torch.bool)}
-    block = max(1, min(rows, BLOCK // max(v, 1)))
-    if softcap:
-        shapes["tanh"] = ((block, v), acc)
-    return shapes | ({"block": ((block, v), acc)} if softcap or logits.dtype != acc else {})
+    return shapes | {"block": ((max(1, min(rows, BLOCK // max(v, 1))), v), acc)}
 
 
 def softmax(
-    logits: Tensor, targets: Tensor, inv_total: Tensor, gradient: bool, softcap: float = 0.0, *,
-    losses: Tensor, scratch: Scratch,
+    logits: Tensor, targets: Tensor, inv_total: Tensor, softcap: float = 0.0, *,
+    losses: Tensor, row_max: Tensor | None, factor: Tensor | None, scratch: Scratch,
 ) -> None:  # fmt: skip
-    """losses = nll · inv_total of capped logits; with `gradient` dl overwrites the logits."""
-    from . import Outputs
-
+    """losses = nll · inv_total of capped logits, and exp(l − row_max) · factor = p · inv_total, unless row_max is None. A row
+    without a target has row_max = ∞ and factor = 0."""
     m = logits.shape[0]
-    rows = {"logits": logits, "index": scratch["index"][:m], "ignored": scratch["ignored"][:m]}
-    scale, out = scratch["statistics"][0, :m], Outputs(None, dx=logits if gradient else None, losses=losses)
-    mask_targets(targets, inv_total, slice(0, m), ignored=rows["ignored"], index=rows["index"], scale=scale)
-    for j in blocks(m, scratch["block"].shape[0] if "block" in scratch else m):
-        _probabilities(rows, j, scale, scratch, Terms(softcap), out=out)
-    if gradient:
-        logits.mul_(scale[:, None]).masked_fill_(rows["ignored"][:, None], 0.0)
+    scale, most, row_sum, at_target = scratch["statistics"][:, :m].unbind()
+    index, ignored = scratch["index"][:m], scratch["ignored"][:m]
+    mask_targets(targets, inv_total, slice(0, m), ignored=ignored, index=index, scale=scale)
+    for j in blocks(m, scratch["block"].shape[0]):
+        x = scratch["block"][: j.stop - j.start].copy_(logits[j])
+        if softcap:
+            x.div_(softcap).tanh_().mul_(softcap)
+        torch.amax(x, -1, out=most[j])
+        torch.gather(x, 1, index[j, None], out=at_target[j, None])
+        torch.sum(x.sub_(most[j, None]).exp_(), -1, out=row_sum[j])
+    torch.log(row_sum, out=losses).add_(most).sub_(at_target).mul_(scale).masked_fill_(ignored, 0.0)
+    if row_max is not None and factor is not None:
+        torch.div(scale, row_sum, out=factor)
+        row_max.copy_(most).masked_fill_(ignored, math.inf)
 
 
 def total(losses: Tensor, *, loss: Tensor) -> None:

@@ -63,7 +63,7 @@ def _float32_with_bias(x, bias, columns, mask=None):
 
 
 @triton.jit
-def _capped(x, SOFTCAP: tl.constexpr, EXACT: tl.constexpr):
+def capped(x, SOFTCAP: tl.constexpr, EXACT: tl.constexpr):
     """SOFTCAP · tanh(x / SOFTCAP); x itself if SOFTCAP is 0."""
     if SOFTCAP != 0.0:
         return tl.where(x == x, SOFTCAP * tanh(quotient(x, SOFTCAP, EXACT), EXACT), x)
@@ -72,7 +72,7 @@ def _capped(x, SOFTCAP: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _slope(x, SOFTCAP: tl.constexpr, EXACT: tl.constexpr):
+def slope(x, SOFTCAP: tl.constexpr, EXACT: tl.constexpr):
     """1 − (x / SOFTCAP)² of a capped x"""
     y = quotient(x, SOFTCAP, EXACT)
     return 1.0 - y * y
@@ -85,7 +85,7 @@ def _gradient(x, row_max, factor, constant, SOFTCAP: tl.constexpr, SMOOTHING: tl
     if SMOOTHING != 0.0:
         dx -= constant
     if SOFTCAP != 0.0:
-        dx *= _slope(x, SOFTCAP, EXACT)
+        dx *= slope(x, SOFTCAP, EXACT)
     return dx
 
 
@@ -93,7 +93,7 @@ def _gradient(x, row_max, factor, constant, SOFTCAP: tl.constexpr, SMOOTHING: tl
 def _softmax_kernel(
     targets, inv_total, logits, bias, nll, targets_n, logits_n, V, GRADIENT: tl.constexpr, TILE: tl.constexpr,
     BY_ROW: tl.constexpr = False, SOFTCAP: tl.constexpr = 0.0, SMOOTHING: tl.constexpr = 0.0,
-    Z_LOSS: tl.constexpr = 0.0,
+    Z_LOSS: tl.constexpr = 0.0, maxima=None, factors=None,
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64)
     row, cols = logits + n * logits_n, tl.arange(0, TILE)
@@ -104,6 +104,9 @@ def _softmax_kernel(
 
     if target < 0:
         tl.store(nll + n, 0.0)
+        if maxima is not None:
+            tl.store(maxima + n, float("inf"))
+            tl.store(factors + n, 0.0)
         if GRADIENT:
             nothing = tl.zeros([TILE], logits.dtype.element_ty)
             for k in range(0, whole, TILE):
@@ -111,11 +114,11 @@ def _softmax_kernel(
             tl.store(row + whole + cols, nothing, mask=rest)
     else:
         scale = tl.load(inv_total + n if BY_ROW else inv_total)
-        at_target = _capped(_float32_with_bias(tl.load(row + target), bias, target), SOFTCAP, EXACT)
+        at_target = capped(_float32_with_bias(tl.load(row + target), bias, target), SOFTCAP, EXACT)
         row_max, row_sum, total = at_target, 0.0, 0.0
         for k in range(0, whole, TILE):
             x = tl.load(row + k + cols, eviction_policy="evict_last")
-            x = _capped(_float32_with_bias(x, bias, k + cols), SOFTCAP, EXACT)
+            x = capped(_float32_with_bias(x, bias, k + cols), SOFTCAP, EXACT)
             if SMOOTHING != 0.0:
                 total += tl.sum(x, 0)
             new_max = tl.maximum(row_max, tl.max(x, 0))
@@ -124,7 +127,7 @@ def _softmax_kernel(
         x = tl.load(row + whole + cols, mask=rest, other=-float("inf"))
         x = _float32_with_bias(x, bias, whole + cols, rest)
         if SOFTCAP != 0.0:
-            x = tl.where(rest, _capped(x, SOFTCAP, EXACT), -float("inf"))
+            x = tl.where(rest, capped(x, SOFTCAP, EXACT), -float("inf"))
         if SMOOTHING != 0.0:
             total += tl.sum(tl.where(rest, x, 0.0), 0)
         new_max = tl.maximum(row_max, tl.max(x, 0))
@@ -140,6 +143,9 @@ def _softmax_kernel(
             lse = row_max + tl.log(row_sum)
             value += Z_LOSS * lse * lse
         tl.store(place, value * scale)
+        if maxima is not None:
+            tl.store(maxima + n, row_max)
+            tl.store(factors + n, scale / row_sum)
         if GRADIENT:
             factor = scale / row_sum
             constant = 0.0
@@ -151,7 +157,7 @@ def _softmax_kernel(
             tl.store(row + whole + cols, dx.to(logits.dtype.element_ty), mask=rest)
             for k in range(0, whole, TILE):
                 x = tl.load(row + k + cols, eviction_policy="evict_first")
-                x = _capped(_float32_with_bias(x, bias, k + cols), SOFTCAP, EXACT)
+                x = capped(_float32_with_bias(x, bias, k + cols), SOFTCAP, EXACT)
                 dx = _gradient(x, row_max, factor, constant, SOFTCAP, SMOOTHING, EXACT)
                 tl.store(row + k + cols, dx.to(logits.dtype.element_ty))
             tl.debug_barrier()
@@ -163,7 +169,7 @@ def _softmax_kernel(
             place = row + target
             d = (p - 1.0) * scale
             if SOFTCAP != 0.0:
-                d *= _slope(at_target, SOFTCAP, EXACT)
+                d *= slope(at_target, SOFTCAP, EXACT)
             tl.store(place, d.to(logits.dtype.element_ty))
 
 
@@ -210,22 +216,23 @@ def workspace(
     return shapes | products_workspace(x, w, rows, backward=backward, invariant=invariant, bias=added)
 
 
-def softmax_workspace(logits: TensorLike, softcap: float = 0.0) -> Shapes:
+def softmax_workspace(_logits: TensorLike) -> Shapes:
     """Scratch of `softmax` on this many logits or fewer."""
     return {}
 
 
 def softmax(
-    logits: Tensor, targets: Tensor, inv_total: Tensor, gradient: bool, softcap: float = 0.0, *,
-    losses: Tensor, scratch: Scratch,
+    logits: Tensor, targets: Tensor, inv_total: Tensor, softcap: float = 0.0, *,
+    losses: Tensor, row_max: Tensor | None, factor: Tensor | None, scratch: Scratch,
 ) -> None:  # fmt: skip
-    """losses = nll · inv_total of capped logits; with `gradient` dl overwrites the logits."""
+    """losses = nll · inv_total of capped logits, and exp(l − row_max) · factor = p · inv_total, unless row_max is None. A row
+    without a target has row_max = ∞ and factor = 0."""
     v = logits.shape[1]
     tile = min(padded(v), TILE)
-    constants = {"GRADIENT": gradient, "TILE": tile, "num_warps": max(4, tile >> 9), "BY_ROW": False}
+    constants = {"GRADIENT": False, "TILE": tile, "num_warps": max(4, tile >> 9), "BY_ROW": False}
     terms = {"SOFTCAP": softcap, "SMOOTHING": 0.0, "Z_LOSS": 0.0}
     given = (targets, inv_total, logits, None, losses, targets.stride(0), logits.stride(0), v)
-    launch(_softmax_kernel, (logits.shape[0],), *given, **constants, **terms)
+    launch(_softmax_kernel, (logits.shape[0],), *given, **constants, **terms, maxima=row_max, factors=factor)
 
 
 def total(losses: Tensor, *, loss: Tensor) -> None:

@@ -10,7 +10,9 @@ magnitudes within one gradient differ by more than e4m3's 2¹⁸. In e4m3, a mag
 s; in e5m2, one below 2⁻¹⁴ s to a multiple of 2⁻¹⁶ s.
 
 cuBLAS multiplies rows by rows, so a factor is kept in one order or in both: a8 (N, C), and a8t (C, N'), whose columns after N
-are 0. `fp8_quantize_fwd` reads a once and writes both. `fp8_activation_fwd` does the same for a = act(h), from h.
+are 0. `fp8_quantize_fwd` reads a once and writes both. Three ops do the same for a factor that they compute, so that it is
+never stored in bfloat16: `fp8_activation_fwd` for a = act(h), `fp8_activation_bwd` for dh = da ∘ act'(h), and `fp8_softmax_bwd`
+for the gradient of logits.
 
     y = x8 · w8         dx = dy8 · w8t         dw = dy8t · x8t         A · B = A Bᵀ, by `fp8_product_fwd`
 
@@ -19,7 +21,8 @@ called once at the beginning of a step, computes the next s from these. So s doe
 tensor again gives the same bits. If the largest magnitude is 0 or not finite, s stays the same. Each tensor whose magnitude
 grew more than 100-fold in one step is counted.
 
-`FP8_LINEAR` is the table of kernels: each module offers `workspace`, `product`, `quantize`, `activation` and `scale_step`.
+`FP8_LINEAR` is the table of kernels: each module offers `workspace`, `product`, `quantize`, `activation`, `activation_bwd`,
+`softmax_bwd` and `scale_step`.
 """
 
 from __future__ import annotations
@@ -32,24 +35,26 @@ from torch import Tensor
 
 from .. import gpu
 from ..activation import KINDS
-from ..checks import check_columns, check_param, check_tensor
+from ..checks import check_columns, check_given, check_param, check_tensor
 from ..op import op
 from ..scratch import Form, Shapes, TensorLike
 from ..table import Kernel, Table, Where, takes_all
-from .state import FIRST, FORMAT, LARGEST, STATE
+from .state import FIRST, FORMAT, LARGEST, PARTS, STATE
 
 FP8, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
+BLOCK_C = 64  # columns of a tile that is rounded at once
 EVEN = 16  # the sizes of a product are multiples of this
 Factor = Literal["x", "w", "dy"]
 
 
 class Problem(NamedTuple):
     """A product as the table sees it: its second factor w, the output that it is added to, and the device of x. w=None means a
-    rounding without a product. A rounding takes any size."""
+    rounding without a product. A rounding takes any size. summed: how many column sums of x's width the call forms."""
 
     x: TensorLike
     w: TensorLike | None
     added: TensorLike | None = None
+    summed: int = 0
 
 
 class Product(NamedTuple):
@@ -61,7 +66,7 @@ class Product(NamedTuple):
 
 
 def _scaled_mm_refuses(problem: Problem) -> str | None:
-    x, w, _ = problem
+    x, w, *_ = problem
     if x.device.type != "cuda":
         return f"needs a CUDA device, not {x.device.type}"
     found = gpu.capability(x.device)
@@ -117,13 +122,69 @@ def fp8_activation_fwd(
     kernel: str | None = None,
 ) -> None:
     """a8 = q(act(h))   a8t = q(act(h))ᵀ; updates the magnitudes of act(h) in state. h is contiguous. swiglu: h = [up, gate]."""
+    n, c = _check_activation(h, kind)
+    _check_rounded(h.device, (n, c), a8, a8t, state)
+    FP8_LINEAR.run("activation", Problem(h, None), h, kind, a8=a8, a8t=a8t, state=state, kernel=kernel)
+
+
+def fp8_activation_workspace(da: TensorLike, kind: str, *, sums: bool, kernel: str | None = None) -> Shapes:
+    """Name → (shape, dtype) of the scratch of `fp8_activation_bwd`, with column sums or without."""
+    return FP8_LINEAR.workspace(Problem(da, None, None, _sums(kind) if sums else 0), kernel=kernel)
+
+
+@op(accumulates=("dh_sum",), adds=("state",))
+def fp8_activation_bwd(
+    da: Tensor, h: Tensor, kind: str, *,
+    dh8: Tensor | None = None, dh8t: Tensor | None = None, a: Tensor | None = None, dh_sum: Tensor | None = None,
+    accumulate: bool = True, state: Tensor, **where: Unpack[Where],
+) -> None:  # fmt: skip
+    """dh = da ∘ act'(h), rounded to h's dtype   dh8 = q(dh)   dh8t = q(dh)ᵀ   a = act(h)   dh_sum += Σ_n dh; updates the
+    magnitudes of dh in state. swiglu: h = [up, gate] and dh = [dup, dgate]. a may be h; swiglu: da."""
+    n, c = _check_activation(h, kind)
+    check_tensor("da", da, (n, c), h.dtype, h.device)
+    check_given(h.device, ("a", a, (n, c), h.dtype), ("dh_sum", dh_sum, (h.shape[1],), torch.float32))
+    _check_rounded(h.device, (n, h.shape[1]), dh8, dh8t, state)
+    if not da.is_contiguous() or not (a is None or a.is_contiguous()):
+        raise ValueError("da, a: got other strides than those of a contiguous tensor; accepted: contiguous tensors")
+    if c > (widest := PARTS * BLOCK_C):
+        raise ValueError(f"da: got {c} columns; accepted: at most {widest}")
+    sums = () if dh_sum is None else dh_sum.chunk(_sums(kind))
+    FP8_LINEAR.run(
+        "activation_bwd", Problem(da, None, None, len(sums)), da, h, kind,
+        dh8=dh8, dh8t=dh8t, a=a, sums=sums, accumulate=accumulate, state=state, **where,
+    )  # fmt: skip
+
+
+def _sums(kind: str) -> int:
+    return 2 if kind == "swiglu" else 1
+
+
+def _check_activation(h: Tensor, kind: str) -> tuple[int, int]:
+    """Checks h, and returns the shape of act(h)."""
     if kind not in (*KINDS, "swiglu"):
         raise ValueError(f"kind: got {kind!r}; accepted: one of {', '.join(map(repr, (*KINDS, 'swiglu')))}")
     if not h.is_contiguous():
         raise ValueError(f"h: got strides {h.stride()}; accepted: a contiguous tensor")
-    n, c = h.shape
-    _check_rounded(h.device, (n, c // 2 if kind == "swiglu" else c), a8, a8t, state)
-    FP8_LINEAR.run("activation", Problem(h, None), h, kind, a8=a8, a8t=a8t, state=state, kernel=kernel)
+    return h.shape[0], h.shape[1] // _sums(kind)
+
+
+@op()
+def fp8_softmax_bwd(
+    logits: Tensor, targets: Tensor, row_max: Tensor, factor: Tensor, inv_total: Tensor, softcap: float, state: Tensor, *,
+    dl8: Tensor, dl8t: Tensor, kernel: str | None = None,
+) -> None:  # fmt: skip
+    """dl = exp(l − row_max) · factor, minus inv_total in the target's column, rounded to the dtype of the logits
+    dl8 = q(dl)   dl8t = q(dl)ᵀ. l is the logit, capped if softcap ≠ 0: then dl is multiplied by 1 − (l / softcap)². row_max and
+    factor (N,) are those of `softmax` in kernels/cross_entropy. The caller has set the scale, and no magnitudes are kept."""
+    n, v = logits.shape
+    check_given(logits.device, ("targets", targets, (n,), torch.int64), ("inv_total", inv_total, (), torch.float32))
+    check_given(logits.device, ("row_max", row_max, (n,), torch.float32), ("factor", factor, (n,), torch.float32))
+    check_columns("logits", logits)
+    _check_rounded(logits.device, (n, v), dl8, dl8t, state)
+    FP8_LINEAR.run(
+        "softmax_bwd", Problem(logits, None), logits, targets, row_max, factor, inv_total, softcap,
+        dl8=dl8, dl8t=dl8t, state=state, kernel=kernel,
+    )  # fmt: skip
 
 
 @op(accumulates=("out",))

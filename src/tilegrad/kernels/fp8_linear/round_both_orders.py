@@ -1,9 +1,12 @@
 """Rounding to float8 by Triton, in one pass and in both orders, and the step of the scales.
 
-PARTS programs loop over the tiles of a tensor. Each program stores the largest magnitude of its tiles in a separate element of
-the state, so no atomics are needed. In this maximum a NaN counts as infinite, so that it is not lost. An activation is first
-rounded to h's dtype, because the backward recomputes that value. A tile is transposed in shared memory, so the read and both
-writes are whole rows of 64 or 128 bytes.
+A program rounds tiles of a tensor, and stores the largest magnitude of its tiles in its own element of the state, so no atomics
+are needed. In this maximum a NaN counts as infinite, so that it is not lost. A number that is computed here (an activation, its
+gradient, the gradient of the logits) is first rounded to its input's dtype, as if another kernel had stored it. Such a tile is
+also what the compiler transposes best: from float32 it would compute every number twice, once for each order.
+
+A thread has 32 numbers of a tile, and few registers, so that ten programs share a multiprocessor: while some wait for memory,
+others compute. A tile is transposed in shared memory, so the read and both writes are whole rows of 64 or 128 bytes.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -12,22 +15,63 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..activation.triton_ops import activate, sigmoids_next_to_1
-from ..gpu import launch
-from ..scratch import Scratch
+from ..activation.triton_ops import activate, derivative, sigmoids_next_to_1
+from ..column_sum.triton_ops import add_partials
+from ..cross_entropy.triton_ops import capped, slope
+from ..gpu import ceil_div, interpreting, launch
+from ..scratch import Scratch, Shapes, TensorLike
+from . import BLOCK_C
 from . import state as states
 
-BLOCK_N, BLOCK_C, WARPS = 128, 64, 4  # the tile that a program rounds at once
+BLOCK_N, WARPS = 64, 4  # rows of the tile that a program rounds at once
 PADDED = 2048  # a power of two above PARTS
 
 FIRST_PART = tl.constexpr(states.FIRST_PART)
 PARTS = tl.constexpr(states.PARTS)
 JUMP, JUMPS = tl.constexpr(states.JUMP), tl.constexpr(states.JUMPS)
 FOLLOWED, FORMAT = tl.constexpr(states.FOLLOWED), tl.constexpr(states.FORMAT)
+EIGHTH = tl.constexpr(BLOCK_C // 8)
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _wider(largest, a):
+    """The larger of `largest` (N, C / 8) and the magnitudes of 8 neighbours in a (N, C), which a thread has. A NaN wins."""
+    a = tl.abs(a)
+    for _ in tl.static_range(3):
+        even, odd = tl.split(tl.reshape(a, [a.shape[0], a.shape[1] // 2, 2]))
+        a = tl.maximum(even, odd, propagate_nan=tl.PropagateNan.ALL)
+    return tl.maximum(largest, a, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _keep_largest(state, part, largest):
+    largest = tl.where(largest == largest, largest, float("inf"))
+    seen = state + FIRST_PART + part
+    tl.store(seen, tl.maximum(tl.load(seen), tl.max(tl.max(largest, 1), 0)))
+
+
+@triton.jit
+def _store_rounded(
+    a, inverse, bound, x8, x8t, rows, columns, first_column, N, C, WIDTH, PITCH, CLAMP: tl.constexpr
+):  # fmt: skip
+    """Rounds a tile of C columns into columns first_column … of x8 (N, WIDTH) and x8t (WIDTH, PITCH). The conversion
+    instruction clamps to the largest number of the format; CLAMP is for Triton's interpreter, which does not."""
+    a *= inverse
+    if CLAMP:
+        a = tl.clamp(a, -bound, bound, propagate_nan=tl.PropagateNan.ALL)
+    rows, into = rows.to(tl.int64), (columns + first_column).to(tl.int64)
+    if x8 is not None:
+        here = (rows[:, None] < N) & (columns[None, :] < C)
+        tl.store(x8 + rows[:, None] * WIDTH + into[None, :], a.to(x8.dtype.element_ty), mask=here)
+    if x8t is not None:
+        here = (columns[:, None] < C) & (rows[None, :] < PITCH)
+        tl.store(x8t + into[:, None] * PITCH + rows[None, :], tl.trans(a.to(x8t.dtype.element_ty)), mask=here)
 
 
 @triton.jit
@@ -43,35 +87,109 @@ def _activated(x, at, here, a, C, KIND: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def _quantize_kernel(
-    x, state, x8, x8t, x_n, N, C, PITCH, KIND: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr
-):
+    x, state, x8, x8t, x_n, N, C, PITCH,
+    KIND: tl.constexpr, CLAMP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     """x8 = q(x) and x8t = q(x)ᵀ; x is act(h) if KIND is the name of an activation. Rows N … PITCH of x count as 0."""
     part = tl.program_id(0)
-    s, bound = tl.load(state), tl.load(state + FORMAT)
-    inverse = tl.math.div_rn(1.0, s)
-    largest = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
+    bound = tl.load(state + FORMAT)
+    inverse = tl.math.div_rn(1.0, tl.load(state))
+    largest = tl.zeros([BLOCK_N, EIGHTH], tl.float32)
     across = tl.cdiv(C, BLOCK_C)
     for tile in range(part, tl.cdiv(PITCH, BLOCK_N) * across, PARTS):
-        rows = (tile // across * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
-        columns = (tile % across * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)
+        rows = tile // across * BLOCK_N + tl.arange(0, BLOCK_N)
+        columns = tile % across * BLOCK_C + tl.arange(0, BLOCK_C)
         here = (rows[:, None] < N) & (columns[None, :] < C)
-        at = rows[:, None] * x_n + columns[None, :]
+        at = rows[:, None].to(tl.int64) * x_n + columns[None, :]
         a = tl.load(x + at, mask=here, other=0.0).to(tl.float32)
         if KIND != "":
             exact: tl.constexpr = x.dtype.element_ty == tl.float32
             a = _activated(x, at, here, a, C, KIND, exact).to(x.dtype.element_ty).to(tl.float32)
-        magnitude = tl.abs(a)
-        largest = tl.maximum(largest, tl.where(magnitude != magnitude, float("inf"), magnitude))
-        scaled = a * inverse
-        bounded = tl.where(scaled > bound, bound, tl.where(scaled < -bound, -bound, scaled))
-        if x8 is not None:
-            tl.store(x8 + rows[:, None] * C + columns[None, :], bounded.to(x8.dtype.element_ty), mask=here)
-        if x8t is not None:
-            inside = (columns[:, None] < C) & (rows[None, :] < PITCH)
-            turned = tl.trans(bounded.to(x8t.dtype.element_ty))
-            tl.store(x8t + columns[:, None] * PITCH + rows[None, :], turned, mask=inside)
-    seen = state + FIRST_PART + part
-    tl.store(seen, tl.maximum(tl.load(seen), tl.max(tl.max(largest, 1), 0)))
+        largest = _wider(largest, a)
+        _store_rounded(a, inverse, bound, x8, x8t, rows, columns, 0, N, C, C, PITCH, CLAMP)
+    _keep_largest(state, part, largest)
+
+
+@triton.jit
+def _activation_bwd_kernel(
+    da, h, state, dh8, dh8t, a, partials, N, C, PITCH,
+    KIND: tl.constexpr, CLAMP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """dh8 = q(dh) and dh8t = q(dh)ᵀ, dh = da ∘ act'(h). swiglu: h = [up, gate], and dh, of the same shape, is dup, then dgate.
+    a = act(h), which may overwrite h (swiglu: da). Program p of a tile of columns has the row tiles p, p + P, p + 2P, … and
+    writes partials[:, p] = Σ dh of its rows."""
+    p, programs = tl.program_id(1), tl.num_programs(1)
+    exact: tl.constexpr = h.dtype.element_ty == tl.float32
+    gated: tl.constexpr = KIND == "swiglu"
+    bound = tl.load(state + FORMAT)
+    inverse = tl.math.div_rn(1.0, tl.load(state))
+    largest = tl.zeros([BLOCK_N, EIGHTH], tl.float32)
+    columns = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    width = 2 * C if gated else C
+    dh_sum = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
+    dgate_sum = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
+
+    for first in range(p * BLOCK_N, PITCH, programs * BLOCK_N):
+        rows = first + tl.arange(0, BLOCK_N)
+        here = (rows[:, None] < N) & (columns[None, :] < C)
+        row = rows[:, None].to(tl.int64)
+        grad = tl.load(da + row * C + columns[None, :], mask=here, other=0.0).to(tl.float32)
+        of_h = tl.load(h + row * width + columns[None, :], mask=here, other=0.0).to(tl.float32)
+        if gated:
+            gate = tl.load(h + row * width + C + columns[None, :], mask=here, other=0.0).to(tl.float32)
+            of_g, of_minus_g = sigmoids_next_to_1(gate, exact)
+            dh = grad * gate * of_g
+            again = gate * of_g * of_h
+            dgate = (grad * of_h * (of_g * (1.0 + gate * of_minus_g))).to(h.dtype.element_ty).to(tl.float32)
+            largest = _wider(largest, dgate)
+            _store_rounded(dgate, inverse, bound, dh8, dh8t, rows, columns, C, N, C, width, PITCH, CLAMP)
+            if partials is not None:
+                dgate_sum += dgate
+        else:
+            dh = grad * derivative(of_h, KIND, exact)
+            again = activate(of_h, KIND, exact)
+        dh = dh.to(h.dtype.element_ty).to(tl.float32)
+        largest = _wider(largest, dh)
+        _store_rounded(dh, inverse, bound, dh8, dh8t, rows, columns, 0, N, C, width, PITCH, CLAMP)
+        if partials is not None:
+            dh_sum += dh
+        if a is not None:
+            tl.store(a + row * C + columns[None, :], again.to(a.dtype.element_ty), mask=here)
+
+    if partials is not None:
+        own = partials + p.to(tl.int64) * C + columns
+        tl.store(own, tl.sum(dh_sum, 0), mask=columns < C)
+        if gated:
+            tl.store(own + programs.to(tl.int64) * C, tl.sum(dgate_sum, 0), mask=columns < C)
+    _keep_largest(state, p * tl.num_programs(0) + tl.program_id(0), largest)
+
+
+@triton.jit
+def _softmax_bwd_kernel(
+    logits, targets, row_max, factor, inv_total, state, dl8, dl8t, logits_n, N, V, PITCH,
+    SOFTCAP: tl.constexpr, CLAMP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """dl8 = q(dl) and dl8t = q(dl)ᵀ, dl = exp(l − row_max) · factor, minus inv_total in the target's column."""
+    bound = tl.load(state + FORMAT)
+    inverse = tl.math.div_rn(1.0, tl.load(state))
+    scale = tl.load(inv_total)
+    exact: tl.constexpr = logits.dtype.element_ty == tl.float32
+    across = tl.cdiv(V, BLOCK_C)
+    for tile in range(tl.program_id(0), tl.cdiv(PITCH, BLOCK_N) * across, tl.num_programs(0)):
+        rows = tile // across * BLOCK_N + tl.arange(0, BLOCK_N)
+        columns = tile % across * BLOCK_C + tl.arange(0, BLOCK_C)
+        inside, here = rows < N, (rows[:, None] < N) & (columns[None, :] < V)
+        most = tl.load(row_max + rows, mask=inside, other=float("inf"))
+        of_row = tl.load(factor + rows, mask=inside, other=0.0)
+        target = tl.load(targets + rows, mask=inside, other=-1)
+        x = tl.load(logits + rows[:, None].to(tl.int64) * logits_n + columns[None, :], mask=here, other=0.0)
+        x = capped(x.to(tl.float32), SOFTCAP, exact)
+        dl = tl.exp2(x * LOG2E - (most * LOG2E)[:, None]) * of_row[:, None]
+        dl = tl.where(columns[None, :] == target[:, None], dl - scale, dl)
+        if SOFTCAP != 0.0:
+            dl *= slope(x, SOFTCAP, exact)
+        dl = dl.to(logits.dtype.element_ty).to(tl.float32)
+        _store_rounded(dl, inverse, bound, dl8, dl8t, rows, columns, 0, N, V, V, PITCH, CLAMP)
 
 
 @triton.jit
@@ -100,9 +218,51 @@ def activation(h: Tensor, kind: str, *, a8: Tensor | None, a8t: Tensor | None, s
 
 
 def _quantize(x: Tensor, kind: str, n: int, c: int, *, x8: Tensor | None, x8t: Tensor | None, state: Tensor) -> None:
-    pitch = n if x8t is None else x8t.shape[1]
-    constants = {"KIND": kind, "BLOCK_N": BLOCK_N, "BLOCK_C": BLOCK_C, "num_warps": WARPS}
-    launch(_quantize_kernel, (states.PARTS,), x, state, x8, x8t, x.stride(0), n, c, pitch, **constants)
+    constants = {"KIND": kind, **_tile()}
+    launch(_quantize_kernel, (states.PARTS,), x, state, x8, x8t, x.stride(0), n, c, _pitch(n, x8t), **constants)
+
+
+def _pitch(n: int, x8t: Tensor | None) -> int:
+    return n if x8t is None else x8t.shape[1]
+
+
+def _tile() -> dict[str, int | bool]:
+    return {"CLAMP": interpreting(), "BLOCK_N": BLOCK_N, "BLOCK_C": BLOCK_C, "num_warps": WARPS}
+
+
+def _programs(c: int) -> int:
+    """P of the backward of an activation of c columns: all its programs have an element of the state."""
+    return max(1, states.PARTS // ceil_div(c, BLOCK_C))
+
+
+def activation_workspace(da: TensorLike, summed: int) -> Shapes:
+    """summed: the column sums that are formed, one, or two for swiglu."""
+    c = da.shape[1]
+    return {"partials": ((summed, _programs(c), c), torch.float32)}
+
+
+def activation_bwd(
+    da: Tensor, h: Tensor, kind: str, *,
+    dh8: Tensor | None, dh8t: Tensor | None, a: Tensor | None, sums: tuple[Tensor, ...], accumulate: bool, state: Tensor,
+    scratch: Scratch,
+) -> None:  # fmt: skip
+    """sums: Σ dh, or nothing; swiglu: Σ dup and Σ dgate."""
+    n, c = da.shape
+    partials = scratch["partials"] if sums else None
+    grid = (ceil_div(c, BLOCK_C), _programs(c))
+    given = (da, h, state, dh8, dh8t, a, partials, n, c, _pitch(n, dh8t))
+    launch(_activation_bwd_kernel, grid, *given, KIND=kind, **_tile())
+    if partials is not None:
+        add_partials(partials, *sums, accumulate=accumulate)
+
+
+def softmax_bwd(
+    logits: Tensor, targets: Tensor, row_max: Tensor, factor: Tensor, inv_total: Tensor, softcap: float, *,
+    dl8: Tensor, dl8t: Tensor, state: Tensor, scratch: Scratch,
+) -> None:  # fmt: skip
+    n, v = logits.shape
+    given = (logits, targets, row_max, factor, inv_total, state, dl8, dl8t, logits.stride(0), n, v, dl8t.shape[1])
+    launch(_softmax_bwd_kernel, (states.PARTS,), *given, SOFTCAP=softcap, **_tile())
 
 
 def scale_step(*, states: Sequence[Tensor], jumps: Tensor, scratch: Scratch) -> None:

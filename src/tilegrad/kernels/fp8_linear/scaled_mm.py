@@ -17,17 +17,21 @@ import torch
 from torch import Tensor
 
 from ..scratch import Scratch, Shapes, TensorLike, blocks
-from .round_both_orders import activation, quantize, scale_step
+from .round_both_orders import activation, activation_bwd, activation_workspace, quantize, scale_step, softmax_bwd
 
 if TYPE_CHECKING:
     from . import Product
 
-__all__ = ["activation", "product", "quantize", "scale_step", "workspace"]  # the form of a kernel of FP8_LINEAR
+__all__ = [  # the form of a kernel of FP8_LINEAR
+    "activation", "activation_bwd", "product", "quantize", "scale_step", "softmax_bwd", "workspace",
+]  # fmt: skip
 
 ADDED, ROWS = 1 << 24, 128  # elements of a product that are added at once, in whole blocks of ROWS rows
 
 
-def workspace(_x: TensorLike, _w: TensorLike | None, added: TensorLike | None = None) -> Shapes:
+def workspace(x: TensorLike, _w: TensorLike | None, added: TensorLike | None = None, summed: int = 0) -> Shapes:
+    if summed:
+        return activation_workspace(x, summed)
     if added is None:
         return {}
     m, p = added.shape

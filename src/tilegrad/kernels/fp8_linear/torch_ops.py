@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..activation.torch_ops import fwd as activation_fwd
-from ..activation.torch_ops import swiglu_fwd
+from ..activation import torch_ops as activations
 from ..scratch import Scratch, Shapes, TensorLike
 from .state import FIRST_PART, FOLLOWED, FORMAT, JUMP, JUMPS
 
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from . import Product
 
 
-def workspace(_x: TensorLike, _w: TensorLike | None, _added: TensorLike | None = None) -> Shapes:
+def workspace(_x: TensorLike, _w: TensorLike | None, _added: TensorLike | None = None, _summed: int = 0) -> Shapes:
     return {}
 
 
@@ -37,10 +36,42 @@ def quantize(x: Tensor, *, x8: Tensor | None, x8t: Tensor | None, state: Tensor,
 def activation(h: Tensor, kind: str, *, a8: Tensor | None, a8t: Tensor | None, state: Tensor, scratch: Scratch) -> None:
     if kind == "swiglu":
         up, gate = h.chunk(2, dim=1)
-        swiglu_fwd(gate, up, a=(a := torch.empty_like(gate, memory_format=torch.contiguous_format)), scratch={})
+        activations.swiglu_fwd(
+            gate, up, a=(a := torch.empty_like(gate, memory_format=torch.contiguous_format)), scratch={}
+        )
     else:
-        activation_fwd(h, kind, a=(a := torch.empty_like(h)), scratch={})
+        activations.fwd(h, kind, a=(a := torch.empty_like(h)), scratch={})
     quantize(a, x8=a8, x8t=a8t, state=state, scratch={})
+
+
+def activation_bwd(
+    da: Tensor, h: Tensor, kind: str, *,
+    dh8: Tensor | None, dh8t: Tensor | None, a: Tensor | None, sums: tuple[Tensor, ...], accumulate: bool, state: Tensor,
+    scratch: Scratch,
+) -> None:  # fmt: skip
+    dh = torch.empty_like(h)
+    if kind == "swiglu":
+        (up, gate), (dup, dgate) = h.chunk(2, dim=1), dh.chunk(2, dim=1)
+        given, block = (da, gate, up), da.new_empty(2, *da.shape)
+        no_sums = {"dgate_sum": None, "dup_sum": None, "accumulate": False}
+        activations.swiglu_bwd(*given, dgate=dgate, dup=dup, a=a, **no_sums, scratch={"block": block})
+    else:
+        activations.bwd(da, h, kind, dh=dh, a=a, dh_sum=None, accumulate=False, scratch={})
+    for total, part in zip(sums, dh.chunk(len(sums), dim=1) if sums else (), strict=True):
+        total.copy_(total + part.float().sum(0) if accumulate else part.float().sum(0))
+    quantize(dh, x8=dh8, x8t=dh8t, state=state, scratch={})
+
+
+def softmax_bwd(
+    logits: Tensor, targets: Tensor, row_max: Tensor, factor: Tensor, inv_total: Tensor, softcap: float, *,
+    dl8: Tensor, dl8t: Tensor, state: Tensor, scratch: Scratch,
+) -> None:  # fmt: skip
+    x = logits.float()
+    x = softcap * torch.tanh(x / softcap) if softcap else x
+    dl = torch.exp(x - row_max[:, None]) * factor[:, None]
+    dl = torch.where(targets[:, None] == torch.arange(x.shape[1], device=x.device), dl - inv_total, dl)
+    dl = dl * (1.0 - (x / softcap).square()) if softcap else dl
+    quantize(dl.to(logits.dtype), x8=dl8, x8t=dl8t, state=state.clone(), scratch={})
 
 
 def product(
