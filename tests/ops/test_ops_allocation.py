@@ -24,7 +24,10 @@ from tilegrad.model.lora import LoraConfig
 
 CONFIGS = kinds(64)
 # float8 ops: a CPU has only the kernel that checks those of the GPU, and it allocates
-ON_A_GPU = {"fp8_activation_fwd", "fp8_cross_entropy_step", "fp8_product_fwd", "fp8_quantize_fwd", "fp8_scale_step"}
+ON_A_GPU = {
+    "fp8_activation_bwd", "fp8_activation_fwd", "fp8_cross_entropy_step", "fp8_product_fwd", "fp8_quantize_fwd",
+    "fp8_scale_step", "fp8_softmax_bwd",
+}  # fmt: skip
 
 # not on a CPU if weights and x have different dtypes
 JOINED = {"join_fwd", "joined_linear_bwd_input", "joined_linear_fwd"}

@@ -157,6 +157,34 @@ def test_float8_rounding_compiles_to_vector_loads_and_stores(kind: str, tmp_path
     assert "LDG.E.128" in sass and "STG.E.128" in sass and "F2FP" in sass
 
 
+@pytest.mark.parametrize("kind", ["gelu", slowly("swiglu"), "softmax"])
+def test_float8_rounding_of_gradients_compiles_to_vector_loads_and_stores(kind: str, tmp_path: Path) -> None:
+    from tilegrad.kernels.fp8_linear import scaled_mm
+    from tilegrad.kernels.fp8_linear.state import STATE
+
+    n, c = 64, 3072
+    width = 2 * c if kind == "swiglu" else c
+    x, h, state = (
+        torch.empty(n, c, dtype=torch.bfloat16),
+        torch.empty(n, width, dtype=torch.bfloat16),
+        torch.empty(STATE),
+    )
+    x8, x8t = (torch.empty(shape, dtype=torch.float8_e5m2) for shape in ((n, width), (width, n)))
+    with compiling(90, tmp_path) as found:
+        if kind == "softmax":
+            row, targets, scalar = torch.empty(n), torch.empty(n, dtype=torch.int64), torch.empty(())
+            scaled_mm.softmax_bwd(x, targets, row, row, scalar, 0.0, dl8=x8, dl8t=x8t, state=state, scratch={})
+        else:
+            sums = tuple(torch.empty(2 * c).chunk(2))[: width // c]
+            scratch = poisoned(scaled_mm.workspace(x, None, None, len(sums)))
+            scaled_mm.activation_bwd(
+                x, h, kind, dh8=x8, dh8t=x8t, a=None, sums=sums, accumulate=True, state=state, scratch=scratch
+            )
+    name = "_quantize_softmax_bwd_kernel" if kind == "softmax" else "_quantize_activation_bwd_kernel"
+    check(found, 90, {name} if kind == "softmax" else {name, "_add_partials_kernel"})
+    assert "LDG.E.128" in found[name].sass and "STG.E.128" in found[name].sass and "F2FP" in found[name].sass
+
+
 ONES = [(1, 1), slowly((1, 768)), slowly((1023, 1))]
 
 

@@ -111,7 +111,7 @@ def _quantize_kernel(
 
 
 @triton.jit
-def _activation_bwd_kernel(
+def _quantize_activation_bwd_kernel(
     da, h, state, dh8, dh8t, a, partials, N, C, PITCH,
     KIND: tl.constexpr, CLAMP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
@@ -165,7 +165,7 @@ def _activation_bwd_kernel(
 
 
 @triton.jit
-def _softmax_bwd_kernel(
+def _quantize_softmax_bwd_kernel(
     logits, targets, row_max, factor, inv_total, state, dl8, dl8t, logits_n, N, V, PITCH,
     SOFTCAP: tl.constexpr, CLAMP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
@@ -251,7 +251,7 @@ def activation_bwd(
     partials = scratch["partials"] if sums else None
     grid = (ceil_div(c, BLOCK_C), _programs(c))
     given = (da, h, state, dh8, dh8t, a, partials, n, c, _pitch(n, dh8t))
-    launch(_activation_bwd_kernel, grid, *given, KIND=kind, **_tile())
+    launch(_quantize_activation_bwd_kernel, grid, *given, KIND=kind, **_tile())
     if partials is not None:
         add_partials(partials, *sums, accumulate=accumulate)
 
@@ -262,7 +262,7 @@ def softmax_bwd(
 ) -> None:  # fmt: skip
     n, v = logits.shape
     given = (logits, targets, row_max, factor, inv_total, state, dl8, dl8t, logits.stride(0), n, v, dl8t.shape[1])
-    launch(_softmax_bwd_kernel, (states.PARTS,), *given, SOFTCAP=softcap, **_tile())
+    launch(_quantize_softmax_bwd_kernel, (states.PARTS,), *given, SOFTCAP=softcap, **_tile())
 
 
 def scale_step(*, states: Sequence[Tensor], jumps: Tensor, scratch: Scratch) -> None:
