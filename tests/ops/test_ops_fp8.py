@@ -38,6 +38,7 @@ from tilegrad.kernels.fp8_linear import (
 )
 from tilegrad.kernels.fp8_linear.state import FIRST, FIRST_PART, FOLLOWED, FORMAT, JUMPS, LARGEST, STATE
 from tilegrad.kernels.scratch import Form
+from tilegrad.kernels.table import Where
 
 N, CIN, COUT = 37, 64, 48
 Product = Literal["y", "dx", "dw"]
@@ -264,7 +265,9 @@ def backward_of_activation(
     if module is None:
         shapes = fp8_activation_workspace(da, kind, sums=True, kernel=by_name(da))
         scratch = {name: t.to(h.device) for name, t in poisoned(shapes).items()}
-        fp8_activation_bwd(da, h, kind, **got, state=state, scratch=scratch, kernel=by_name(da))
+        a, dh_sum, dh8, dh8t = (got[name] for name in ("a", "dh_sum", "dh8", "dh8t"))
+        where: Where = {"scratch": scratch, "kernel": by_name(da)}
+        fp8_activation_bwd(da, h, kind, dh8=dh8, dh8t=dh8t, a=a, dh_sum=dh_sum, state=state, **where)
     else:
         total = got.pop("dh_sum")
         sums = total.chunk(2) if kind == "swiglu" else (total,)
@@ -282,7 +285,7 @@ def separately(da: Tensor, h: Tensor, kind: str) -> dict[str, Tensor]:
     scratch = {
         name: t.to(h.device) for name, t in poisoned(activation_workspace(shape, kind, kernel=by_name(da))).items()
     }
-    where = {"accumulate": True, "scratch": scratch, "kernel": by_name(da)}
+    where: Where = {"scratch": scratch, "kernel": by_name(da)}
     if kind == "swiglu":
         swiglu_bwd(da, h, dup_gate=dh, a=a, dup_gate_sum=total, **where)
     else:
@@ -331,7 +334,9 @@ def test_interpreted_gradients_of_activations_are_those_of_torch(kind: str) -> N
     assert_rounded_alike(backward_of_activation(da, h, kind, scaled_mm), separately(da, h, kind), carries=True)
 
 
-def gradient_of_logits(softcap: float, n: int = 50, v: int = 144) -> tuple[list[Tensor], Tensor]:
+def gradient_of_logits(
+    softcap: float, n: int = 50, v: int = 144
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
     """The arguments of `fp8_softmax_bwd`, and dl in float64."""
     logits, targets = (3.0 * randn(n, v)).bfloat16(), torch.arange(n) % v
     targets[::5] = -1
@@ -343,19 +348,23 @@ def gradient_of_logits(softcap: float, n: int = 50, v: int = 144) -> tuple[list[
     p = x.softmax(1)
     p[torch.arange(n), targets.clamp(min=0)] -= 1.0
     dl = (p * inv_total * (1.0 - (x / softcap) ** 2 if softcap else 1.0)).masked_fill((targets < 0)[:, None], 0.0)
-    return [logits, targets, row_max.float(), factor.float(), inv_total], dl
+    return (logits, targets, row_max.float(), factor.float(), inv_total), dl
 
 
 def check_gradient_of_logits(softcap: float, module: ModuleType | None, device: str = "cpu") -> None:
     given, dl = gradient_of_logits(softcap)
-    given = [t.to(device) for t in given]
+    logits, targets, row_max, factor, inv_total = (t.to(device) for t in given)
     state = torch.zeros(STATE, device=device)
-    state[0], state[FORMAT] = float(given[-1]) / LARGEST["dy"], LARGEST["dy"]
+    state[0], state[FORMAT] = float(inv_total) / LARGEST["dy"], LARGEST["dy"]
     dl8, dl8t = (torch.empty(s, dtype=GRADIENT, device=device) for s in (dl.shape, (dl.shape[1], even(len(dl)))))
     if module is None:
-        fp8_softmax_bwd(*given, softcap, state, dl8=dl8, dl8t=dl8t, kernel=by_name(dl8))
+        fp8_softmax_bwd(
+            logits, targets, row_max, factor, inv_total, softcap, state, dl8=dl8, dl8t=dl8t, kernel=by_name(dl8)
+        )
     else:
-        module.softmax_bwd(*given, softcap, dl8=dl8, dl8t=dl8t, state=state, scratch={})
+        module.softmax_bwd(
+            logits, targets, row_max, factor, inv_total, softcap, dl8=dl8, dl8t=dl8t, state=state, scratch={}
+        )
     assert torch.equal(dl8t[:, : len(dl)].view(torch.uint8), dl8.view(torch.uint8).t())
     assert not dl8t[:, len(dl) :].view(torch.uint8).any() and not state[FIRST_PART:].any()
     found = dl8.cpu().double() * float(state[0])

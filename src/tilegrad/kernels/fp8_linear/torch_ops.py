@@ -52,9 +52,10 @@ def activation_bwd(
     dh = torch.empty_like(h)
     if kind == "swiglu":
         (up, gate), (dup, dgate) = h.chunk(2, dim=1), dh.chunk(2, dim=1)
-        given, block = (da, gate, up), da.new_empty(2, *da.shape)
-        no_sums = {"dgate_sum": None, "dup_sum": None, "accumulate": False}
-        activations.swiglu_bwd(*given, dgate=dgate, dup=dup, a=a, **no_sums, scratch={"block": block})
+        activations.swiglu_bwd(
+            da, gate, up, dgate=dgate, dup=dup, a=a, dgate_sum=None, dup_sum=None, accumulate=False,
+            scratch={"block": da.new_empty(2, *da.shape)},
+        )  # fmt: skip
     else:
         activations.bwd(da, h, kind, dh=dh, a=a, dh_sum=None, accumulate=False, scratch={})
     for total, part in zip(sums, dh.chunk(len(sums), dim=1) if sums else (), strict=True):
