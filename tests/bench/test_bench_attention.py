@@ -94,7 +94,18 @@ def test_speed_ups_pair_equal_shapes() -> None:
         Row(a, "forward", "y", 6.0, rounds_ms=(3.0, 8.0, 4.0)),
         Row(b, "forward", "x", 1.0, rounds_ms=(1.0, 1.0, 1.0)),
     ]
-    assert comparison.speedups(rows, "x", "y", "forward") == {a: (3.0, 2.0, 3.5)}  # ratios 3, 4, 1
+    found = comparison.speedups(rows, "x", "y", "forward")
+    assert found.keys() == {a} and tuple(found[a]) == pytest.approx((3.0, 3**0.5, 12**0.5))  # ratios 3, 4, 1
+
+
+def test_the_inverse_of_a_speed_up_is_the_speed_up_of_the_other_kernel() -> None:
+    shape = Shape(1, 1, 8, 8)
+    rows = [
+        Row(shape, "backward", "x", 2.0, rounds_ms=(1.0, 2.0)),
+        Row(shape, "backward", "y", 6.0, rounds_ms=(1.2, 400.0)),
+    ]
+    one, other = (comparison.speedups(rows, a, b, "backward")[shape].median for a, b in ("xy", "yx"))
+    assert one * other == pytest.approx(1.0) and one == pytest.approx(240**0.5)
 
 
 @pytest.mark.parametrize(
@@ -300,6 +311,7 @@ def test_on_a_gpu_the_device_flushes_its_cache_and_sleeps_while_the_host_enqueue
 ) -> None:
     """CUDA's events and its sleep are fakes that record their order. A cycle of the sleep is a nanosecond."""
     done: list[Any] = []
+    late: list[bool] = []  # whether the device has ended its sleep before the host has enqueued the call; then False
 
     class Event:
         def __init__(self, *, enable_timing: bool) -> None:
@@ -313,6 +325,9 @@ def test_on_a_gpu_the_device_flushes_its_cache_and_sleeps_while_the_host_enqueue
 
         def elapsed_time(self, _end: Event) -> float:
             return timing.CALIBRATION_CYCLES / 1e6
+
+        def query(self) -> bool:
+            return late.pop() if late else False
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: done.append(cycles))
@@ -334,6 +349,14 @@ def test_on_a_gpu_the_device_flushes_its_cache_and_sleeps_while_the_host_enqueue
     done.clear()
     device_time.ms(lambda: None, 1e9)
     assert done[1] == 1e6 * timing.LONGEST_SLEEP_MS
+    done.clear()
+    late.append(True)
+    _, host_ms = device_time.ms(run, 0.0)
+    assert done.count("run") == 2 and done[7] > 1e6 * 2 * 10  # nanoseconds of the second sleep
+    done.clear()
+    late += [True] * 10
+    device_time.ms(run, 0.0)
+    assert done.count("run") == timing.MOST_TRIES
 
 
 def test_a_wrong_peer_has_no_time_and_is_no_fault_of_ours(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import exp, log
 from statistics import quantiles
 from typing import NamedTuple
 
@@ -44,14 +45,15 @@ class Ratio(NamedTuple):
 
 
 def speedups(rows: Sequence[Row], kernel: str, peer: str, direction: str) -> dict[Shape, Ratio]:
-    """shape → (time of `peer`) / (time of `kernel`), as quartiles over the rounds, for the shapes that have both."""
+    """shape → (time of `peer`) / (time of `kernel`), as quartiles over the rounds, for the shapes that have both. Quartiles
+    between two rounds are geometric, so that the median of the inverse ratio is the inverse of the median."""
     times = {(row.shape, row.kernel): row.rounds_ms for row in rows if row.direction == direction and row.rounds_ms}
     found = {}
     for (shape, name), ours in times.items():
         theirs = times.get((shape, peer))
         if name == kernel and theirs is not None:
-            ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
-            q1, median, q3 = quantiles(ratios, n=4, method="inclusive")
+            ratios = [log(b / a) for a, b in zip(ours, theirs, strict=True)]
+            q1, median, q3 = map(exp, quantiles(ratios, n=4, method="inclusive"))
             found[shape] = Ratio(median, q1, q3)
     return found
 

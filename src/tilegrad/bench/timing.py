@@ -16,13 +16,16 @@ Thunk = Callable[[], object]
 FLUSH_BYTES = 1 << 30
 SLEEP_MS, LONGEST_SLEEP_MS = 1.0, 100.0
 CALIBRATION_CYCLES = 10_000_000
+MOST_TRIES = 3
 AHEAD_STEPS = 2
 
 
 class DeviceTime:
     """The device time of calls on CUDA with a cold L2 cache and a hidden host. Before a call the device writes FLUSH_BYTES and
-    sleeps, for at least twice as long as the host takes to enqueue the call. So all launches of the call are already in the
-    stream when the first of them starts, and the time contains neither Python nor a launcher."""
+    sleeps, for at least twice as long as the host took to enqueue the call in the last round. So all launches of the call are
+    already in the stream when the first of them starts, and the time contains neither Python nor a launcher. If the host took
+    longer than the device slept, the call runs again after a longer sleep, up to MOST_TRIES times: a call that waits for the
+    device is never hidden."""
 
     def __init__(self, device: torch.device) -> None:
         self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
@@ -38,16 +41,20 @@ class DeviceTime:
     def ms(self, run: Thunk, host_ms: float) -> tuple[float, float]:
         """(milliseconds of the device, milliseconds of the host) of a call. `host_ms` is the time of the host in the last
         round."""
-        start, end = self._events()
-        self._flush.zero_()
-        torch.cuda._sleep(int(self._cycles_per_ms * min(max(SLEEP_MS, 2 * host_ms), LONGEST_SLEEP_MS)))
-        start.record()
-        began = time.perf_counter()
-        run()
-        took = 1e3 * (time.perf_counter() - began)
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end), took
+        for _try in range(MOST_TRIES):
+            start, end = self._events()
+            self._flush.zero_()
+            torch.cuda._sleep(int(self._cycles_per_ms * min(max(SLEEP_MS, 2 * host_ms), LONGEST_SLEEP_MS)))
+            start.record()
+            began = time.perf_counter()
+            run()
+            host_ms = 1e3 * (time.perf_counter() - began)
+            end.record()
+            hidden = not start.query()  # the device still slept when the last launch was enqueued
+            end.synchronize()
+            if hidden:
+                break
+        return start.elapsed_time(end), host_ms
 
     @staticmethod
     def _events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
