@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from support.cases import Case, build, check_call
 from support.hopper_specs import case_of, specs
 
-from tilegrad import Mask
+from tilegrad import Mask, masks
 from tilegrad.kernels.attention.problem import Sizes
 
 triton = pytest.importorskip("triton", reason="needs Triton")
@@ -195,6 +195,9 @@ EMULATED: dict[str, Case] = {
     "causal, aligned": replace(RAGGED, causal=True, tq=320, tk=448),
     "causal, aligned, wide": replace(RAGGED, d=256, dv=256, causal=True, tq=192, tk=192),
     "packed, full": replace(RAGGED, d=64, dv=64, lengths=((130, 300), (77, 128), (5, 1))),
+    "intervals": replace(RAGGED, causal=True, group=2, sinks=True, intervals="4"),
+    "intervals, three warpgroups": replace(RAGGED, b=2, tq=400, d=64, dv=64, intervals="b2", softcap=2.0, scale=-0.2),
+    "intervals, two wide pieces": replace(RAGGED, hkv=2, d=192, dv=192, window=(100, 9), intervals="h4"),
     "packed": replace(RAGGED, d=40, dv=40, causal=True, lengths=((300, 300), (0, 50), (77, 200), (40, 0), (1, 1))),
 }
 
@@ -298,6 +301,30 @@ FORWARD_BROKEN: dict[str, tuple[str, str, Any]] = {
 def test_in_plain_python_a_broken_forward_is_found(name: str) -> None:
     module, function, broken = FORWARD_BROKEN[name]
     call = build(replace(RAGGED, tq=200, tk=512))
+    with pytest.raises(AssertionError):
+        check_call(call, emulated(call, 1, lambda patch: patch.setattr(f"{HOPPER}.{module}.{function}", broken)))
+
+
+INTERVALS_BROKEN: dict[str, tuple[str, str, Any]] = {
+    "no interval is tested": ("forward", "_mask_out_intervals", lambda x, *_of: x),
+    "a run of the list is forgotten": ("forward_load", "nth_block", lambda n, _blocks: n),
+    "the word of another stage": ("forward", "_block_of", lambda state, of: block_of(state + 1, of)),
+}
+
+
+def block_of(state: Any, pipelines: Any) -> tuple[int, bool]:
+    word = pipelines.block_info.x[state % len(pipelines.block_info.x), 0]
+    return int(word) >> 1, bool(word & 1)
+
+
+@interpreted
+@pytest.mark.parametrize("name", INTERVALS_BROKEN)
+def test_in_plain_python_broken_intervals_of_the_forward_are_found(name: str) -> None:
+    module, function, broken = INTERVALS_BROKEN[name]
+    mask = masks.documents([0, 128, 150, 300], causal=False)["intervals"]
+    call = build(replace(RAGGED, tk=300, d=32, dv=32))
+    call = replace(call, mask=replace(call.mask, intervals=mask))
+    check_call(call, emulated(call, 1))
     with pytest.raises(AssertionError):
         check_call(call, emulated(call, 1, lambda patch: patch.setattr(f"{HOPPER}.{module}.{function}", broken)))
 

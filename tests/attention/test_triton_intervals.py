@@ -116,19 +116,19 @@ def check_lists(
     """Checks both axes, with a band, and lists with too few runs, which may only add masked tiles."""
     import triton.language as tl
 
-    from tilegrad.kernels.attention.triton import intervals, launch, scores
+    from tilegrad.kernels.attention.triton import intervals, launch, lists, scores
     from tilegrad.kernels.attention.triton.fit import KernelCall
 
-    for module in (intervals, launch, scores):
+    for module in (intervals, lists, scores):
         monkeypatch.setattr(module, "MOST_RUNS", tl.constexpr(most))
-    monkeypatch.setattr(launch, "CHUNK", 4)  # a tile has several chunks
+    monkeypatch.setattr(lists, "CHUNK", 4)  # a tile has several chunks
     reached = {"gone": 0, "unmasked": 0, "masked": 0, "too few runs": 0}
     for call, (m, n) in itertools.product(calls, tiles_):
         sizes = sizes_of(call.q, call.k, call.v, call.mask)
         assert call.mask.intervals is not None
         own_b, own_h = call.mask.intervals.shape[:2]
         for columns in (False, True):
-            shapes = launch._list_shapes(sizes, call.mask)
+            shapes = lists.list_shapes(sizes, call.mask, tiles.LEAST)
             scratch = {name: torch.full(shape, -7, dtype=dtype) for name, (shape, dtype) in shapes.items()}
             blank = KernelCall(None, (1,), {"BLOCK_M": m, "BLOCK_N": n}, {})
             *made, _ = launch._with_lists([blank], scratch, sizes, call.mask, columns=columns)

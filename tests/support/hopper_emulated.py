@@ -13,6 +13,7 @@ from support.cases import Call
 from support.gluon.emulator import in_python
 from support.kernels import run_forward
 from tilegrad.kernels.attention.problem import output_shapes
+from tilegrad.kernels.attention.triton.fit import KernelCall
 
 
 def forward(
@@ -29,12 +30,14 @@ def forward(
         pipeline,
         registers,
     )
-    from tilegrad.kernels.attention.triton import numerics, scores
+    from tilegrad.kernels.attention.triton import intervals, memory, numerics, scores
 
     q, k, v, mask = call.q, call.k, call.v, call.mask
     o_shape, lse_shape = output_shapes(q, v, mask)
     out = {"o": q.new_full(o_shape, math.nan), "lse": q.new_full(lse_shape, math.nan, dtype=torch.float32)}
-    modules = (forward_kernel, forward_load, forward_scheduler, pieces, pipeline, registers, numerics, scores)
+    modules = (
+        forward_kernel, forward_load, forward_scheduler, pieces, pipeline, registers, intervals, memory, numerics, scores,
+    )  # fmt: skip
     with in_python(*modules) as launch, pytest.MonkeyPatch.context() as patch:  # the patches are undone first
         broken(patch)
         patch.setattr(launch_forward, "multiprocessors", lambda _device: programs)
@@ -51,7 +54,13 @@ def run_in_python(patch: pytest.MonkeyPatch, host: Any, launch: Callable[..., No
     def prepare(kernel: Any, _key: Any, grid: int, arguments: Any, **_warps: int) -> Any:
         return Started(lambda: launch(kernel, grid, arguments))
 
+    def start(call: KernelCall, _device: int) -> Started:
+        return Started(
+            lambda: launch(call.kernel, call.programs[0], tuple(map(call.arguments.get, call.kernel.arg_names)))
+        )
+
     patch.setattr(host, "prepare", prepare)
+    patch.setattr(KernelCall, "launch", start)
     patch.setattr(host, "Plan", lambda launches, *_: lambda _call: [each.start() for each in launches])
     patch.setattr(host, "Zero", lambda x: Started(x.zero_), raising=False)
 

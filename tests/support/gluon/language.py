@@ -42,7 +42,8 @@ class Language(SimpleNamespace):
     float32, float64, int32, int64, constexpr = torch.float32, torch.float64, torch.int32, torch.int64, int
     minimum, maximum = staticmethod(_both(torch.minimum, min)), staticmethod(_both(torch.maximum, max))
     exp2, log2, abs = staticmethod(torch.exp2), staticmethod(torch.log2), staticmethod(torch.abs)
-    static_range, zeros_like = staticmethod(range), staticmethod(torch.zeros_like)
+    range = static_range = staticmethod(range)
+    zeros_like = staticmethod(torch.zeros_like)
     BlockedLayout = SliceLayout = NVMMADistributedLayout = staticmethod(_no_layout)
     DotOperandLayout = SwizzledSharedLayout = staticmethod(_no_layout)
     SharedLinearLayout = SharedLinearLayout
@@ -85,6 +86,12 @@ class Language(SimpleNamespace):
 
     def max(self, x: Tensor, axis: int) -> Any:
         return _plain(x.amax(axis))
+
+    def min(self, x: Tensor, axis: int) -> Any:
+        return _plain(x.amin(axis))
+
+    def cumsum(self, x: Tensor, axis: int) -> Block:
+        return block(x.cumsum(axis, dtype=x.dtype))
 
     def sum(self, x: Tensor, axis: int) -> Any:
         return _plain(x.sum(axis))

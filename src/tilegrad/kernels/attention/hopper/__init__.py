@@ -25,5 +25,5 @@ __all__ = ["prepare_bwd", "prepare_fwd", "workspace"]
 def workspace(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, backward: bool, deterministic: bool) -> Shapes:
     sizes = sizes_of(q, k, v, mask)
     if not backward:
-        return launch_forward.workspace(sizes, varlen=mask.varlen)
+        return launch_forward.workspace(sizes, mask)
     return launch_backward.workspace(q, sizes, varlen=mask.varlen, deterministic=deterministic)

@@ -50,7 +50,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .forward_load import load
-from .forward_scheduler import INFO_STAGES, ROWS, Params, Pipelines, WorkTile, next_span, read_tile, takes_turns
+from .forward_scheduler import (
+    INFO_STAGES,
+    LOW,
+    ROWS,
+    Params,
+    Pipelines,
+    WorkTile,
+    next_span,
+    read_tile,
+    takes_turns,
+)
 from .gluon_names import tma_store
 from .pieces import (
     add_dot,
@@ -80,6 +90,8 @@ from .pipeline import (
 from .registers import from_log2, keep_between, max_of_rows, sum_of_rows, tanh, to_log2
 
 LOWEST = gl.constexpr(-1e38)
+HIGH_BITS = gl.constexpr(0x80808080 - 2**32)  # the high bit of each byte, as int32
+START_BITS = gl.constexpr(0x00800080)  # the high bits of the bytes of starts
 
 # `stages`: staging buffers for half of o, one per warpgroup; None: o is staged in q's stages.
 Out = namedtuple("Out", "stages o_descs o lse o_b o_h o_t lse_b lse_h lse_t")
@@ -138,10 +150,43 @@ def _mask_out(x, at, span, params, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
+def _mask_out_intervals(x, at, iteration, pipelines, params, W: gl.constexpr, BLOCK_N: gl.constexpr):
+    """x, −inf where an interval of a column of block `at` has the row.
+
+    Each column has its starts and ends, counted from the warpgroup's first row and limited to 0 … ROWS, in the bytes of one
+    word. A word of 128 + i in each byte, minus that word, has the high bit of each byte with a start or end ≤ i. So a thread
+    needs one register for each of its columns."""
+    COLUMNS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    NUMBERS: gl.constexpr = 2 if params.second is None else 4  # numbers of a column
+    tile = read_tile(iteration, pipelines, params)
+    j = at * BLOCK_N + gl.arange(0, BLOCK_N, layout=COLUMNS)
+    steps = (gl.cast(tile.high, gl.int64) << 32) + (gl.cast(tile.low, gl.int64) & LOW) + j * NUMBERS
+    first = tile.start + W * ROWS
+    words = _two_bytes(params.intervals + steps, first, j < tile.tk)
+    if params.second is not None:
+        words += _two_bytes(params.second + steps, first, j < tile.tk) << 16
+    words = gl.convert_layout(words, gl.SliceLayout(0, x.type.layout))
+    i = gl.arange(0, ROWS, layout=gl.SliceLayout(1, x.type.layout)) * 0x01010101 + HIGH_BITS
+    reached = i[:, None] - words[None, :]
+    inside = reached & ~(reached >> 8) & START_BITS
+    return gl.where(inside == 0, x, float("-inf"))
+
+
+@gluon.jit
+def _two_bytes(interval, first, inside):
+    """start + 2⁸ · end of an interval, counted from row `first` and limited to 0 … ROWS."""
+    start = gl.load(interval, mask=inside, other=0) - first
+    end = gl.load(interval + 1, mask=inside, other=0) - first
+    return gl.minimum(gl.maximum(start, 0), ROWS) + (gl.minimum(gl.maximum(end, 0), ROWS) << 8)
+
+
+@gluon.jit
 def _softmax_step(
-    s, row_max, row_sum, at, span, params, BLOCK_N: gl.constexpr, NEGATIVE: gl.constexpr, EDGES: gl.constexpr
-):
-    """(p, row_max, row_sum, alpha) after the scores s of block `at` of columns; without EDGES no mask is applied."""
+    s, row_max, row_sum, at, partial, iteration, span, pipelines, params, W: gl.constexpr, BLOCK_N: gl.constexpr,
+    NEGATIVE: gl.constexpr, EDGES: gl.constexpr,
+):  # fmt: skip
+    """(p, row_max, row_sum, alpha) after the scores s of block `at` of columns; without EDGES no mask is applied. partial: an
+    edge of an interval crosses the block."""
     x = s
     scale_log2 = params.scale_log2
     if params.softcap_log2 is not None:
@@ -150,9 +195,12 @@ def _softmax_step(
         scale_log2 = params.scale_log2 * 0.0 + 1.0
     elif NEGATIVE:
         x = -x
-    if EDGES:  # noqa: SIM102 (constexpr)
+    if EDGES:
         if (at < span.unmasked) | (at >= span.unmasked_end):
             x = _mask_out(x, at, span, params, BLOCK_N)
+        if params.intervals is not None:  # noqa: SIM102 (constexpr)
+            if partial:
+                x = _mask_out_intervals(x, at, iteration, pipelines, params, W, BLOCK_N)
     new_max = gl.maximum(row_max, max_of_rows(x) * scale_log2)
     p = gl.exp2(x * scale_log2 - new_max[:, None])
     alpha = gl.exp2(row_max - new_max)
@@ -251,6 +299,44 @@ def _skip_blocks(blocks, kv_state, pipelines, W: gl.constexpr, WARPGROUPS: gl.co
 
 
 @gluon.jit
+def _block_of(kv_state, pipelines):
+    """(index of the block in a state of k, whether an edge of an interval crosses it); only with intervals."""
+    word = read_word(pipelines.block_info, kv_state % pipelines.k.full.shape[0])
+    return word >> 1, word & 1 != 0
+
+
+@gluon.jit
+def _next_block(
+    p, acc, row_max, row_sum, at, kv_state, iteration, span, q, q_in_regs, pipelines, params, W: gl.constexpr,
+    WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, NEGATIVE: gl.constexpr, VARLEN: gl.constexpr, EDGES: gl.constexpr,
+    TURNS: gl.constexpr,
+):  # fmt: skip
+    """One iteration of the loop: (p, acc, row_max, row_sum) after block `at`, whose k is in state kv_state + 1."""
+    dtype: gl.constexpr = pipelines.q.stages[0].dtype
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    P: gl.constexpr = gl.DotOperandLayout(0, S, 2)
+    PIECES: gl.constexpr = len(pipelines.q.stages)
+    THREADS: gl.constexpr = kv_threads(WARPGROUPS)
+    V_EMPTY: gl.constexpr = K_EMPTY + pipelines.k.full.shape[0]
+    _wait_for_turn(W, pipelines, TURNS)
+    s = _scores(q, q_in_regs, kv_state + 1, pipelines, S)
+    acc = _add_values(p, acc, kv_state, span.tk - (at + 1) * BLOCK_N, pipelines, VARLEN)
+    _pass_turn(W, WARPGROUPS, pipelines, TURNS)
+    s = warpgroup_mma_wait(PIECES, deps=(s,))
+    partial = False
+    if EDGES and params.intervals is not None:
+        at, partial = _block_of(kv_state + 1, pipelines)
+    named_release(pipelines.k, kv_state + 1, K_EMPTY, THREADS)
+    p_next, row_max, row_sum, alpha = _softmax_step(
+        s, row_max, row_sum, at, partial, iteration, span, pipelines, params, W, BLOCK_N, NEGATIVE, EDGES
+    )
+    acc = wait_pieces(0, acc)
+    named_release(pipelines.v, kv_state, V_EMPTY, THREADS)
+    acc = scale_rows(acc, alpha)
+    return gl.convert_layout(p_next.to(dtype), P), acc, row_max, row_sum
+
+
+@gluon.jit
 def _attend(
     W: gl.constexpr, pipelines, params, out, WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
     D: gl.constexpr, Q_IN_REGS: gl.constexpr, NEGATIVE: gl.constexpr, VARLEN: gl.constexpr, EDGES: gl.constexpr,
@@ -259,7 +345,6 @@ def _attend(
     dtype: gl.constexpr = pipelines.q.stages[0].dtype
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, S, 2)
-    PIECES: gl.constexpr = len(pipelines.q.stages)
     TILE: gl.constexpr = ROWS * WARPGROUPS
     Q_STAGES: gl.constexpr = pipelines.q.full.shape[0] // WARPGROUPS
     THREADS: gl.constexpr = kv_threads(WARPGROUPS)
@@ -284,31 +369,35 @@ def _attend(
         elif Q_IN_REGS > 0:
             q_in_regs = load_first_piece(q, Q_IN_REGS, S)
         s = warpgroup_mma_wait(0, deps=(_scores(q, q_in_regs, kv_state, pipelines, S),))
+        if params.intervals is not None:
+            at, partial = _block_of(kv_state, pipelines)
         named_release(pipelines.k, kv_state, K_EMPTY, THREADS)
         if Q_STAGES > 1:
             tma.store_wait(0)
             mbarrier.arrive(
                 pipelines.q.empty.index((iteration + 1) % Q_STAGES * WARPGROUPS + W), count=1, pred=iteration > 0
             )
+        if params.intervals is None:
+            at = span.last - 1
+            partial = False
         p, row_max, row_sum, _ = _softmax_step(
-            s, row_max, row_sum, span.last - 1, span, params, BLOCK_N, NEGATIVE, EDGES=True
+            s, row_max, row_sum, at, partial, iteration, span, pipelines, params, W, BLOCK_N, NEGATIVE, EDGES=True
         )
         p = gl.convert_layout(p.to(dtype), P)
-        for j in range(1, span.last - span.first):
-            at = span.last - 1 - j
-            _wait_for_turn(W, pipelines, TURNS)
-            s = _scores(q, q_in_regs, kv_state + 1, pipelines, S)
-            acc = _add_values(p, acc, kv_state, span.tk - (at + 1) * BLOCK_N, pipelines, VARLEN)
-            _pass_turn(W, WARPGROUPS, pipelines, TURNS)
-            s = warpgroup_mma_wait(PIECES, deps=(s,))
-            named_release(pipelines.k, kv_state + 1, K_EMPTY, THREADS)
-            p_next, row_max, row_sum, alpha = _softmax_step(
-                s, row_max, row_sum, at, span, params, BLOCK_N, NEGATIVE, EDGES
-            )
-            acc = wait_pieces(0, acc)
-            named_release(pipelines.v, kv_state, V_EMPTY, THREADS)
-            acc = scale_rows(acc, alpha)
-            p = gl.convert_layout(p_next.to(dtype), P)
+        masked = span.first + 1
+        if params.intervals is not None:
+            for _ in range(1, span.masked):
+                p, acc, row_max, row_sum = _next_block(
+                    p, acc, row_max, row_sum, at, kv_state, iteration, span, q, q_in_regs, pipelines, params, W,
+                    WARPGROUPS, BLOCK_N, NEGATIVE, VARLEN, params.intervals is not None, TURNS,
+                )  # fmt: skip
+                kv_state += 1
+            masked = gl.maximum(span.masked, 1)
+        for j in range(masked - span.first, span.last - span.first):
+            p, acc, row_max, row_sum = _next_block(
+                p, acc, row_max, row_sum, span.last - 1 - j, kv_state, iteration, span, q, q_in_regs, pipelines, params, W,
+                WARPGROUPS, BLOCK_N, NEGATIVE, VARLEN, EDGES, TURNS,
+            )  # fmt: skip
             kv_state += 1
         if Q_STAGES == 1:
             mbarrier.arrive(pipelines.q.empty.index(q_stage), count=1)
@@ -327,20 +416,31 @@ def _attend(
     tma.store_wait(0)
 
 
-TENSORS = ["cu_seqlens_q", "cu_seqlens_k", "sinks", "lse", "tile_counter"]  # not o: TMA requires it to be aligned
+TENSORS = [
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "sinks",
+    "intervals",
+    "runs",
+    "lse",
+    "tile_counter",
+]  # not o: TMA requires it to be aligned
 STRIDES = ["o_b", "o_h", "o_t", "lse_b", "lse_h", "lse_t", "sinks_h"]
 SIZES = ["batch", "heads", "group", "row_tiles", "heads_per_section", "tq", "tk", "left", "right"]
+SIZES += ["intervals_b", "intervals_h", "runs_b", "runs_h"]
 
 
 @gluon.jit(do_not_specialize=[*TENSORS, *STRIDES, *SIZES])
 def _attention_fwd_kernel(
     q_desc, k_desc, v_desc, o_desc, q_desc2, k_desc2, v_desc2, o_desc2, cu_seqlens_q, cu_seqlens_k, sinks,
+    intervals, runs,
     o, lse, tile_counter,
     o_b: tl.int64, o_h: tl.int64, o_t: tl.int64, lse_b: tl.int64, lse_h: tl.int64, lse_t: tl.int64, sinks_h: tl.int64,
+    intervals_b, intervals_h, runs_b, runs_h,
     batch, heads, group, row_tiles, heads_per_section, tq, tk, left, right, scale_log2, softcap_log2,
     WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, D: gl.constexpr,
     K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, Q_STAGES: gl.constexpr, Q_IN_REGS: gl.constexpr,
-    NEGATIVE: gl.constexpr, EDGES: gl.constexpr,
+    NEGATIVE: gl.constexpr, EDGES: gl.constexpr, PAIRS: gl.constexpr,
 ):  # fmt: skip
     VARLEN: gl.constexpr = cu_seqlens_q is not None
     word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -354,6 +454,9 @@ def _attention_fwd_kernel(
         tk=gl.allocate_shared_memory(gl.int32, [INFO_STAGES, 1], word),
         first=gl.allocate_shared_memory(gl.int32, [INFO_STAGES, 1], word),
         last=gl.allocate_shared_memory(gl.int32, [INFO_STAGES, 1], word),
+        masked=None if intervals is None else gl.allocate_shared_memory(gl.int32, [INFO_STAGES, 1], word),
+        low=None if intervals is None else gl.allocate_shared_memory(gl.int32, [INFO_STAGES, 1], word),
+        high=None if intervals is None else gl.allocate_shared_memory(gl.int32, [INFO_STAGES, 1], word),
     )
     info_full = mbarriers(INFO_STAGES, 1)
     q_descs = pieces_of(q_desc, q_desc2)
@@ -376,10 +479,15 @@ def _attention_fwd_kernel(
         Pipeline(v_stages, v_full, None),
         tile_info,
         info_full,
+        None if intervals is None else gl.allocate_shared_memory(gl.int32, [K_STAGES, 1], word),
     )
+    second = None
+    if PAIRS == 2:
+        second = intervals + 2
     params = Params(
         cu_seqlens_q, cu_seqlens_k, sinks, sinks_h, tile_counter, batch, heads, group, row_tiles, heads_per_section,
         tq, tk, left, right, scale_log2, softcap_log2,
+        intervals, second, intervals_b, intervals_h, runs, runs_b, runs_h,
     )  # fmt: skip
     o_stages = None
     if Q_STAGES == 1 and o is not None:

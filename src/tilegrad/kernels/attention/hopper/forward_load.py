@@ -13,9 +13,21 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .forward_scheduler import END, ROWS, WorkTile, next_index, publish_tile, takes_turns, work_tile, work_tiles
+from .forward_scheduler import (
+    END,
+    ROWS,
+    WorkTile,
+    blocks_of,
+    listed,
+    next_index,
+    nth_block,
+    publish_tile,
+    takes_turns,
+    work_tile,
+    work_tiles,
+)
 from .pieces import load_tile
-from .pipeline import K_EMPTY, kv_threads, named_acquire, named_drain
+from .pipeline import K_EMPTY, kv_threads, named_acquire, named_drain, write_word
 
 
 @gluon.jit
@@ -24,6 +36,35 @@ def _load_block(descs, at, pipeline, state, BARRIER: gl.constexpr, THREADS: gl.c
     named_acquire(pipeline, state, BARRIER, THREADS)
     load_tile(descs, at, pipeline, state % pipeline.full.shape[0])
     return state + 1
+
+
+@gluon.jit
+def _load_list(
+    k_descs, v_descs, tile, blocks, k_state, v_state, pipelines, params, WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+):  # fmt: skip
+    """Loads the blocks of a list in the order of `load`, each with its word, and returns the next states."""
+    THREADS: gl.constexpr = kv_threads(WARPGROUPS)
+    TURNS: gl.constexpr = takes_turns(WARPGROUPS, BLOCK_D)
+    V_EMPTY: gl.constexpr = K_EMPTY + pipelines.k.full.shape[0]
+    h = tile.h // params.group
+    row = tile.first
+    for n in range(tile.last):
+        block = nth_block(n, blocks)
+        previous = row
+        row = block * BLOCK_N
+        named_acquire(pipelines.k, k_state, K_EMPTY, THREADS)
+        stage = k_state % pipelines.k.full.shape[0]
+        write_word(pipelines.block_info, stage, block * 2 + gl.where(n < tile.masked, 1, 0))
+        load_tile(k_descs, (tile.b, h, row), pipelines.k, stage)
+        k_state += 1
+        if TURNS:
+            v_state = _load_block(v_descs, (tile.b, h, row), pipelines.v, v_state, V_EMPTY, THREADS)
+        elif n > 0:
+            v_state = _load_block(v_descs, (tile.b, h, previous), pipelines.v, v_state, V_EMPTY, THREADS)
+    if not TURNS:
+        v_state = _load_block(v_descs, (tile.b, h, row), pipelines.v, v_state, V_EMPTY, THREADS)
+    return k_state, v_state
 
 
 @gluon.jit
@@ -43,6 +84,9 @@ def load(
     while index < work_tiles(params):
         tile = work_tile(index, params, TILE, BLOCK_N)
         if not VARLEN or tile.start > -TILE:
+            if params.intervals is not None:
+                blocks = blocks_of(tile, params, TILE)
+                tile = listed(tile, blocks, params)
             publish_tile(iteration, tile, tile.start, pipelines)
             b = tile.b
             if VARLEN:
@@ -53,7 +97,11 @@ def load(
                 load_tile(q_descs, (b, tile.h, tile.start_q + tile.start + w * ROWS), pipelines.q, stage)
             h = tile.h // params.group
             row = tile.start_k + (tile.last - 1) * BLOCK_N
-            if TURNS:
+            if params.intervals is not None:
+                k_state, v_state = _load_list(
+                    k_descs, v_descs, tile, blocks, k_state, v_state, pipelines, params, WARPGROUPS, BLOCK_N, BLOCK_D
+                )
+            elif TURNS:
                 for _ in range(tile.last - tile.first):
                     k_state = _load_block(k_descs, (b, h, row), pipelines.k, k_state, K_EMPTY, THREADS)
                     v_state = _load_block(v_descs, (b, h, row), pipelines.v, v_state, V_EMPTY, THREADS)
@@ -68,6 +116,7 @@ def load(
             iteration += 1
         index = next_index(iteration, params)
     zero = index * 0
-    publish_tile(iteration, WorkTile(zero, zero, zero, zero, zero, zero, zero, zero, zero), zero + END, pipelines)
+    none = WorkTile(zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero)
+    publish_tile(iteration, none, zero + END, pipelines)
     named_drain(pipelines.k, k_state, K_EMPTY, THREADS)
     named_drain(pipelines.v, v_state, V_EMPTY, THREADS)

@@ -12,6 +12,10 @@ scheduled together so that their k and v stay in L2.
 needs no prefix sum; CTAs take slots from a counter and skip empty ones.
 
 Row tiles are counted from the end of a sequence: the ragged tile is the first, which has the least work under a causal mask.
+
+**Intervals** leave several runs of blocks of columns, which two small kernels have listed before (../triton/intervals.py). The
+producer warp loads the blocks in a work tile's list, masked blocks first. With every stage of k comes one word, the block's
+index and whether an edge of an interval crosses it. Every warpgroup computes every block of the list.
 """
 
 from __future__ import annotations
@@ -26,11 +30,14 @@ from ..triton import scores
 from .pipeline import read_word, write_word
 
 ROWS = gl.constexpr(64)  # per warpgroup
+MOST_RUNS = scores.MOST_RUNS
 SEQUENCES = gl.constexpr(128)  # compared at a time when searching the sequence that owns a slot
 INFO_STAGES = gl.constexpr(4)
+LOW = gl.constexpr(2**32 - 1)
 END = gl.constexpr(-(2**30))  # `start` in the info after the last tile
 
 band_tiles = gluon.jit(scores.band_tiles.fn)
+own_list = gluon.jit(scores.own_list.fn)
 
 
 @gluon.constexpr_function
@@ -45,23 +52,33 @@ def takes_turns(warpgroups, width):
 #   heads_per_section   heads scheduled together, an L2 section
 #   scale_log2          |scale| · log2(e)
 #   softcap_log2        c · log2(e)
+#   intervals, second   the first and the second interval of column 0 of the first kv head; strides in elements
+#   runs                the lists of blocks (scores.own_list)
 Params = namedtuple(
     "Params",
     "cu_seqlens_q cu_seqlens_k sinks sinks_h tile_counter batch heads group row_tiles heads_per_section "
-    "tq tk left right scale_log2 softcap_log2",
+    "tq tk left right scale_log2 softcap_log2 "
+    "intervals second intervals_b intervals_h runs runs_b runs_h",
 )
 
 # Filled by the producer warp. A stage of q holds the rows of one warpgroup (stage = iteration % Q_STAGES · WARPGROUPS +
-# warpgroup), a stage of k or v holds one block of columns. tile_info is a WorkTile of words in shared memory.
-Pipelines = namedtuple("Pipelines", "q k v tile_info info_full")
+# warpgroup), a stage of k or v holds one block of columns. tile_info is a WorkTile of words in shared memory. With intervals,
+# block_info has the word of each stage of k: 2 · (index of the block) + (1 if an edge of an interval crosses it).
+Pipelines = namedtuple("Pipelines", "q k v tile_info info_full block_info")
 
 # The rows from `start` on of head h of sequence b, and the blocks of columns first … last that they attend to. The sequence has
-# tq rows from row start_q on and tk columns from start_k on. Tile info is all fields except start_k.
-WorkTile = namedtuple("WorkTile", "b h start start_q start_k tq tk first last")
+# tq rows from row start_q on and tk columns from start_k on. Tile info is all fields except start_k. With intervals,
+# first … last are entries of a list, those before `masked` need a mask, and the intervals of the kv head begin at element low +
+# 2³² · high.
+WorkTile = namedtuple("WorkTile", "b h start start_q start_k tq tk first last masked low high")
+
+# The list of a work tile: the runs of its unmasked and of its masked blocks (scores.Runs), and how many there are of each.
+Blocks = namedtuple("Blocks", "before shift masked_before masked_shift unmasked masked")
 
 # The blocks of columns of one warpgroup: it skips `before` blocks, then computes first … last, of which unmasked … unmasked_end
-# need no mask. `diagonal` is the column on the diagonal of its row 0, tk the number of columns.
-Span = namedtuple("Span", "before first unmasked unmasked_end last diagonal tk")
+# need no mask. `diagonal` is the column on the diagonal of its row 0, tk the number of columns. With intervals, first … last
+# are entries of a list, and those before `masked` need a mask.
+Span = namedtuple("Span", "before first unmasked unmasked_end last diagonal tk masked")
 
 
 @gluon.jit
@@ -120,7 +137,45 @@ def work_tile(index, params, TILE: gl.constexpr, BLOCK_N: gl.constexpr):
         b = (begin + rest % size) // params.heads
     start = tq - (m + 1) * TILE
     first, _, _, last = band_tiles(gl.maximum(start, 0), start + TILE, tk - tq, params.left, params.right, tk, BLOCK_N)
-    return WorkTile(b, h, start, start_q, start_k, tq, tk, first, gl.maximum(last, first + 1))
+    return WorkTile(b, h, start, start_q, start_k, tq, tk, first, gl.maximum(last, first + 1), first, first, first)
+
+
+@gluon.jit
+def blocks_of(tile, params, TILE: gl.constexpr):
+    """The list of a work tile."""
+    SPREAD: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    m = params.row_tiles - (tile.tq - tile.start) // TILE
+    runs = own_list(params.runs, params.runs_b, params.runs_h, tile.b, tile.h // params.group, m)
+    r = gl.arange(0, MOST_RUNS, layout=SPREAD)
+    return Blocks(
+        gl.load(runs + r), gl.load(runs + MOST_RUNS + r),
+        gl.load(runs + 2 * MOST_RUNS + r), gl.load(runs + 3 * MOST_RUNS + r),
+        gl.load(runs + 4 * MOST_RUNS), gl.load(runs + 4 * MOST_RUNS + 1),
+    )  # fmt: skip
+
+
+@gluon.jit
+def listed(tile, blocks, params):
+    """The work tile with entries of its list instead of blocks. A tile that attends to nothing has block 0, masked."""
+    kv_head = gl.cast(tile.h // params.group, gl.int64)
+    begin = gl.cast(tile.b, gl.int64) * params.intervals_b + kv_head * params.intervals_h
+    count = blocks.unmasked + blocks.masked
+    masked = gl.where(count == 0, 1, blocks.masked)
+    return WorkTile(
+        tile.b, tile.h, tile.start, tile.start_q, tile.start_k, tile.tq, tile.tk, count * 0, gl.maximum(count, 1), masked,
+        gl.cast(begin & LOW, gl.int32), gl.cast(begin >> 32, gl.int32),
+    )  # fmt: skip
+
+
+@gluon.jit
+def nth_block(n, blocks):
+    """The index of entry n of a list; masked blocks come first."""
+    if n < blocks.masked:
+        shift = gl.max(gl.where(blocks.masked_before <= n, blocks.masked_shift, 0), 0)
+    else:
+        n -= blocks.masked
+        shift = gl.max(gl.where(blocks.before <= n, blocks.shift, 0), 0)
+    return n + shift
 
 
 @gluon.jit
@@ -130,13 +185,17 @@ def span_of(W: gl.constexpr, tile, params, TILE: gl.constexpr, BLOCK_N: gl.const
     first, unmasked, unmasked_end, last = band_tiles(
         gl.maximum(start, 0), start + ROWS, tile.tk - tile.tq, params.left, params.right, tile.tk, BLOCK_N
     )
-    first = gl.minimum(first, tile.last - 1)
-    last = gl.maximum(gl.minimum(last, tile.last), first + 1)
-    if W * ROWS + ROWS < TILE:
-        none = start + ROWS <= 0
-        last = gl.where(none, tile.last, last)
-        first = gl.where(none, tile.last - 1, first)
-    return Span(tile.last - last, first, unmasked, unmasked_end, last, start + tile.tk - tile.tq, tile.tk)
+    if params.intervals is None:
+        first = gl.minimum(first, tile.last - 1)
+        last = gl.maximum(gl.minimum(last, tile.last), first + 1)
+        if W * ROWS + ROWS < TILE:
+            none = start + ROWS <= 0
+            last = gl.where(none, tile.last, last)
+            first = gl.where(none, tile.last - 1, first)
+    else:
+        first = start * 0
+        last = tile.last
+    return Span(tile.last - last, first, unmasked, unmasked_end, last, start + tile.tk - tile.tq, tile.tk, tile.masked)
 
 
 @gluon.jit
@@ -151,6 +210,10 @@ def publish_tile(iteration, tile, start, pipelines):
     write_word(pipelines.tile_info.tk, stage, tile.tk)
     write_word(pipelines.tile_info.first, stage, tile.first)
     write_word(pipelines.tile_info.last, stage, tile.last)
+    if pipelines.tile_info.masked is not None:
+        write_word(pipelines.tile_info.masked, stage, tile.masked)
+        write_word(pipelines.tile_info.low, stage, tile.low)
+        write_word(pipelines.tile_info.high, stage, tile.high)
     mbarrier.arrive(pipelines.info_full.index(stage), count=1)
 
 
@@ -162,13 +225,20 @@ def read_tile(iteration, pipelines, params):
     start_q = iteration * 0
     tq = params.tq
     tk = params.tk
+    masked = iteration * 0
+    low = iteration * 0
+    high = iteration * 0
+    if info.masked is not None:
+        masked = read_word(info.masked, stage)
+        low = read_word(info.low, stage)
+        high = read_word(info.high, stage)
     if params.cu_seqlens_q is not None:
         start_q = read_word(info.start_q, stage)
         tq = read_word(info.tq, stage)
         tk = read_word(info.tk, stage)
     return WorkTile(
         read_word(info.b, stage), read_word(info.h, stage), read_word(info.start, stage),
-        start_q, iteration * 0, tq, tk, read_word(info.first, stage), read_word(info.last, stage),
+        start_q, iteration * 0, tq, tk, read_word(info.first, stage), read_word(info.last, stage), masked, low, high,
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import torch
 from ...cache import remember
 from ...cuda_launch import Launch
 from ...triton_version import launch_options
+from ..triton.fit import KernelCall
 
 L2_BYTES = 24 * 2**20  # most bytes of an L2 section: about half of an H100's L2
 
@@ -19,6 +20,11 @@ def current(device: torch.device) -> AbstractContextManager[None]:
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(device)
+
+
+def launches_of(calls: list[KernelCall], device: int) -> list[Launch]:
+    """The launches of Triton's kernels."""
+    return [launch for call in calls if (launch := call.launch(device)) is not None]
 
 
 compiled_kernels: dict[tuple[Any, ...], Any] = {}

@@ -10,12 +10,15 @@ from torch import Tensor
 
 from ...cuda_launch import Launch, Plan, Zero
 from ...gpu import multiprocessors
-from ...scratch import Shapes, Views
+from ...scratch import Scratch, Shapes, Views
 from ...triton_version import takes_more_registers
+from ..mask import Mask
 from ..problem import LEAST_FACTOR, LOG2E, Forward, Sizes, lse_strides, row_strides, sizes_of
+from ..triton.arguments import interval_arguments, list_arguments, pairs_of
+from ..triton.lists import list_calls, list_shapes
 from .forward import _attention_fwd_kernel
 from .forward_scheduler import ROWS
-from .launch import L2_BYTES, current, prepare
+from .launch import L2_BYTES, current, launches_of, prepare
 from .pieces import columns_of, width_of
 from .tma import tile_descriptor
 
@@ -58,6 +61,8 @@ def q_columns_in_registers(sizes: Sizes, *, varlen: bool, softcap: bool) -> int:
     """How many columns of q a warpgroup keeps in registers: all at D 96, 128 and 192 of full attention, a quarter at D 256;
     0 if the compiler leaves no registers for them."""
     width, full = width_of(sizes.d), sizes.left is None and sizes.right is None and not varlen
+    if sizes.intervals:
+        return 0
     if width == 256:
         return 64 if sizes.left is None and not varlen else 0
     spared = (128,) if takes_more_registers() else (96, 128, 192)
@@ -67,20 +72,26 @@ def q_columns_in_registers(sizes: Sizes, *, varlen: bool, softcap: bool) -> int:
 def edges_in_the_loop(sizes: Sizes, *, varlen: bool) -> bool:
     """Whether blocks after a warpgroup's first (its last columns) may need a mask. The causal diagonal of 64 rows spans 64
     columns, which are in one block if the first is a multiple of 64."""
+    if sizes.intervals:  # the masked blocks have a loop of their own
+        return False
     aligned = sizes.right is None or (not varlen and (sizes.tk + sizes.right) % ROWS.value == 0)
     return sizes.left is not None or not aligned
 
 
 def counts_tiles(sizes: Sizes, *, varlen: bool) -> bool:
-    """Whether CTAs take work tiles from a counter in memory instead of in rounds: for packed sequences (the host doesn't know
-    their lengths) and for long causal calls (their tiles differ most: 1 to 2 % faster at D 128 and 256, slower at D 64)."""
+    """Whether CTAs take work tiles from a counter in memory instead of in rounds: for packed sequences and intervals (the host
+    doesn't know how many blocks a tile has) and for long causal calls (their tiles differ most: 1 to 2 % faster at D 128 and
+    256, slower at D 64)."""
     causal = sizes.right is not None and sizes.left is None
-    return varlen or (causal and width_of(sizes.d) >= 128 and sizes.tq >= LONG_ROWS)
+    return varlen or sizes.intervals or (causal and width_of(sizes.d) >= 128 and sizes.tq >= LONG_ROWS)
 
 
-def workspace(sizes: Sizes, *, varlen: bool) -> Shapes:
-    """The tile counter, if this call or a shorter one needs it: a window may cover all columns of a shorter call."""
-    return {"tile_counter": ((1,), torch.int32)} if counts_tiles(sizes._replace(left=None), varlen=varlen) else {}
+def workspace(sizes: Sizes, mask: Mask) -> Shapes:
+    """The tile counter, if this call or a shorter one needs it (a window may cover all columns of a shorter call), and the
+    lists of blocks."""
+    counted = counts_tiles(sizes._replace(left=None), varlen=mask.varlen)
+    counter: Shapes = {"tile_counter": ((1,), torch.int32)} if counted else {}
+    return counter | list_shapes(sizes, mask, ROWS.value)
 
 
 def heads_per_section(sizes: Sizes, row_tiles: int, programs: int, config: TileConfig) -> int:
@@ -125,20 +136,19 @@ def tile_steps(tq: int, tk: int, right: int | None, row_tiles: int, config: Tile
 
 
 def prepare_fwd(call: Forward, views: Views) -> Callable[[Forward], None]:
-    counted = counts_tiles(sizes_of(call.q, call.k, call.v, call.mask), varlen=call.mask.varlen)
-    tile_counter = views(*call.memory)["tile_counter"] if counted else None
     with current(call.q.device):
-        launch = _prepare(call, tile_counter)
-        launches = (launch,) if tile_counter is None else (Zero(tile_counter), launch)
-        return Plan(launches, call, call.memory, launch.device)
+        before, launch = _prepare(call, views(*call.memory) if call.memory else {})
+        return Plan((*before, launch), call, call.memory, launch.device)
 
 
-def _prepare(call: Forward, tile_counter: Tensor | None) -> Launch:
+def _prepare(call: Forward, scratch: Scratch) -> tuple[list[Launch | Zero], Launch]:
+    """The launches before the main kernel, and the launch of that kernel."""
     q, k, v, mask, o, lse, *_ = call
     sizes = sizes_of(q, k, v, mask)
     varlen = mask.varlen
     config = tile_config(sizes, multiprocessors(q.device), varlen=varlen)
     width, rows = width_of(sizes.d), ROWS.value * config.warpgroups
+    tile_counter = scratch["tile_counter"] if counts_tiles(sizes, varlen=varlen) else None
     row_tiles = q.shape[0] // rows + sizes.batch if varlen else -(-sizes.tq // rows)
     tiles = row_tiles * sizes.hq * (1 if varlen else sizes.batch)
     programs = min(tiles, multiprocessors(q.device))
@@ -147,11 +157,14 @@ def _prepare(call: Forward, tile_counter: Tensor | None) -> Launch:
     constants = (
         config.warpgroups, config.columns, width, sizes.d, config.k_stages, config.v_stages, config.q_stages,
         q_columns_in_registers(sizes, varlen=varlen, softcap=mask.softcap != 0.0), scale < 0.0,
-        edges_in_the_loop(sizes, varlen=varlen),
+        edges_in_the_loop(sizes, varlen=varlen), pairs_of(mask),
     )  # fmt: skip
+    intervals, lists = interval_arguments(mask), list_arguments(mask, scratch.get("runs"), row_tiles)
+    steps = [intervals["intervals_b"], intervals["intervals_h"], lists["runs_b"], lists["runs_h"]]
     key = (
         q.dtype, varlen, tile_counter is None, sinks is not None and sinks.dtype, o is None, lse is None, sizes.left is None,
         sizes.right is None, mask.softcap == 0.0, constants,
+        *(step is not None and step >= 2**31 for step in steps),
     )  # fmt: skip
     halves = 2 if config.q_stages == 1 else 1  # parts of D in which o is stored
     boxes = ((q, ROWS.value, 1), (k, config.columns, 1), (v, config.columns, 1), (o, ROWS.value, halves))
@@ -161,10 +174,15 @@ def _prepare(call: Forward, tile_counter: Tensor | None) -> Launch:
         for x, rows, parts in boxes
     ]
     arguments = (
-        *descriptors, mask.cu_seqlens_q, mask.cu_seqlens_k, sinks, o, lse, tile_counter,
+        *descriptors, mask.cu_seqlens_q, mask.cu_seqlens_k, sinks, intervals["intervals"], lists["runs"], o, lse, tile_counter,
         *row_strides(o, varlen=varlen), *lse_strides(lse, varlen=varlen), 0 if sinks is None else sinks.stride(0),
+        *steps,
         sizes.batch, sizes.hq, sizes.group, row_tiles, section,
         sizes.tq, sizes.tk, sizes.left, sizes.right,
         max(abs(scale) * LOG2E, LEAST_FACTOR), mask.softcap * LOG2E if mask.softcap else None, *constants,
     )  # fmt: skip
-    return prepare(_attention_fwd_kernel, key, programs, arguments, num_warps=4)
+    launch = prepare(_attention_fwd_kernel, key, programs, arguments, num_warps=4)
+    first_row = sizes.tq - row_tiles * rows
+    listed = list_calls(scratch, sizes, mask, rows, config.columns, columns=False, first_row=first_row)
+    zero = [] if tile_counter is None else [Zero(tile_counter)]
+    return [*zero, *launches_of(listed, launch.device)], launch

@@ -25,7 +25,8 @@ from .scores import MOST_RUNS, band_tiles
 
 CHUNK = 256  # tiles that a program of `_list_kernel` tests at once
 BEYOND = tl.constexpr(2**31 - 1)  # after every row
-SIZES = ["intervals_b", "intervals_h", "heads", "row_tiles", "col_tiles", "tq", "tk", "left", "right"]
+SIZES = ["intervals_b", "intervals_h", "heads", "row_tiles", "col_tiles", "first_row"]
+SIZES += ["tq", "tk", "left", "right"]
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -85,10 +86,11 @@ def _add_runs(runs, n, kind, begins, number, tiles, count, MASKED: tl.constexpr)
 def _list_kernel(
     edges,
     runs,
-    row_tiles, col_tiles, tq, tk, left, right,
+    row_tiles, col_tiles, first_row, tq, tk, left, right,
     PAIRS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Lists the tiles that one tile of rows visits, or one tile of columns if COLUMNS."""
+    """Lists the tiles that one tile of rows visits, or one tile of columns if COLUMNS. Rows are counted from first_row ≤ 0,
+    because Hopper's forward counts them from the last row."""
     own_tiles = col_tiles if COLUMNS else row_tiles
     own = tl.program_id(0) % own_tiles
     edges += steps(tl.program_id(0) // own_tiles, 4 * PAIRS, 1) * col_tiles
@@ -99,10 +101,9 @@ def _list_kernel(
             start, tl.minimum(start + BLOCK_N, tk), tq - tk, right, left, tq, BLOCK_M
         )
     else:
-        start = own * BLOCK_M
-        first, unmasked, unmasked_end, last = band_tiles(
-            start, tl.minimum(start + BLOCK_M, tq), tk - tq, left, right, tk, BLOCK_N
-        )
+        start = tl.maximum(first_row + own * BLOCK_M, 0)
+        stop = tl.minimum(first_row + own * BLOCK_M + BLOCK_M, tq)
+        first, unmasked, unmasked_end, last = band_tiles(start, stop, tk - tq, left, right, tk, BLOCK_N)
     last = tl.minimum(last, row_tiles if COLUMNS else col_tiles)  # if k, or q, is empty
     cut = last  # from here on all tiles count as masked
     tiles = first * 0
@@ -119,7 +120,6 @@ def _list_kernel(
             )
             previous = _kinds(edges, own + n * 0, rows - BLOCK_M, rows, n - 1, unmasked, unmasked_end, before, PAIRS)
         else:
-            stop = tl.minimum(start + BLOCK_M, tq)
             kind = _kinds(edges, n, start, stop, n, unmasked, unmasked_end, n < last, PAIRS)
             previous = _kinds(edges, n - 1, start, stop, n - 1, unmasked, unmasked_end, before, PAIRS)
         for _again in tl.static_range(2):

@@ -23,7 +23,6 @@ from .arguments import (
     addressing,
     exponent_arguments,
     ieee_fp32,
-    interval_arguments,
     list_arguments,
     lse_stride_arguments,
     pairs_of,
@@ -35,8 +34,7 @@ from .arguments import (
 from .backward import _dbias_kernel, _dbias_rows_kernel, _delta_kernel, _dkdv_kernel, _dq_kernel, _dsinks_kernel
 from .fit import KernelCall, architecture, fitted, product_bits, separate_dk_dv, tiles_for
 from .forward import _attention_fwd_kernel, _combine_kernel
-from .intervals import CHUNK, _edges_kernel, _list_kernel
-from .scores import MOST_RUNS
+from .lists import list_calls, list_shapes
 from .tiles import INTERPRETER, LEAST, SPLIT, Tile
 
 ROWS = 64  # per program of the kernels without GEMMs
@@ -71,7 +69,7 @@ def workspace(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, backward: bool, de
     shapes: Shapes = {}
     if mask.dropout_p and isinstance(mask.seed, int):
         shapes["seed"] = ((), torch.int64)
-    shapes |= _list_shapes(sizes, mask)
+    shapes |= list_shapes(sizes, mask, LEAST)  # fit.py may replace a tile by a smaller one
     if backward:
         return shapes | {"delta": (lse_shape, torch.float32), "row_lse": (lse_shape, torch.float32)}
     splits = splits_for(sizes, q.dtype, q.device)
@@ -81,43 +79,14 @@ def workspace(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, backward: bool, de
     return shapes
 
 
-def _list_shapes(sizes: Sizes, mask: Mask) -> Shapes:
-    """Buffers of intervals.py. They fit tiles of any size, because fit.py may replace a tile by a smaller one."""
-    if mask.intervals is None:
-        return {}
-    own = mask.intervals.shape[0] * mask.intervals.shape[1]
-    col_tiles, tiles = (max(1, _ceil_div(n, LEAST)) for n in (sizes.tk, max(sizes.tq, sizes.tk)))
-    edges, runs = own * col_tiles * 4 * pairs_of(mask), own * tiles * (4 * MOST_RUNS.value + 2)
-    return {"edges": ((edges,), torch.int32), "runs": ((runs,), torch.int32)}
-
-
 def _with_lists(
     calls: list[KernelCall], scratch: Scratch, sizes: Sizes, mask: Mask, *, columns: bool
 ) -> list[KernelCall]:
     """The calls that list the tiles that each tile of a kernel visits, then `calls` of the kernel."""
     if mask.intervals is None or not calls:
         return calls
-    blocks = {name: calls[0].arguments[name] for name in ("BLOCK_M", "BLOCK_N")}
-    row_tiles, col_tiles = _ceil_div(sizes.tq, blocks["BLOCK_M"]), _ceil_div(sizes.tk, blocks["BLOCK_N"])
-    batch, heads = mask.intervals.shape[:2]
-    shared: Arguments = {"edges": scratch["edges"], "col_tiles": col_tiles, "tk": sizes.tk, "PAIRS": pairs_of(mask)}
-    edges = shared | interval_arguments(mask) | {"heads": heads, "BLOCK_N": blocks["BLOCK_N"]}
-    lists = (
-        shared
-        | blocks
-        | {
-            "runs": scratch["runs"],
-            "row_tiles": row_tiles,
-            "tq": sizes.tq,
-            "left": sizes.left,
-            "right": sizes.right,
-            "COLUMNS": columns,
-            "CHUNK": CHUNK,
-        }
-    )
-    own_tiles = col_tiles if columns else row_tiles
-    first = [KernelCall(_edges_kernel, (col_tiles * heads * batch,), edges, {})] if col_tiles else []
-    return [*first, KernelCall(_list_kernel, (own_tiles * heads * batch,), lists, {}), *calls]
+    m, n = (calls[0].arguments[name] for name in ("BLOCK_M", "BLOCK_N"))
+    return [*list_calls(scratch, sizes, mask, m, n, columns=columns), *calls]
 
 
 def _constants(sizes: Sizes, mask: Mask, q: Tensor, *others: Tensor | None) -> Arguments:
