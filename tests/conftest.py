@@ -73,7 +73,7 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
 def two_ranks_of_an_agent(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process is a rank of two under torchrun, whose store is in memory; the test sets RANK."""
     store = torch.distributed.HashStore()  # type: ignore[attr-defined]
-    monkeypatch.setattr("tilegrad.dist.mesh._store", lambda *_: store)
+    monkeypatch.setattr("tilegrad.engine.dist.mesh._store", lambda *_: store)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
 

@@ -68,6 +68,7 @@ TESTS = {  # the longest matching prefix of a path decides
     "memory/": ("tests/memory", "tests/train/test_engine.py"),
     "model/": ("tests/model", "tests/train/test_engine.py"),
     "engine/": ("tests/train", "tests/model/test_dropout.py"),
+    "engine/dist/": ("tests/dist", "tests/train/test_ranks.py", "tests/train/test_engine.py"),
     "engine/sampling.py": ("tests/train/test_sampling.py",),
     "training/": ("tests/train",),
     "data/": ("tests/train",),
@@ -89,7 +90,6 @@ TESTS = {  # the longest matching prefix of a path decides
     "functional/dilated/": (f"{ATTENTION}dilated.py", f"{ATTENTION}dilated_modules.py"),
     "integrations/": tuple(f"tests/integrations/test_{name}.py" for name in ("torch", "transformers", "parallel")),
     "cli/": ("tests/package/test_cli.py", "tests/package/test_package.py", "tests/train/test_interrupts.py"),
-    "dist/": ("tests/dist", "tests/train/test_ranks.py", "tests/train/test_engine.py"),
 }
 GPU_TESTS = {  # likewise with --gpu; a file …_gpu.py runs its slow tests, one specification each
     "kernels/attention/triton/": (f"{ATTENTION}triton_gpu.py",),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from . import masks as masks
     from . import memory as memory
     from . import nn as nn
-    from .dist.mesh import Mesh
+    from .engine.dist.mesh import Mesh
     from .engine.engine import Engine
     from .functional import attention, attention_varlen, explain, sdpa
     from .functional.dilated.functional import dilated_attention
@@ -47,7 +47,7 @@ _HOME = {
     "attention_bwd": "kernels.attention.api",
     "attention_workspace": "kernels.attention.api",
     "Mask": "kernels.attention.mask",
-    "Mesh": "dist.mesh",
+    "Mesh": "engine.dist.mesh",
     "Explanation": "kernels.table",
     "Engine": "engine.engine",
     "RunConfig": "training.config",

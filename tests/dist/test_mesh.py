@@ -13,7 +13,7 @@ import torch
 from support.ranks import Ranks
 
 from tilegrad.cli.faults import complain
-from tilegrad.dist.mesh import HUNG, Mesh, Note, RankLost, missing, read_notes, write_note
+from tilegrad.engine.dist.mesh import HUNG, Mesh, Note, RankLost, missing, read_notes, write_note
 
 
 def collectives(mesh: Mesh) -> list[list[float]]:
@@ -213,7 +213,7 @@ def test_the_watch_ends_a_rank_that_hangs(
 ) -> None:
     """A rank that stays at one place for longer than its collectives may wait is ended, unless alone=True."""
     clock, ended, distributed = _Clock(), threading.Event(), cast(Any, torch.distributed)
-    monkeypatch.setattr("tilegrad.dist.mesh.time", clock)
+    monkeypatch.setattr("tilegrad.engine.dist.mesh.time", clock)
     mesh = Mesh(timeout_s=600)
     mesh.world, mesh._store = 2, distributed.HashStore()
     write_note(mesh._store, 1, Note(1, 4, "step 7: reading data"))
@@ -222,8 +222,8 @@ def test_the_watch_ends_a_rank_that_hangs(
         clock.now = math.inf if code == HUNG else clock.now
         ended.set()
 
-    monkeypatch.setattr("tilegrad.dist.mesh.os._exit", end)
-    monkeypatch.setattr("tilegrad.dist.mesh.BEAT_S", 0.01)
+    monkeypatch.setattr("tilegrad.engine.dist.mesh.os._exit", end)
+    monkeypatch.setattr("tilegrad.engine.dist.mesh.BEAT_S", 0.01)
     for alone, waited in ((True, 1e6), (False, 600), (False, 1e6)):  # after 600 s the collective raises by itself
         mesh.at("step 7: agreeing on the norm", alone=alone)
         clock.sleep(waited)

@@ -13,7 +13,7 @@ from support.models import CONFIG, LLAMA, QWEN3, batch
 from torch import Tensor
 
 from tilegrad import Engine, ModelConfig
-from tilegrad.dist.schedule import Bucket, Touch, final, follow, needed, order
+from tilegrad.engine.dist.schedule import Bucket, Touch, final, follow, needed, order
 from tilegrad.kernels.muon import MuonConfig, muon_workspace
 from tilegrad.kernels.op import observe_names, op
 from tilegrad.memory.types import BufferType

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from tilegrad.cli import main
-from tilegrad.dist.mesh import Mesh
+from tilegrad.engine.dist.mesh import Mesh
 
 ASLEEP_S = 20
 enter = Mesh.at

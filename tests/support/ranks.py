@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from support.forked import CONTEXT
-from tilegrad.dist.mesh import Mesh
+from tilegrad.engine.dist.mesh import Mesh
 
 LIMIT_S = 120.0
 

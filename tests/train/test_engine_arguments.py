@@ -31,8 +31,8 @@ from support.pairwise import Spec, all_pairs, covering, pairs
 from torch import Tensor
 
 from tilegrad import Engine
-from tilegrad.dist.mesh import Mesh
 from tilegrad.engine.batch import Batch
+from tilegrad.engine.dist.mesh import Mesh
 from tilegrad.engine.state import counters
 from tilegrad.kernels.muon import MuonConfig
 from tilegrad.model.layer import FULL

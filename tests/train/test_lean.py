@@ -14,7 +14,7 @@ from support.ranks import Ranks
 
 import tilegrad
 from tilegrad import Engine, LoraConfig, MuonConfig
-from tilegrad.dist.mesh import Mesh
+from tilegrad.engine.dist.mesh import Mesh
 from tilegrad.engine.planning import plan_model
 from tilegrad.engine.spec import StepSpec
 from tilegrad.engine.state import counters, owned_pieces, restore_counters

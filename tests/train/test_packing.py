@@ -26,11 +26,11 @@ from support.ranks import Ranks
 from torch import Tensor
 
 from tilegrad import Engine, ModelConfig
-from tilegrad.dist.mesh import Mesh
 from tilegrad.engine import batch as batch_module
 from tilegrad.engine import planning
 from tilegrad.engine.batch import Batch
 from tilegrad.engine.capture import DeviceStep, Staged
+from tilegrad.engine.dist.mesh import Mesh
 from tilegrad.engine.planning import plan_model
 from tilegrad.engine.spec import StepSpec
 from tilegrad.kernels.attention import table

@@ -27,7 +27,7 @@ import tilegrad
 from tilegrad import Engine
 from tilegrad.cli import main
 from tilegrad.cli.progress import _message
-from tilegrad.dist.mesh import Mesh
+from tilegrad.engine.dist.mesh import Mesh
 from tilegrad.engine.optimizer import AdamW
 from tilegrad.engine.parallel import ShardedOptimizer, check_accumulation, check_same, digest
 from tilegrad.engine.spec import StepSpec

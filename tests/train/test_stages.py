@@ -19,7 +19,7 @@ from tilegrad import Engine, ModelConfig
 from tilegrad.cli import main
 from tilegrad.cli.progress import _message
 from tilegrad.data.batches import Batches, Windows
-from tilegrad.dist.mesh import Mesh
+from tilegrad.engine.dist.mesh import Mesh
 from tilegrad.engine.spec import StepSpec
 from tilegrad.kernels.attention.qkv import qkv_attention_workspace
 from tilegrad.model import attention

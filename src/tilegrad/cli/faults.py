@@ -33,7 +33,7 @@ def complain(sentence: object) -> None:
 def said_already(sentence: str) -> bool:
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return False
-    from ..dist import mesh
+    from ..engine.dist import mesh
 
     return mesh.said_already(sentence)
 

@@ -20,7 +20,6 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ..dist.mesh import Mesh
 from ..kernels.fp8_linear.state import JUMPS
 from ..kernels.muon import MuonConfig
 from ..memory.planned.arena import Arenas, MemoryPlan
@@ -31,6 +30,7 @@ from ..model.lora import LoraConfig
 from ..model.transformer import Transformer
 from .batch import Batch, check_batch, check_some, check_spec, count_targets, micro_batches, write_documents
 from .capture import DeviceStep, StepQueue, on_stream
+from .dist.mesh import Mesh
 from .initialise import initialise
 from .machine import check_device, check_fits, check_threads
 from .optimizer import AdamW, StepResult

@@ -37,8 +37,6 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ..dist.schedule import Bucket
-from ..dist.units import Units
 from ..kernels.adamw import adamw_step, adamw_workspace
 from ..kernels.ema import ema_step, ema_workspace, swap
 from ..kernels.global_norm import global_norm, global_norm_workspace
@@ -50,6 +48,8 @@ from ..memory.planned.arena import flat
 from ..memory.planned.trace import FlatHandle, Handle, handles
 from ..memory.types import BufferType, Role
 from ..model.layer import FULL, Buffer, Param, States
+from .dist.schedule import Bucket
+from .dist.units import Units
 
 MAX_SKIPPED = 10
 _COUNTERS = ("steps", "skipped", "skipped_in_a_row")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..dist.mesh import Mesh
+from ..engine.dist.mesh import Mesh
 from ..engine.engine import Engine
 from ..engine.state import restore_counters
 from .checkpoint import load_into, save_checkpoint, save_same

@@ -52,7 +52,7 @@ from .manifest import DamagedCheckpoint
 from .state import RunState
 
 if TYPE_CHECKING:
-    from ..dist.mesh import Mesh
+    from ..engine.dist.mesh import Mesh
 
 MARKER, LOCK = ".tilegrad-run", "run.lock"
 _MARK = b'{"format": "tilegrad run", "version": 1}\n'

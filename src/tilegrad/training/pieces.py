@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from ..dist.mesh import Mesh
+from ..engine.dist.mesh import Mesh
 from ..engine.state import owned_pieces, publish_pieces
 from ..text.atomic import sha256_of, sync
 from .checkpoint import STAGED, Tensors, latest_good, next_path, remove_leftovers, retire, save_same

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypedDict
 
-from ..dist.mesh import Mesh
+from ..engine.dist.mesh import Mesh
 from ..engine.parallel import Shard
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..data.documents import Numbers, Show, default_text, quiet
 from ..data.tokenizer import Tokenizer
 from ..data.tokens import TokenFile
-from ..dist.mesh import Mesh, RankLost
+from ..engine.dist.mesh import Mesh, RankLost
 from ..engine.engine import Engine
 from ..engine.machine import check_device, check_platform
 from ..engine.parallel import BUCKET_BYTES, Shard, check_accumulation, check_agreed, check_ranks, digest

@@ -19,7 +19,7 @@ without a micro-batch, because ranks with different orders would wait for each o
 
 from __future__ import annotations
 
-from ...dist.mesh import Mesh
+from ..dist.mesh import Mesh
 from ..optimizer import AdamW
 from ..spec import BUCKET_BYTES, Shard, StepSpec
 from .alone import Alone, View

@@ -10,9 +10,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ...dist.mesh import Mesh, Neighbours
 from ...memory.planned.trace import Handle, bind
 from ..batch import Batch, check_some
+from ..dist.mesh import Mesh, Neighbours
 from ..optimizer import AdamW
 from ..spec import StepSpec
 from .context import own_rows

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ... import __version__
-from ...dist.mesh import Mesh
 from ...kernels.cpu.library import library as native_library
 from ...model.layer import Kept
 from ...native.build import digest as native_sources
+from ..dist.mesh import Mesh
 from ..optimizer import AdamW
 from ..spec import Shard, StepSpec
 from .context import check_context

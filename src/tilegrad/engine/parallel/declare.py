@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ...dist.mesh import Mesh
-from ...dist.schedule import Bucket, Touch, cut, touches
-from ...dist.units import UnitParam, Units
 from ...kernels.muon import MuonConfig
 from ...kernels.op import emitter, observe, observe_names
 from ...memory.planned.trace import handles
 from ...model.transformer import Transformer
+from ..dist.mesh import Mesh
+from ..dist.schedule import Bucket, Touch, cut, touches
+from ..dist.units import UnitParam, Units
 from ..optimizer import AdamW, Optimizer, in_arena_order
 from ..spec import StepSpec
 

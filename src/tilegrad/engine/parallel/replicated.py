@@ -11,9 +11,9 @@ from functools import partial
 
 from torch import Tensor
 
-from ...dist.mesh import Mesh, Pending
-from ...dist.schedule import Bucket, Touch, Work, final, follow, needed, order
 from ...kernels.op import observe_names
+from ..dist.mesh import Mesh, Pending
+from ..dist.schedule import Bucket, Touch, Work, final, follow, needed, order
 from ..optimizer import AdamW
 from ..spec import StepSpec
 from .alone import Alone, Program, View

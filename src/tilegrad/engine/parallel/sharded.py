@@ -13,11 +13,11 @@ from functools import cached_property
 
 from torch import Tensor
 
-from ...dist.mesh import Pending
-from ...dist.schedule import Bucket, needed
-from ...dist.units import Units, gathered
 from ...kernels.op import emitter, observe, observe_names
 from ...memory.planned.trace import Handle
+from ..dist.mesh import Pending
+from ..dist.schedule import Bucket, needed
+from ..dist.units import Units, gathered
 from ..optimizer import Owned
 from .alone import Program, Run
 from .replicated import Replicated

@@ -35,7 +35,7 @@ BUFFERS = ("parts", "k", "v", "dparts", "dk", "dv", "run_dk", "run_dv")  # what 
 
 
 class Ranks(Protocol):
-    """The `world` ranks that share a sequence, for example a group of dist/mesh.py."""
+    """The `world` ranks that share a sequence, for example a group of engine/dist/mesh.py."""
 
     @property
     def rank(self) -> int: ...

@@ -26,8 +26,8 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
-from ..memory.planned.arena import alignment, flat
-from ..memory.planned.trace import Call, Handle, Observe
+from ...memory.planned.arena import alignment, flat
+from ...memory.planned.trace import Call, Handle, Observe
 
 Work = Callable[[], None]
 ObserveNames = Callable[[Callable[[str, Work], None]], AbstractContextManager[None]]

@@ -25,9 +25,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ..memory.planned.arena import flat
-from ..memory.planned.trace import Call, Handle, Observe, start, wait
-from ..memory.types import BufferType, Role
+from ...memory.planned.arena import flat
+from ...memory.planned.trace import Call, Handle, Observe, start, wait
+from ...memory.types import BufferType, Role
 from .mesh import Mesh, Pending
 from .schedule import Bucket, ObserveNames, Touch, Work, align_of, follow
 
