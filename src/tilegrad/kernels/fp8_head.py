@@ -23,8 +23,8 @@ from .op import op
 from .scratch import Form, Shapes, TensorLike, below, of, views
 from .table import Where
 
-# The logits of a chunk take OF_X times as many bytes as x, but at least LEAST and at most CHUNK.
-CHUNK, LEAST, OF_X = 1 << 28, 1 << 25, 6
+# The logits of a chunk take OF_X times as many bytes as x, but at least LEAST and at most CHUNK: as in cross_entropy.
+CHUNK, LEAST, OF_X = 1 << 29, 1 << 26, 12
 SMALLEST = 1e-30  # least scale of dl, for a batch without a target
 
 

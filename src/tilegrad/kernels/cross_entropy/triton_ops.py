@@ -2,7 +2,7 @@
 
 A program has one row of l (V,) and reads it twice, tile by tile:
 
-    pass 1   row_max = max l       row_sum = Σ exp(l − row_max)            online softmax
+    pass 1   row_max = max l       row_sum = Σ exp(l − row_max)            online softmax, by thread
     then     nll = (log row_sum − (l[target] − row_max)) · inv_total       one program sums over rows, in order
     pass 2   l ← exp(l − row_max) · inv_total / row_sum                    = dl, except in the target's column
     then     l[target] ← (p[target] − 1) · inv_total                       one number
@@ -48,6 +48,7 @@ TILE = 1 << 13  # most logits of a row that a program loads at once
 SUM = 1024  # losses of rows added in parallel
 
 LOG2E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-4e37)  # times LOG2E it is still finite
 
 
 @triton.jit
@@ -90,13 +91,23 @@ def _gradient(x, row_max, factor, constant, SOFTCAP: tl.constexpr, SMOOTHING: tl
 
 
 @triton.jit
+def _add_exponentials(lane_max, lane_sum, x):
+    """The largest numbers of the lanes with those of x (lanes, EACH), and lane_sum = Σ exp(x − lane_max), rescaled."""
+    larger = tl.maximum(lane_max, tl.max(x, 1))
+    terms = tl.exp2(x * LOG2E - (larger * LOG2E)[:, None])
+    return larger, lane_sum * tl.exp2((lane_max - larger) * LOG2E) + tl.sum(terms, 1)
+
+
+@triton.jit
 def _softmax_kernel(
-    targets, inv_total, logits, bias, nll, targets_n, logits_n, V, GRADIENT: tl.constexpr, TILE: tl.constexpr,
+    targets, inv_total, logits, bias, nll, targets_n, logits_n, V,
+    GRADIENT: tl.constexpr, TILE: tl.constexpr, EACH: tl.constexpr,
     BY_ROW: tl.constexpr = False, SOFTCAP: tl.constexpr = 0.0, SMOOTHING: tl.constexpr = 0.0,
     Z_LOSS: tl.constexpr = 0.0, maxima=None, factors=None,
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64)
-    row, cols = logits + n * logits_n, tl.arange(0, TILE)
+    row, lanes = logits + n * logits_n, tl.arange(0, TILE // EACH)
+    cols = lanes[:, None] * EACH + tl.arange(0, EACH)[None, :]
     whole = V // TILE * TILE
     rest = whole + cols < V
     EXACT: tl.constexpr = logits.dtype.element_ty == tl.float32
@@ -108,35 +119,35 @@ def _softmax_kernel(
             tl.store(maxima + n, float("inf"))
             tl.store(factors + n, 0.0)
         if GRADIENT:
-            nothing = tl.zeros([TILE], logits.dtype.element_ty)
+            nothing = tl.zeros([TILE // EACH, EACH], logits.dtype.element_ty)
             for k in range(0, whole, TILE):
                 tl.store(row + k + cols, nothing)
             tl.store(row + whole + cols, nothing, mask=rest)
     else:
         scale = tl.load(inv_total + n if BY_ROW else inv_total)
         at_target = capped(_float32_with_bias(tl.load(row + target), bias, target), SOFTCAP, EXACT)
-        row_max, row_sum, total = at_target, 0.0, 0.0
+        lane_max = tl.zeros([TILE // EACH], tl.float32) + tl.maximum(at_target, LOWEST)
+        lane_sum = tl.zeros([TILE // EACH], tl.float32)
+        lane_total = tl.zeros([TILE // EACH], tl.float32)
         for k in range(0, whole, TILE):
             x = tl.load(row + k + cols, eviction_policy="evict_last")
             x = capped(_float32_with_bias(x, bias, k + cols), SOFTCAP, EXACT)
             if SMOOTHING != 0.0:
-                total += tl.sum(x, 0)
-            new_max = tl.maximum(row_max, tl.max(x, 0))
-            row_sum = row_sum * tl.exp2((row_max - new_max) * LOG2E) + tl.sum(tl.exp2(x * LOG2E - new_max * LOG2E), 0)
-            row_max = new_max
+                lane_total += tl.sum(x, 1)
+            lane_max, lane_sum = _add_exponentials(lane_max, lane_sum, x)
         x = tl.load(row + whole + cols, mask=rest, other=-float("inf"))
         x = _float32_with_bias(x, bias, whole + cols, rest)
         if SOFTCAP != 0.0:
             x = tl.where(rest, capped(x, SOFTCAP, EXACT), -float("inf"))
         if SMOOTHING != 0.0:
-            total += tl.sum(tl.where(rest, x, 0.0), 0)
-        new_max = tl.maximum(row_max, tl.max(x, 0))
-        row_sum = row_sum * tl.exp2((row_max - new_max) * LOG2E) + tl.sum(tl.exp2(x * LOG2E - new_max * LOG2E), 0)
-        row_max = new_max
+            lane_total += tl.sum(tl.where(rest, x, 0.0), 1)
+        lane_max, lane_sum = _add_exponentials(lane_max, lane_sum, x)
+        row_max = tl.max(lane_max, 0)
+        row_sum = tl.sum(lane_sum * tl.exp2((lane_max - row_max) * LOG2E), 0)
 
         expected = at_target
         if SMOOTHING != 0.0:
-            expected = at_target * (1.0 - SMOOTHING) + total * (SMOOTHING / V)
+            expected = at_target * (1.0 - SMOOTHING) + tl.sum(lane_total, 0) * (SMOOTHING / V)
         place = nll + n
         value = tl.log(row_sum) - (expected - row_max)
         if Z_LOSS != 0.0:
@@ -216,6 +227,13 @@ def workspace(
     return shapes | products_workspace(x, w, rows, backward=backward, invariant=invariant, bias=added)
 
 
+def _tile(v: int) -> dict[str, int]:
+    """TILE logits at once, by one thread for each EACH neighbours."""
+    tile = min(padded(v), TILE)
+    warps = max(4, tile >> 9)
+    return {"TILE": tile, "EACH": max(1, tile // (32 * warps)), "num_warps": warps}
+
+
 def softmax_workspace(_logits: TensorLike) -> Shapes:
     """Scratch of `softmax` on this many logits or fewer."""
     return {}
@@ -228,8 +246,7 @@ def softmax(
     """losses = nll · inv_total of capped logits, and exp(l − row_max) · factor = p · inv_total, unless row_max is None. A row
     without a target has row_max = ∞ and factor = 0."""
     v = logits.shape[1]
-    tile = min(padded(v), TILE)
-    constants = {"GRADIENT": False, "TILE": tile, "num_warps": max(4, tile >> 9), "BY_ROW": False}
+    constants = {"GRADIENT": False, "BY_ROW": False, **_tile(v)}
     terms = {"SOFTCAP": softcap, "SMOOTHING": 0.0, "Z_LOSS": 0.0}
     given = (targets, inv_total, logits, None, losses, targets.stride(0), logits.stride(0), v)
     launch(_softmax_kernel, (logits.shape[0],), *given, **constants, **terms, maxima=row_max, factors=factor)
@@ -258,8 +275,8 @@ def run(
         check_columns("bias", bias)
     if "w" in scratch:
         w = scratch["w"].copy_(w)  # rounded once for all chunks
-    tile, columns, by_row = min(padded(v), TILE), _columns(v), inv_total.ndim == 1
-    constants: dict[str, float] = {"GRADIENT": out.has_gradients, "TILE": tile, "num_warps": max(4, tile >> 9)}
+    columns, by_row = _columns(v), inv_total.ndim == 1
+    constants: dict[str, float] = {"GRADIENT": out.has_gradients, **_tile(v)}
     constants |= {
         "BY_ROW": by_row,
         "SOFTCAP": terms.softcap,

@@ -5,7 +5,7 @@ are needed. In this maximum a NaN counts as infinite, so that it is not lost. A 
 gradient, the gradient of the logits) is first rounded to its input's dtype, as if another kernel had stored it. Such a tile is
 also what the compiler transposes best: from float32 it would compute every number twice, once for each order.
 
-A thread has 32 numbers of a tile, and few registers, so that ten programs share a multiprocessor: while some wait for memory,
+A thread has 32 numbers of a tile, and few registers, so that four programs share a multiprocessor: while some wait for memory,
 others compute. A tile is transposed in shared memory, so the read and both writes are whole rows of 64 or 128 bytes.
 """
 
@@ -28,14 +28,13 @@ from ..scratch import Scratch, Shapes, TensorLike
 from . import BLOCK_C
 from . import state as states
 
-BLOCK_N, WARPS = 64, 4  # rows of the tile that a program rounds at once
+BLOCK_N, WARPS = 128, 8  # rows of the tile that a program rounds at once
 PADDED = 2048  # a power of two above PARTS
 
 FIRST_PART = tl.constexpr(states.FIRST_PART)
 PARTS = tl.constexpr(states.PARTS)
 JUMP, JUMPS = tl.constexpr(states.JUMP), tl.constexpr(states.JUMPS)
 FOLLOWED, FORMAT = tl.constexpr(states.FOLLOWED), tl.constexpr(states.FORMAT)
-EIGHTH = tl.constexpr(BLOCK_C // 8)
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -94,7 +93,7 @@ def _quantize_kernel(
     part = tl.program_id(0)
     bound = tl.load(state + FORMAT)
     inverse = tl.math.div_rn(1.0, tl.load(state))
-    largest = tl.zeros([BLOCK_N, EIGHTH], tl.float32)
+    largest = tl.zeros([BLOCK_N, BLOCK_C // 8], tl.float32)
     across = tl.cdiv(C, BLOCK_C)
     for tile in range(part, tl.cdiv(PITCH, BLOCK_N) * across, PARTS):
         rows = tile // across * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -123,7 +122,7 @@ def _quantize_activation_bwd_kernel(
     gated: tl.constexpr = KIND == "swiglu"
     bound = tl.load(state + FORMAT)
     inverse = tl.math.div_rn(1.0, tl.load(state))
-    largest = tl.zeros([BLOCK_N, EIGHTH], tl.float32)
+    largest = tl.zeros([BLOCK_N, BLOCK_C // 8], tl.float32)
     columns = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     width = 2 * C if gated else C
     dh_sum = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
