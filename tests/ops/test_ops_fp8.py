@@ -104,8 +104,8 @@ def factors(product: Product, x: Tensor, w: Tensor, dy: Tensor) -> tuple[tuple[T
 def bound(
     product: Product, x: Tensor, w: Tensor, dy: Tensor, b: Tensor | None, before: Tensor | None
 ) -> dict[str, Bound]:
-    """On a CPU the oracle multiplies factors that are not rounded. On a GPU it multiplies the rounded factors, because the errors
-    of the tensor cores are too small to be seen among those of rounding."""
+    """On a CPU the oracle multiplies factors that are not rounded, and the bound counts their rounding. On a GPU it multiplies
+    the rounded factors, because the errors of the tensor cores are too small to be seen among those of rounding."""
     (a, a_is), (other, b_is) = factors(product, x, w, dy)
     s_a, s_b = (float(state_after(t, f)[0]) for t, f in ((a, a_is), (other, b_is)))
     a64, b64 = operands(product, x, w, dy)
