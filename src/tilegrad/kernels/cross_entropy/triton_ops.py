@@ -91,11 +91,11 @@ def _gradient(x, row_max, factor, constant, SOFTCAP: tl.constexpr, SMOOTHING: tl
 
 
 @triton.jit
-def _add_exponentials(lane_max, lane_sum, x):
-    """The largest numbers of the lanes with those of x (lanes, EACH), and lane_sum = Σ exp(x − lane_max), rescaled."""
-    larger = tl.maximum(lane_max, tl.max(x, 1))
+def _add_exponentials(group_max, group_sum, x):
+    """The largest numbers of the groups with those of x (groups, EACH), and group_sum = Σ exp(x − group_max), rescaled."""
+    larger = tl.maximum(group_max, tl.max(x, 1))
     terms = tl.exp2(x * LOG2E - (larger * LOG2E)[:, None])
-    return larger, lane_sum * tl.exp2((lane_max - larger) * LOG2E) + tl.sum(terms, 1)
+    return larger, group_sum * tl.exp2((group_max - larger) * LOG2E) + tl.sum(terms, 1)
 
 
 @triton.jit
@@ -106,8 +106,8 @@ def _softmax_kernel(
     Z_LOSS: tl.constexpr = 0.0, maxima=None, factors=None,
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64)
-    row, lanes = logits + n * logits_n, tl.arange(0, TILE // EACH)
-    cols = lanes[:, None] * EACH + tl.arange(0, EACH)[None, :]
+    row, groups = logits + n * logits_n, tl.arange(0, TILE // EACH)
+    cols = groups[:, None] * EACH + tl.arange(0, EACH)[None, :]
     whole = V // TILE * TILE
     rest = whole + cols < V
     EXACT: tl.constexpr = logits.dtype.element_ty == tl.float32
@@ -126,28 +126,28 @@ def _softmax_kernel(
     else:
         scale = tl.load(inv_total + n if BY_ROW else inv_total)
         at_target = capped(_float32_with_bias(tl.load(row + target), bias, target), SOFTCAP, EXACT)
-        lane_max = tl.zeros([TILE // EACH], tl.float32) + tl.maximum(at_target, LOWEST)
-        lane_sum = tl.zeros([TILE // EACH], tl.float32)
-        lane_total = tl.zeros([TILE // EACH], tl.float32)
+        group_max = tl.zeros([TILE // EACH], tl.float32) + tl.maximum(at_target, LOWEST)
+        group_sum = tl.zeros([TILE // EACH], tl.float32)
+        group_total = tl.zeros([TILE // EACH], tl.float32)
         for k in range(0, whole, TILE):
             x = tl.load(row + k + cols, eviction_policy="evict_last")
             x = capped(_float32_with_bias(x, bias, k + cols), SOFTCAP, EXACT)
             if SMOOTHING != 0.0:
-                lane_total += tl.sum(x, 1)
-            lane_max, lane_sum = _add_exponentials(lane_max, lane_sum, x)
+                group_total += tl.sum(x, 1)
+            group_max, group_sum = _add_exponentials(group_max, group_sum, x)
         x = tl.load(row + whole + cols, mask=rest, other=-float("inf"))
         x = _float32_with_bias(x, bias, whole + cols, rest)
         if SOFTCAP != 0.0:
             x = tl.where(rest, capped(x, SOFTCAP, EXACT), -float("inf"))
         if SMOOTHING != 0.0:
-            lane_total += tl.sum(tl.where(rest, x, 0.0), 1)
-        lane_max, lane_sum = _add_exponentials(lane_max, lane_sum, x)
-        row_max = tl.max(lane_max, 0)
-        row_sum = tl.sum(lane_sum * tl.exp2((lane_max - row_max) * LOG2E), 0)
+            group_total += tl.sum(tl.where(rest, x, 0.0), 1)
+        group_max, group_sum = _add_exponentials(group_max, group_sum, x)
+        row_max = tl.max(group_max, 0)
+        row_sum = tl.sum(group_sum * tl.exp2((group_max - row_max) * LOG2E), 0)
 
         expected = at_target
         if SMOOTHING != 0.0:
-            expected = at_target * (1.0 - SMOOTHING) + tl.sum(lane_total, 0) * (SMOOTHING / V)
+            expected = at_target * (1.0 - SMOOTHING) + tl.sum(group_total, 0) * (SMOOTHING / V)
         place = nll + n
         value = tl.log(row_sum) - (expected - row_max)
         if Z_LOSS != 0.0:
