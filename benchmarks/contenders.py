@@ -27,6 +27,7 @@ from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
 from typing import Any, Literal, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -203,9 +204,12 @@ class Measured:
             self._step()
         return launches_of(self._step, PROFILED_STEPS)
 
-    def curve(self, steps: int) -> list[float]:
-        """Losses on the text that ships with the package, byte by byte."""
-        text = torch.from_numpy(ByteTokenizer().encode(default_text().read_text(encoding="utf-8")).astype("int64"))
+    def curve(self, steps: int, tokens: Path | None = None) -> list[float]:
+        """Losses on a file of tokens, uint16 without a header; None: on the text that ships with the package, byte by byte."""
+        if tokens is None:
+            text = torch.from_numpy(ByteTokenizer().encode(default_text().read_text(encoding="utf-8")).astype("int64"))
+        else:
+            text = torch.from_numpy(np.fromfile(tokens, dtype="<u2").astype("int32")).long()
         batches, losses = Batches(self.entry, text), []
         for i in range(steps):
             rate = learning_rate(

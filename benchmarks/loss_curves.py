@@ -14,6 +14,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
 from statistics import fmean
 
 from tilegrad.text.table import table
@@ -57,36 +59,35 @@ def distance(a: Sequence[float], b: Sequence[float]) -> float:
     return math.sqrt(fmean(squares))
 
 
-def measure_curves(case: Case, peer: Kind | Case, limit_s: float, steps: int) -> Curves:
-    """Runs two contenders with two seeds each, all four at once in processes of their own, because nothing is timed. peer: a
-    peer, or another case of tilegrad."""
+def measure_curves(
+    cases: Sequence[Case], peer: Kind | Case, limit_s: float, steps: int, tokens: Path | None = None
+) -> dict[str, Curves]:
+    """The curves of each case and those of a peer, or of another case of tilegrad, each with two seeds. All run at once in
+    processes of their own, because nothing is timed. tokens: a file of tokens; None: the shipped text."""
     if steps < BLOCK:
         raise ValueError(f"steps: got {steps}; accepted: an int ≥ {BLOCK}, one block")
-    form = PeerForm(gelu="tanh")
-    other: Kind = "ours" if isinstance(peer, Case) else peer
-    of_other = peer if isinstance(peer, Case) else case
-    name = of_other.name if isinstance(peer, Case) else peer
-    pairs: dict[str, tuple[Kind, Case]] = {"": ("ours", case), name: (other, of_other)}
-    workers = {
-        (key, seed): Worker(Entry(kind, of_kind, form, seed, check_steps=0))
-        for key, (kind, of_kind) in pairs.items()
-        for seed in SEEDS
-    }
+    form, other = PeerForm(gelu="tanh"), peer if isinstance(peer, Case) else cases[0]
+    kind: Kind = "ours" if isinstance(peer, Case) else peer
+    contenders: list[tuple[Kind, Case]] = [(kind, other), *(("ours", case) for case in cases)]
+    workers = [[Worker(Entry(*who, form, seed, check_steps=0)) for seed in SEEDS] for who in contenders]
     try:
-        for worker in workers.values():
-            worker.ask("curve", steps)
-        answers = {}
-        for key, worker in workers.items():
-            for _ in ("started", "curve"):
-                answer = worker.answer(limit_s)
-                if isinstance(answer, dict) and "failed" in answer:
-                    raise RuntimeError(f"{case.name}: {worker.entry.name}, seed {key[1]}: {answer['failed']}")
-            answers[key] = tuple(answer)
+        for worker in chain.from_iterable(workers):
+            worker.ask("curve", steps, tokens)
+        reference, *found = [tuple(_curve_of(worker, limit_s) for worker in both) for both in workers]
     finally:
-        for worker in workers.values():
+        for worker in chain.from_iterable(workers):
             worker.close()
-    ours, theirs = (tuple(answers[key, seed] for seed in SEEDS) for key in pairs)
-    return Curves(name, ours, theirs)
+    name = other.name if isinstance(peer, Case) else peer
+    return {case.name: Curves(name, ours, reference) for case, ours in zip(cases, found, strict=True)}
+
+
+def _curve_of(worker: Worker, limit_s: float) -> tuple[float, ...]:
+    for _ in ("started", "curve"):
+        answer = worker.answer(limit_s)
+        if isinstance(answer, dict) and "failed" in answer:
+            entry = worker.entry
+            raise RuntimeError(f"{entry.case.name}: {entry.name}, seed {entry.seed}: {answer['failed']}")
+    return tuple(answer)
 
 
 def report(curves: Curves) -> str:

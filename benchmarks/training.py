@@ -353,14 +353,19 @@ def breakdowns_report(cases: Sequence[Case], settings: Settings) -> Report:
     return Report("\n\n".join(parts), lines, found)
 
 
-def losses_report(cases: Sequence[Case], settings: Settings, steps: int, against: str | None = None) -> Report:
-    """The loss curves of the cases. against: another case of tilegrad to compare with, instead of the first peer."""
+def losses_report(
+    cases: Sequence[Case], settings: Settings, steps: int, against: str | None = None, tokens: Path | None = None
+) -> Report:
+    """The loss curves of the cases. against: another case of tilegrad to compare with, instead of the first peer. tokens: a
+    file of tokens, instead of the shipped text."""
     if not settings.peers and against is None:
         raise ValueError("peers: got none; accepted: the one to compare loss curves with, compiled or eager")
     found: dict[str, Curves] = {}
-    for case in cases:
-        other = settings.peers[0] if against is None else cases_of([against], settings.device)[0]
-        found[case.name] = measure_curves(case, other, settings.limit_s, steps)
+    if against is not None:
+        found = measure_curves(cases, cases_of([against], settings.device)[0], settings.limit_s, steps, tokens)
+    else:
+        for case in cases:
+            found |= measure_curves([case], settings.peers[0], settings.limit_s, steps, tokens)
     text = "\n\n".join(f"{name}: {curves_report(curves)}" for name, curves in found.items())
     lines = tuple({"case": name, "agree": curves.agree} | asdict(curves) for name, curves in found.items())
     return Report(text, lines, found, int(not all(curves.agree for curves in found.values())))
@@ -368,15 +373,17 @@ def losses_report(cases: Sequence[Case], settings: Settings, steps: int, against
 
 def bench_training(
     *, cases: Sequence[str] | None = None, settings: Settings | None = None, breakdown: bool = False, losses: bool = False,
-    steps: int = 500, against: str | None = None, json: bool = False, out: Path | None = None, plot: Path | None = None,
+    steps: int = 500, against: str | None = None, tokens: Path | None = None, json: bool = False, out: Path | None = None,
+    plot: Path | None = None,
 ) -> int:  # fmt: skip
     """Prints tables or JSON lines (the environment, then the results). The file `out` gets both, the file `plot` a picture.
     Returns the exit code, 1 if a case of tilegrad failed or was wrong, or if loss curves do not agree."""
     settings = Settings() if settings is None else settings
     if out is not None:
         check_replaceable(out, TITLE)
-    if against is not None and not losses:
-        raise ValueError(f"against: got {against!r} without losses; accepted: None")
+    for name, value in (("against", against), ("tokens", tokens)):
+        if value is not None and not losses:
+            raise ValueError(f"{name}: got {str(value)!r} without losses; accepted: None")
     if breakdown and losses:
         raise ValueError("losses: got True with breakdown; accepted: one of the two")
     chosen = cases_of(
@@ -385,7 +392,7 @@ def bench_training(
     if breakdown:
         result = breakdowns_report(chosen, settings)
     else:
-        result = losses_report(chosen, settings, steps, against) if losses else speed_report(chosen, settings)
+        result = losses_report(chosen, settings, steps, against, tokens) if losses else speed_report(chosen, settings)
     return publish(result, settings, json=json, out=out, plot=plot)
 
 
@@ -435,7 +442,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--rounds", type=int, default=2, metavar="N", help="default: %(default)s")
     add("--limit-s", type=float, default=LIMIT_S, metavar="S", help="limit for an answer (default: %(default)s)")
     add("--breakdown", action="store_true", help="our step by group, against each group's floor")
-    add("--losses", action="store_true", help="loss curves on the shipped text, two seeds, against the first peer")
+    add("--losses", action="store_true", help="loss curves on a text, two seeds, against the first peer")
+    add(
+        "--tokens", type=Path, metavar="FILE", help="the text of --losses, uint16 (default: the shipped text, by bytes)"
+    )
     add("--steps", type=int, default=500, metavar="N", help="steps of --losses (default: %(default)s)")
     add("--against", metavar="CASE", help="--losses against another case of ours, such as 124m-b16 of 124m-b16-fp8")
     add(
@@ -457,7 +467,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = peers if args.peers is None else tuple(args.peers)
     times = (args.seconds, args.rounds, args.limit_s)
     settings = Settings(args.device, chosen, form, *times, 1e12 * args.peak_tflops, rates)
-    given = {name: getattr(args, name) for name in ("breakdown", "losses", "steps", "against", "json", "out", "plot")}
+    given = {
+        name: getattr(args, name)
+        for name in ("breakdown", "losses", "steps", "against", "tokens", "json", "out", "plot")
+    }
     return bench_training(cases=args.case, settings=settings, **given)
 
 

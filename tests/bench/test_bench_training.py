@@ -14,7 +14,7 @@ from benchmarks.breakdown import GROUPS, OTHER, Launch, Rates, break_down, floor
 from benchmarks.breakdown import report as breakdown_report
 from benchmarks.cases import CASES, Case, Problem, cases_of
 from benchmarks.contenders import Batches, Entry, Kind, Measured, Ours, disagreement
-from benchmarks.loss_curves import BLOCK, Curves, distance
+from benchmarks.loss_curves import BLOCK, Curves, distance, measure_curves
 from benchmarks.loss_curves import report as curves_report
 from benchmarks.peer import LIKE_FOR_LIKE, Peer, PeerForm, PeerModel, apart, initial_parameters
 from benchmarks.step_cost import step_demands, step_flops
@@ -458,6 +458,12 @@ def test_loss_curves_depend_only_on_the_parameters_and_the_seed(monkeypatch, tmp
     assert isinstance(curves, Curves)
     assert result.code == 0 and curves.agree and curves.ours[0][0] == pytest.approx(math.log(256), abs=0.1)
     assert curves.ours[0] == pytest.approx(curves.peer[0], rel=0.02) and curves.ours[0] != curves.ours[1]
+    (tmp_path / "tokens.bin").write_bytes(bytes(range(128)) * 40)
+    found = measure_curves([bytes_, replace(bytes_, name="again")], bytes_, 10.0, BLOCK, tmp_path / "tokens.bin")
+    assert [*found] == ["small", "again"] and all(
+        each.gaps == (0.0, 0.0) and each.spread > 0.0 for each in found.values()
+    )
+    assert found["small"].ours[0] != curves.ours[0]
     publish(result, QUICK, json=False, out=tmp_path / "losses.md", plot=None)
     assert '"agree": true' in (tmp_path / "losses.md").read_text(encoding="utf-8")
 
