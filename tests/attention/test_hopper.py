@@ -50,6 +50,7 @@ TAKEN: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {}),
     ({}, {"causal": True, "window": (5, None), "softcap": 2.0, "scale": -1.0, "sinks": X}),
     ({"q": WIDE, "k": WIDE, "v": WIDE}, {}),
+    ({}, {"intervals": Handle((2, 1, 512, 4), torch.int32), "causal": True}),
     (dict.fromkeys("qkv", Handle((2, 4, 512, 16))), {}),
     (dict.fromkeys("qkv", Handle((2, 4, 17, 64))), {}),
     ({"q": Handle((1, 65, 128, 64)), "k": Handle((1, 65, 512, 64)), "v": Handle((1, 65, 512, 64))}, {}),

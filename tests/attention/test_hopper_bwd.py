@@ -23,6 +23,7 @@ pytest.importorskip("triton", reason="needs Triton")
 
 import triton
 from support.gluon.emulator import in_python
+from support.gluon.values import Number, Pointer
 from support.hopper_emulated import forward as forward_in_python
 from support.hopper_emulated import run_in_python
 from support.kernels import run_backward
@@ -43,9 +44,9 @@ from tilegrad.kernels.attention.hopper import backward_scheduler as scheduler
 from tilegrad.kernels.attention.hopper import launch_backward as host
 from tilegrad.kernels.attention.hopper.launch import L2_BYTES
 from tilegrad.kernels.attention.hopper.tma import varlen_descriptor
-from tilegrad.kernels.attention.mask import Mask
+from tilegrad.kernels.attention.mask import Mask, interval_edges
 from tilegrad.kernels.attention.problem import Sizes, sizes_of
-from tilegrad.kernels.attention.triton import memory, numerics, scores
+from tilegrad.kernels.attention.triton import intervals, memory, numerics, scores
 from tilegrad.kernels.closeness import assert_close
 
 M, N = 64, 128
@@ -59,19 +60,22 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def call(tq: int, tk: int, left: int | None, right: int | None, group: int = 1, **more: Any) -> scheduler.Params:
-    form: dict[str, Any] = {"batch": 1, "kv_heads": 1, "heads_per_section": 1, "splits": None} | more
+    form: dict[str, Any] = dict.fromkeys(scheduler.Params._fields)
+    form |= {"batch": 1, "kv_heads": 1, "heads_per_section": 1} | more
     form["all_heads"] = form["batch"] * form["kv_heads"]
-    return scheduler.Params(None, None, group=group, tq=tq, tk=tk, left=left, right=right, **form)
+    return scheduler.Params(**form | {"group": group, "tq": tq, "tk": tk, "left": left, "right": right})
 
 
 def tile_of(of: scheduler.Params, n: int, part: int = 0) -> scheduler.WorkTile:
-    tile: scheduler.WorkTile = scheduler.work_tile.fn(0, 0, n, 0, 0, of.tq, of.tk, of, part, n, M, N)
+    work_tile = getattr(scheduler.work_tile, "fn", scheduler.work_tile)  # in_python makes it a plain function
+    tile: scheduler.WorkTile = work_tile(0, 0, n, 0, 0, of.tq, of.tk, of, part, n, M, N)
     return tile
 
 
-def walked(tile: scheduler.WorkTile) -> list[tuple[int, bool]]:
+def walked(tile: scheduler.WorkTile, of: scheduler.Params) -> list[tuple[int, bool]]:
     """The tiles of rows of one query head in order, each with whether it is masked."""
-    return [(scheduler.row_tile.fn(tile, i), i < tile.masked) for i in range(tile.count)]
+    row_tile = getattr(scheduler.row_tile, "fn", scheduler.row_tile)
+    return [(row_tile(tile, i, of), i < tile.masked) for i in range(tile.count)]
 
 
 def random_calls(count: int) -> list[scheduler.Params]:
@@ -88,7 +92,7 @@ def test_every_tile_with_an_attended_pair_is_visited_once_and_masked_at_an_edge(
         for n in range(-(-of.tk // N)):
             columns = range(n * N, min(n * N + N, of.tk))
             seen = mask.rows_of(columns, of.tq, of.tk)
-            steps = walked(tile_of(of, n))
+            steps = walked(tile_of(of, n), of)
             tiles = [m for m, _ in steps]
             assert len(set(tiles)) == len(tiles)
             assert set(tiles) >= {row // M for row in seen}, (of, n)
@@ -105,7 +109,7 @@ def test_each_tile_of_rows_is_stored_first_and_then_added_to_in_order(descending
         count = -(-of.tk // N)
         for n in range(count - 1, -1, -1) if descending else range(count):
             tile = tile_of(of, n)
-            for m, _ in walked(tile):
+            for m, _ in walked(tile, of):
                 turns.setdefault(m, []).append(backward_store_dq.earlier_tiles.fn(m, tile, of, M, N, descending))
         for m, order in turns.items():
             assert order == list(range(len(order))), (of, m, order)
@@ -258,7 +262,7 @@ def test_an_output_given_as_none_is_not_computed(monkeypatch: pytest.MonkeyPatch
 interpreted = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="Gluon has no interpreter")
 MODULES = (
     kernel, backward_load, backward_mma, backward_store_dq, backward_wide, pieces, pipeline, prepost, registers, scheduler,
-    memory, numerics, scores,
+    intervals, memory, numerics, scores,
 )  # fmt: skip
 
 
@@ -306,8 +310,10 @@ def test_in_plain_python_scores_of_a_thousand_are_as_exact_as_small_ones(case: C
 class Known:
     """A call with its results from the oracle."""
 
-    def __init__(self, case: Case, seed: int = 0) -> None:
+    def __init__(self, case: Case, seed: int = 0, mask: Mask | None = None) -> None:
         self.case, self.call = case, build(case, seed)
+        if mask is not None:
+            self.call = replace(self.call, mask=mask)
         self.exact = oracle(self.call)
         self.bounds = bounds(self.call, self.exact)
         self.o, self.lse = self.exact["o"].to(case.dtype), self.exact["lse"].float()
@@ -339,6 +345,13 @@ EMULATED: dict[str, Case] = {
     "two wide pieces": replace(RAGGED, d=192, dv=192, hkv=1, causal=True, tq=130, tk=150, dtype=torch.float16),
     "wide, softcap": replace(
         RAGGED, hkv=1, tq=100, tk=130, d=136, dv=136, causal=True, softcap=2.0, scale=-0.2, dlse=True
+    ),
+}
+EMULATED |= {
+    "intervals": replace(RAGGED, hkv=1, group=2, tq=300, tk=300, causal=True, sinks=True, intervals="4"),
+    "intervals, 128 rows": replace(RAGGED, b=2, d=64, dv=64, tq=200, tk=300, intervals="bh4"),
+    "intervals, two wide pieces": replace(
+        RAGGED, d=136, dv=136, window=(100, 9), softcap=2.0, scale=-0.2, intervals="2"
     ),
 }
 SHARED = ("groups, open window", "wide, shared")  # with 132 programs
@@ -441,6 +454,76 @@ def test_in_plain_python_a_broken_kernel_of_wide_heads_is_found(name: str) -> No
     known.check(programs=2)
     with pytest.raises(AssertionError):
         known.check(programs=2, broken=lambda patch: patch.setattr(*WIDE_BROKEN[name]))
+
+
+INTERVALS_BROKEN: dict[str, tuple[Any, str, Any]] = {
+    "no interval is tested": (backward_mma, "_mask_out_intervals", lambda x, *_of: x),
+    "the gaps are forgotten": (backward_store_dq, "row_tile", lambda tile, i, _params: tile.first + i),
+    "a tile is not masked": (backward_load, "is_masked", lambda *_of: False),
+    "skipped tiles are not counted": (backward_store_dq, "skipped_tiles", lambda m, *_of: m * 0),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("name", INTERVALS_BROKEN)
+def test_in_plain_python_broken_intervals_of_the_backward_are_found(name: str) -> None:
+    known = Known(replace(RAGGED, hkv=1, tq=300, tk=300, d=64, dv=64))
+    columns = torch.arange(300)
+    begin, end = (
+        torch.where(columns < 128, 128, 0),
+        torch.where(columns < 128, 200, torch.where(columns < 256, 128, 64)),
+    )
+    mask = replace(known.call.mask, intervals=torch.stack([begin, end], 1).int()[None, None])
+    known = Known(known.case, mask=mask)
+    known.check(programs=3, deterministic=True)
+    with pytest.raises(AssertionError):
+        known.check(programs=3, deterministic=True, broken=lambda patch: patch.setattr(*INTERVALS_BROKEN[name]))
+
+
+def intervals_of(dice: random.Random, tq: int, tk: int) -> torch.Tensor:
+    """One or two intervals of each column, the same in runs of columns; some are empty, some have every row."""
+    number, rows = dice.randint(1, 2), (0, 0, tq, tq, 64, 128, tq // 2, tq // 3)
+    x = torch.empty(1, 1, tk, 2 * number, dtype=torch.int32)
+    for begin in range(0, tk, dice.choice((100, 128, 256))):
+        drawn = [sorted(min(tq, dice.choice(rows)) for _ in range(2)) for _ in range(number)]
+        x[:, :, begin:] = torch.tensor(drawn).flatten()
+    return x
+
+
+@interpreted
+def test_with_intervals_each_tile_of_rows_is_stored_first_and_then_added_to_in_order() -> None:
+    dice, reached = random.Random(0), 0
+    with in_python(scheduler, backward_store_dq, scores):
+        for _ in range(60):
+            band = dice.choice(((None, None), (None, 0), (300, 0)))
+            tq, tk = dice.randint(1, 700), dice.randint(1, 1500)
+            drawn = intervals_of(dice, tq, tk)
+            edges = interval_edges(drawn, N)[0, 0]
+            row_tiles, col_tiles = range(0, -(-tq // M)), range(-(-tk // N))
+            gone = [
+                [any(s <= m * M and min(m * M + M, tq) <= e for _, s, e, _ in edges[n].tolist()) for n in col_tiles]
+                for m in row_tiles
+            ]
+            of = call(tq, tk, *band)
+            plain = [[m for m, _ in walked(tile_of(of, n), of)] for n in col_tiles]
+            want = [{m for m in plain[n] if not gone[m][n]} for n in col_tiles]
+            last = [max((n for n in col_tiles if m in want[n]), default=-1) for m in row_tiles]
+            of = of._replace(
+                edges=Pointer.of(edges.flatten()), edges_b=0, edges_h=0, last_tiles_b=0, last_tiles_h=0,
+                last_tiles=Pointer.of(torch.tensor(last)), second=None if len(edges[0]) == 1 else 0,
+            )  # fmt: skip
+            done = dict.fromkeys(row_tiles, 0)
+            for n in reversed(col_tiles):
+                tile = tile_of(of, Number(n))
+                rows = [int(m) for m, _ in walked(tile, of)]
+                assert rows == sorted(want[n])
+                for m in rows:
+                    before = backward_store_dq.earlier_tiles(Number(m), tile, of, M, N, DESCENDING=True)
+                    skipped = backward_store_dq._skipped_before(Number(m), before, tile, of, M, N)
+                    assert done[m] == before - skipped and (done[m] == 0) == (last[m] == n)
+                    done[m] += 1 + skipped
+                    reached += 0 < skipped < before
+    assert reached > 100
 
 
 @interpreted

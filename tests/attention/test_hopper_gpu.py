@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from support.pairwise import Spec
 from support.sweep import Verdict, check_shapes, report, sweep
 from torch import Tensor
 
-from tilegrad import attention_bwd, attention_fwd, attention_workspace
+from tilegrad import attention_bwd, attention_fwd, attention_workspace, masks
 from tilegrad.kernels.attention.problem import output_shapes
 
 pytest.importorskip("triton", reason="needs Triton")
@@ -98,6 +99,62 @@ def test_head_dimensions_of_two_pieces_agree_with_the_oracle(form: str, d: int) 
     call = build(replace(TWO_PIECES[form], d=d, dv=d))
     check_call(call, run(call, "hopper", deterministic=False))
     check_call(call, run(call, "hopper", deterministic=True))
+
+
+def masks_of(t: int) -> dict[str, dict[str, Any]]:
+    """Masks of tilegrad.masks with edges at and between the edges of tiles, and a random one with a row that attends to
+    nothing."""
+    ends, dice = [0, 128, 131, 640, 3 * t // 4, t], random.Random(t)
+    tree = [dice.randrange(i) if i else 0 for i in range(t)]
+    return {
+        "documents": {**masks.documents(ends)},
+        "documents, not causal": {**masks.documents(ends, causal=False)},
+        "causal": {**masks.prefix([0], t)},
+        "prefix": {**masks.prefix([300], t)},
+        "shared question": {**masks.shared_question([200, 500, t - 700])},
+        "tree": {"intervals": rows_outside_of_subtrees(tree)},
+        "nothing": {"intervals": torch.tensor([0, t], dtype=torch.int32).expand(1, 1, t, 2).contiguous()},
+    }
+
+
+def rows_outside_of_subtrees(parents: list[int]) -> Tensor:
+    """A node's rows are those of its subtree, if nodes are numbered in depth-first order. (1, 1, T, 4) of the order."""
+    children: list[list[int]] = [[] for _ in parents]
+    for node, parent in enumerate(parents[1:], 1):
+        children[parent].append(node)
+    intervals, stack, number = [[0, 0, 0, 0]] * len(parents), [(0, False)], 0
+    begins: dict[int, int] = {}
+    while stack:
+        node, done = stack.pop()
+        if done:
+            intervals[begins[node]] = [0, begins[node], number, len(parents)]
+            continue
+        begins[node], number = number, number + 1
+        stack += [(node, True), *((child, False) for child in children[node])]
+    return torch.tensor(intervals, dtype=torch.int32)[None, None]
+
+
+@pytest.mark.parametrize("d", [64, 128, 192, 256])
+@pytest.mark.parametrize("name", masks_of(1000))
+def test_interval_masks_agree_with_the_oracle_and_repeat(name: str, d: int) -> None:
+    call = build(replace(BASE, group=2, tq=1000, tk=1000, d=d, dv=d, causal=False, sinks=d == 64, dlse=d == 128))
+    options = {key: x.cuda() if isinstance(x, Tensor) else x for key, x in masks_of(1000)[name].items()}
+    call = replace(call, mask=replace(call.mask, **options))
+    check_call(call, run(call, "hopper", deterministic=False))
+    first = run(call, "hopper", deterministic=True)
+    check_call(call, first)
+    for _ in range(20):
+        again = run(call, "hopper", deterministic=True)
+        assert all(torch.equal(first[x], again[x]) for x in first)
+
+
+@pytest.mark.parametrize("kind", ["2", "h2", "b4", "bh4"])
+@pytest.mark.parametrize("form", ["full", "causal", "window", "softcap, negative scale"])
+def test_random_intervals_agree_with_the_oracle(form: str, kind: str) -> None:
+    for seed, d in enumerate((40, 64, 96, 128, 160, 256)):
+        call = build(replace(TWO_PIECES[form], d=d, dv=d, intervals=kind), seed)
+        for deterministic in (False, True):
+            check_call(call, run(call, "hopper", deterministic=deterministic))
 
 
 class Bound:

@@ -248,7 +248,7 @@ def test_interpreted_canary_wrong_intervals_are_seen(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.skipif(INTERPRETED, reason="is about the table")
-def test_hopper_leaves_intervals_and_wide_heads_to_triton() -> None:
+def test_triton_takes_intervals_with_wide_heads() -> None:
     q = torch.randn(1, 1, 4, 264)
     assert "intervals" not in tilegrad.explain(q, q, q, **masks.documents([0, 2, 4])).reasons["triton"]
     assert tiles.row((90, 16, 128, tiles.INTERVALS)) == tiles.TABLE[90, 16, 128, 2]

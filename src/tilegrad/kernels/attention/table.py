@@ -66,7 +66,7 @@ def _hopper_refuses(problem: Problem) -> str | None:
         return f"takes one head dimension of 16 to {HOPPER_WIDEST} in steps of 8, not {d} for q and {dv} for v"
     if any(problem.others[name].dtype != q.dtype for name in ("dk", "dv") if name in problem.others):
         return "writes dk and dv only in q's dtype, not in float32"
-    for name in ("bias", "alibi_slopes", "intervals"):
+    for name in ("bias", "alibi_slopes"):
         if getattr(mask, name) is not None:
             return f"takes no {name}"
     if mask.dropout_p:

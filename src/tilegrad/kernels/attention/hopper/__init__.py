@@ -15,15 +15,20 @@ from torch import Tensor
 from ...scratch import Shapes
 from ..mask import Mask
 from ..problem import sizes_of
+from ..triton.lists import edge_shapes, last_shapes, list_shapes
 from . import launch_backward, launch_forward
 from .launch_backward import prepare_bwd
 from .launch_forward import prepare_fwd
 
 __all__ = ["prepare_bwd", "prepare_fwd", "workspace"]
 
+LEAST = 64  # rows, and columns, of any tile
+
 
 def workspace(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, backward: bool, deterministic: bool) -> Shapes:
     sizes = sizes_of(q, k, v, mask)
     if not backward:
-        return launch_forward.workspace(sizes, mask)
-    return launch_backward.workspace(q, sizes, varlen=mask.varlen, deterministic=deterministic)
+        return launch_forward.workspace(sizes, varlen=mask.varlen) | list_shapes(sizes, mask, LEAST)
+    shapes = launch_backward.workspace(q, sizes, varlen=mask.varlen, deterministic=deterministic)
+    shapes |= edge_shapes(sizes, mask, LEAST)
+    return shapes | last_shapes(sizes, mask, LEAST) if deterministic else shapes

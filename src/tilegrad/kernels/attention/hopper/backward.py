@@ -62,24 +62,39 @@ DIVIDED = gl.constexpr(128)  # beyond this D neg_lse2 is stored divided by scale
 
 SIZES = ["rows_b", "rows_h", "batch", "kv_heads", "all_heads", "group", "tq", "tk", "left", "right"]
 SIZES += ["heads_per_section", "splits", "row_tiles"]
-POINTERS = ["arrivals", "dq_semaphores", "tile_counter", "cu_seqlens_q", "cu_seqlens_k"]
+SIZES += ["intervals_b", "intervals_h", "edges_b", "edges_h", "last_tiles_b", "last_tiles_h"]
+POINTERS = [
+    "arrivals",
+    "dq_semaphores",
+    "tile_counter",
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "intervals",
+    "edges",
+    "last_tiles",
+]
 
 
 @gluon.jit(do_not_specialize=SIZES + POINTERS)
 def _hopper_bwd_kernel(
     q_desc, k_desc, v_desc, do_desc, q_desc2, k_desc2, v_desc2, do_desc2, neg_lse2_desc, delta_desc,
-    cu_seqlens_q, cu_seqlens_k,
+    cu_seqlens_q, cu_seqlens_k, intervals, edges, last_tiles,
     dq_desc, dk_desc, dv_desc, sums, arrivals, dq_semaphores, tile_counter,
+    intervals_b, intervals_h, edges_b, edges_h, last_tiles_b, last_tiles_h,
     rows_b, rows_h, batch, kv_heads, all_heads, group, tq, tk, left, right, heads_per_section, splits, row_tiles,
     scale, scale_log2, softcap_log2, scale_over_softcap,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DO_STAGES: gl.constexpr, DO_FIRST: gl.constexpr,
-    V_IN_REGS: gl.constexpr, DQ_WARPS: gl.constexpr, DESCENDING: gl.constexpr,
+    V_IN_REGS: gl.constexpr, DQ_WARPS: gl.constexpr, DESCENDING: gl.constexpr, PAIRS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     WORDS_L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    second = None
+    if PAIRS == 2:
+        second = intervals + 2
     params = Params(
-        cu_seqlens_q, cu_seqlens_k, batch, kv_heads, all_heads, group, tq, tk, left, right, heads_per_section, splits
-    )
+        cu_seqlens_q, cu_seqlens_k, batch, kv_heads, all_heads, group, tq, tk, left, right, heads_per_section, splits,
+        intervals, second, intervals_b, intervals_h, edges, edges_b, edges_h, last_tiles, last_tiles_b, last_tiles_h,
+    )  # fmt: skip
     factors = Factors(scale, scale_log2, softcap_log2, scale_over_softcap, D > DIVIDED)
 
     WIDE: gl.constexpr = D > 128

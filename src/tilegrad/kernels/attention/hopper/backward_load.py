@@ -17,6 +17,7 @@ from .backward_scheduler import (
     WorkTile,
     first_row,
     head_and_column,
+    is_masked,
     publish_tile,
     row_tile,
     take_tile,
@@ -74,15 +75,15 @@ def _load_tile(
     """Loads q and do of every row tile, do first if DO_FIRST. k and v follow the first q, because their stages are released
     later than q's."""
     VARLEN: gl.constexpr = params.cu_seqlens_q is not None
-    publish_tile(tile_info, iteration, tile, VARLEN)
+    publish_tile(tile_info, iteration, tile, params)
     row = first_row(tile.b, tile.start_q, sources.rows_b, VARLEN)
     g = tile.begin // gl.maximum(tile.count, 1)
     i = tile.begin - g * tile.count
     for step in range(tile.begin, tile.end):
         h = tile.kv_head * params.group + g
-        m = row_tile(tile, i)
+        m = row_tile(tile, i, params)
         at = tma_coordinates(params, tile.b, tile.start_q, tile.tq, h, m * BLOCK_M)
-        flags = gl.where(step == tile.end - 1, LAST, 0) + gl.where(i < tile.masked, MASKED, 0)
+        flags = gl.where(step == tile.end - 1, LAST, 0) + gl.where(is_masked(tile, i, m, params, BLOCK_M), MASKED, 0)
         padded_row = h * sources.rows_h + row + m * BLOCK_M
         if DO_FIRST:
             _load_do(sources, at, padded_row, inputs, state)
@@ -145,6 +146,7 @@ def load(
             iteration += 1
             t, part = take_tile(tile_counter, params)
         before = after
-    publish_tile(tile_info, iteration, WorkTile(-1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0), VARLEN)
+    none = WorkTile(-1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+    publish_tile(tile_info, iteration, none, params)
     named_drain(inputs.q, state, Q_EMPTY, INPUT_THREADS)
     named_drain(inputs.do, state, DO_EMPTY, INPUT_THREADS)

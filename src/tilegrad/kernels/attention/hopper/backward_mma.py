@@ -45,7 +45,7 @@ from .pipeline import (
     stage_of,
     write_word,
 )
-from .registers import keep_between, tanh
+from .registers import drop_between, keep_between, tanh
 
 HALF = gl.constexpr(64)  # columns of a warpgroup
 NOWHERE = gl.constexpr(2**30)  # a column that no row attends to
@@ -89,6 +89,22 @@ def _mask_out(x, row, first, iteration, params, tile_info, BLOCK_N: gl.constexpr
 
 
 @gluon.jit
+def _mask_out_intervals(x, row, first, iteration, params, tile_info, BLOCK_N: gl.constexpr):
+    """x as in _mask_out, −inf where an interval of a column has the row."""
+    tile = read_tile(tile_info, iteration, params)
+    NUMBERS: gl.constexpr = 2 if params.second is None else 4  # numbers of a column
+    j = tile.n * BLOCK_N + first + gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, x.type.layout))
+    head = gl.cast(tile.b, gl.int64) * params.intervals_b + gl.cast(tile.kv_head, gl.int64) * params.intervals_h
+    at = params.intervals + head + j * NUMBERS
+    inside = j < tile.tk
+    x = drop_between(x, gl.load(at, mask=inside, other=0) - row, gl.load(at + 1, mask=inside, other=0) - row)
+    if params.second is not None:
+        at = params.second + head + j * NUMBERS
+        x = drop_between(x, gl.load(at, mask=inside, other=0) - row, gl.load(at + 1, mask=inside, other=0) - row)
+    return x
+
+
+@gluon.jit
 def probabilities(
     x, neg_lse2, row_info, row, iteration, params, tile_info, factors, BLOCK_N: gl.constexpr, FIRST: gl.constexpr
 ):
@@ -104,6 +120,8 @@ def probabilities(
     if row_info & MASKED != 0:
         iteration += row_info >> 30  # adds 0, opaque to the compiler: otherwise tile info stays in registers
         x = _mask_out(x, row, FIRST, iteration, params, tile_info, BLOCK_N)
+        if params.intervals is not None:
+            x = _mask_out_intervals(x, row, FIRST, iteration, params, tile_info, BLOCK_N)
     return gl.exp2(x), t
 
 

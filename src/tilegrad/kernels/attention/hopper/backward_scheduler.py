@@ -3,6 +3,10 @@
 A work tile is BLOCK_N columns of one kv head. CTAs take work tiles from a counter in global memory. The producer warp computes
 which rows attend to the tile and publishes the tile's info in shared memory, a pipeline of INFO_STAGES stages. Each row tile
 comes with one word of row info: its index and two flags. So the MMA warpgroups keep no tile info in registers.
+
+**Intervals.** The rows that one interval masks out in every column of a work tile are one range of row tiles, a gap. With two
+intervals there are at most two gaps, and no row tile in a gap is visited. The producer and the dQ store warps compute the
+visited row tiles from the same gaps, in ascending order.
 """
 
 from __future__ import annotations
@@ -22,6 +26,8 @@ DK = gl.constexpr(0)  # `which` gradient, in tile info and in split-K sums
 DV = gl.constexpr(1)
 MASKED = gl.constexpr(1)  # flag: an edge of the band crosses the row tile
 LAST = gl.constexpr(2)  # flag: the last row tile of the work tile
+GAP_WORD = gl.constexpr(24)  # in tile info, the first word of the gaps
+TESTED = gl.constexpr(32)  # column tiles that a dQ store warp tests at a time
 FLAG_BITS = gl.constexpr(2)  # row info is (index << FLAG_BITS) + flags
 
 # Arguments that all work tiles share. left, right: None where that side is unbounded.
@@ -29,26 +35,38 @@ FLAG_BITS = gl.constexpr(2)  # row info is (index << FLAG_BITS) + flags
 #   group               query heads per kv head
 #   heads_per_section   kv heads whose tiles are taken together, an L2 section
 #   splits              CTAs that share the rows of a work tile; None: one
+#   intervals, second   the first and the second interval of column 0 of the first kv head; strides in elements
+#   edges, last_tiles   what ../triton/intervals.py computes for tiles; strides between sequences and kv heads, in tiles
 Params = namedtuple(
-    "Params", "cu_seqlens_q cu_seqlens_k batch kv_heads all_heads group tq tk left right heads_per_section splits"
+    "Params",
+    "cu_seqlens_q cu_seqlens_k batch kv_heads all_heads group tq tk left right heads_per_section splits "
+    "intervals second intervals_b intervals_h edges edges_b edges_h last_tiles last_tiles_b last_tiles_h",
 )
 
 # Columns n · BLOCK_N … of a kv head, and the row tiles that attend to them: `count` from `first` on, in each query head of the
 # group. `masked` of them need a mask: the first `masked_before`, and those after the `unmasked` ones. Masked tiles are computed
 # first. The CTA computes steps begin … end of count · group. `index` is the tile's number in the counter's order; b is −1 after
-# the last tile.
+# the last tile. With intervals, row tiles are visited in ascending order without the gaps: gap_tiles from `gap` on and
+# gap2_tiles from gap2 on.
 WorkTile = namedtuple(
-    "WorkTile", "b kv_head n start_q start_k tq tk first masked_before unmasked masked count begin end index"
+    "WorkTile",
+    "b kv_head n start_q start_k tq tk first masked_before unmasked masked count begin end index "
+    "gap gap_tiles gap2 gap2_tiles",
 )
 
 
 @gluon.jit
-def publish_tile(tile_info, iteration, tile, VARLEN: gl.constexpr):
+def publish_tile(tile_info, iteration, tile, params):
     """Called by the producer: writes the info of the iteration's work tile."""
+    VARLEN: gl.constexpr = params.cu_seqlens_q is not None
     producer_acquire(tile_info, iteration)
     for i in gl.static_range(TILE_FIELDS):
         if VARLEN or (i < 3 or i > 6):
             write_word(tile_info.stages, stage_of(iteration, INFO_STAGES) * INFO_WORDS + i, tile[i])
+    if params.edges is not None:
+        for i in gl.static_range(4):
+            at = stage_of(iteration, INFO_STAGES) * INFO_WORDS + GAP_WORD + i
+            write_word(tile_info.stages, at, tile[TILE_FIELDS + i])
     producer_commit(tile_info, iteration)
 
 
@@ -73,10 +91,20 @@ def read_tile(tile_info, iteration, params):
         start_k = read_word(words, at + 4)
         tq = read_word(words, at + 5)
         tk = read_word(words, at + 6)
+    gap = 0
+    gap_tiles = 0
+    gap2 = 0
+    gap2_tiles = 0
+    if params.edges is not None:
+        gap = read_word(words, at + GAP_WORD)
+        gap_tiles = read_word(words, at + GAP_WORD + 1)
+        gap2 = read_word(words, at + GAP_WORD + 2)
+        gap2_tiles = read_word(words, at + GAP_WORD + 3)
     return WorkTile(
         read_word(words, at), read_word(words, at + 1), read_word(words, at + 2), start_q, start_k, tq, tk,
         read_word(words, at + 7), read_word(words, at + 8), read_word(words, at + 9), read_word(words, at + 10),
         read_word(words, at + 11), read_word(words, at + 12), read_word(words, at + 13), read_word(words, at + 14),
+        gap, gap_tiles, gap2, gap2_tiles,
     )  # fmt: skip
 
 
@@ -87,10 +115,32 @@ def stored_word(iteration, which: gl.constexpr, HALF: gl.constexpr):
 
 
 @gluon.jit
-def row_tile(tile, i):
-    """The index of the i-th row tile; masked ones come first."""
-    masked = tile.first + i + gl.where(i < tile.masked_before, 0, tile.unmasked)
-    return gl.where(i < tile.masked, masked, tile.first + tile.masked_before + i - tile.masked)
+def row_tile(tile, i, params):
+    """The index of the i-th row tile; masked ones come first, except with intervals."""
+    if params.edges is None:
+        masked = tile.first + i + gl.where(i < tile.masked_before, 0, tile.unmasked)
+        return gl.where(i < tile.masked, masked, tile.first + tile.masked_before + i - tile.masked)
+    else:
+        m = tile.first + i
+        m += gl.where(m >= tile.gap, tile.gap_tiles, 0)
+        return m + gl.where(m >= tile.gap2, tile.gap2_tiles, 0)
+
+
+@gluon.jit
+def is_masked(tile, i, m, params, BLOCK_M: gl.constexpr):
+    """Whether the i-th row tile, m, needs a mask."""
+    if params.edges is None:
+        return i < tile.masked
+    else:
+        edges = edges_of(tile.b, tile.kv_head, tile.n, params)
+        start = m * BLOCK_M
+        stop = gl.minimum(start + BLOCK_M, tile.tq)
+        before = m - tile.first - tile.masked_before
+        some = (before < 0) | (before >= tile.unmasked)
+        some |= (gl.load(edges) < stop) & (start < gl.load(edges + 3))
+        if params.second is not None:
+            some |= (gl.load(edges + 4) < stop) & (start < gl.load(edges + 7))
+        return some
 
 
 @gluon.jit
@@ -101,6 +151,61 @@ def head_and_column(t, params, col_tiles):
     heads = gl.minimum(params.heads_per_section, params.all_heads - section * params.heads_per_section)
     n = within // heads
     return section * params.heads_per_section + within - n * heads, n
+
+
+@gluon.jit
+def edges_of(b, kv_head, n, params):
+    """Pointer to the edges of column tile n."""
+    NUMBERS: gl.constexpr = 4 if params.second is None else 8
+    return params.edges + (b * params.edges_b + kv_head * params.edges_h + n) * NUMBERS
+
+
+@gluon.jit
+def _gap(edges, first, last, tq, BLOCK_M: gl.constexpr):
+    """The row tiles (begin, end) among first … last that the interval with these edges masks out."""
+    largest_start = gl.minimum(gl.load(edges + 1), tq)
+    least_end = gl.load(edges + 2)
+    begin = gl.minimum(gl.maximum((largest_start + BLOCK_M - 1) // BLOCK_M, first), last)
+    end = gl.where(least_end >= tq, last, least_end // BLOCK_M)
+    return begin, gl.minimum(gl.maximum(end, begin), last)
+
+
+@gluon.jit
+def _gaps(b, kv_head, n, first, last, tq, params, BLOCK_M: gl.constexpr):
+    """(begin, end, begin, end) of the two gaps of a work tile in ascending order, without overlap."""
+    edges = edges_of(b, kv_head, n, params)
+    begin, end = _gap(edges, first, last, tq, BLOCK_M)
+    if params.second is None:
+        return begin, end, last, last
+    else:
+        begin2, end2 = _gap(edges + 4, first, last, tq, BLOCK_M)
+        later = gl.where(begin2 < begin, begin, begin2)
+        later_end = gl.where(begin2 < begin, end, end2)
+        end = gl.where(begin2 < begin, end2, end)
+        later = gl.maximum(later, end)
+        return gl.minimum(begin, begin2), end, later, gl.maximum(later, later_end)
+
+
+@gluon.jit
+def skipped_tiles(m, tile, params, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    """How many column tiles after tile.n row tile m skips until one that it visits; there must be one."""
+    SPREAD: gl.constexpr = gl.BlockedLayout([1], [TESTED], [gl.num_warps()], [0])
+    NUMBERS: gl.constexpr = 4 if params.second is None else 8
+    start = m * BLOCK_M
+    stop = gl.minimum(start + BLOCK_M, tile.tq)
+    head = edges_of(tile.b, tile.kv_head, 0, params)
+    n_after = gl.arange(0, TESTED, layout=SPREAD)
+    skipped = m * 0
+    found = skipped + TESTED
+    while found == TESTED:
+        n = gl.minimum(tile.n + 1 + skipped + n_after, (tile.tk + BLOCK_N - 1) // BLOCK_N - 1)
+        edges = head + n * NUMBERS
+        gone = (gl.load(edges + 1) <= start) & (gl.load(edges + 2) >= stop)
+        if params.second is not None:
+            gone |= (gl.load(edges + 5) <= start) & (gl.load(edges + 6) >= stop)
+        found = gl.min(gl.where(gone, TESTED, n_after), 0)
+        skipped += found
+    return skipped
 
 
 @gluon.jit
@@ -128,6 +233,15 @@ def work_tile(
     unmasked_end = gl.maximum(unmasked, unmasked_end)
     count_unmasked = unmasked_end - unmasked
     count = last - first
+    gap = 0
+    gap_tiles = 0
+    gap2 = 0
+    gap2_tiles = 0
+    if params.edges is not None:
+        gap, gap_end, gap2, gap2_end = _gaps(b, kv_head, n, first, last, tq, params, BLOCK_M)
+        gap_tiles = gap_end - gap
+        gap2_tiles = gap2_end - gap2
+        count -= gap_tiles + gap2_tiles
     begin = n * 0
     end = count * params.group
     if params.splits is not None:
@@ -135,7 +249,7 @@ def work_tile(
         end = end * (part + 1) // params.splits
     return WorkTile(
         b, kv_head, n, start_q, start_k, tq, tk, first, unmasked - first, count_unmasked,
-        count - count_unmasked, count, begin, end, index,
+        count - count_unmasked, count, begin, end, index, gap, gap_tiles, gap2, gap2_tiles,
     )  # fmt: skip
 
 

@@ -1,8 +1,8 @@
 """The dQ store warps of Hopper's backward: they add dq of every row tile to global memory by TMA, and store dk and dv.
 
 There is one warp for both MMA warpgroups, or one for each. Deterministic calls add to a tile of dq in the order of the tile
-scheduler: semaphores in global memory, one per row tile and dQ store warp, count the work tiles that have added to dq. A CTA
-waits only for work tiles taken before its own, so there is no deadlock.
+scheduler: semaphores in global memory, one per row tile and dQ store warp, count the work tiles that have added to dq, and
+those before them that the intervals skip. A CTA waits only for work tiles taken before its own, so there is no deadlock.
 
 The rows of dq are permuted in groups of eight, in shared memory and therefore in dq_acc: row 4c + d is at line 2d + c. Without
 the permutation, stores to shared memory would have two-way bank conflicts.
@@ -16,7 +16,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from .backward_scheduler import DK, DV, first_row, row_tile, stored_word, tma_coordinates, wait_for_tile
+from .backward_scheduler import (
+    DK,
+    DV,
+    first_row,
+    row_tile,
+    skipped_tiles,
+    stored_word,
+    tma_coordinates,
+    wait_for_tile,
+)
 from .gluon_names import beginning, tma_reduce_add, tma_store
 from .pipeline import DQ_FULL, DQ_THREADS, consumer_release, named_arrive, named_wait, read_word
 
@@ -116,10 +125,15 @@ def _add_row_tiles(
     i = tile.begin - g * tile.count
     for _ in range(tile.begin, tile.end):
         h = tile.kv_head * params.group + g
-        m = row_tile(tile, i)
+        m = row_tile(tile, i, params)
         before = 1
+        more = 1
         if gradients.dq_semaphores is not None:
             before = earlier_tiles(m, tile, params, BLOCK_M, BLOCK_N, DESCENDING)
+            if params.edges is not None:
+                skipped = _skipped_before(m, before, tile, params, BLOCK_M, BLOCK_N)
+                before -= skipped
+                more += skipped
             number = (tile.b * params.kv_heads * params.group + h) * gradients.row_tiles + m
             counter = gradients.dq_semaphores + (number * WARPS + W)
             if before > 0:
@@ -137,7 +151,7 @@ def _add_row_tiles(
             mbarrier.arrive(dq_pipeline.empty.index(part % 2), count=1)
         if gradients.dq_semaphores is not None:
             wait_until_in_memory()
-            gl.atomic_add(counter, 1, sem="release")
+            gl.atomic_add(counter, more, sem="release")
         i += 1
         g = gl.where(i == tile.count, g + 1, g)
         i = gl.where(i == tile.count, 0, i)
@@ -186,6 +200,17 @@ def earlier_tiles(m, tile, params, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
         if params.left is not None:
             first = gl.maximum(back - params.left, 0) // BLOCK_N
         return tile.n - first
+
+
+@gluon.jit
+def _skipped_before(m, before, tile, params, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    """How many of the column tiles that come before tile.n, descending, row tile m has skipped since it visited one; all if it
+    has visited none."""
+    own = tile.b * params.last_tiles_b + tile.kv_head * params.last_tiles_h + m
+    skipped = before
+    if gl.load(params.last_tiles + own) != tile.n:
+        skipped = skipped_tiles(m, tile, params, BLOCK_M, BLOCK_N)
+    return skipped
 
 
 @gluon.jit

@@ -16,10 +16,12 @@ from ...gpu import multiprocessors
 from ...scratch import Scratch, Shapes, Views
 from ...triton_version import takes_more_registers
 from ..problem import LEAST_FACTOR, LOG2E, Backward, Sizes, lse_strides, row_strides, sizes_of
+from ..triton.arguments import interval_arguments, list_arguments, pairs_of
+from ..triton.lists import edges_calls, last_calls
 from . import pieces
 from .backward import DIVIDED, _hopper_bwd_kernel
 from .backward_store_dq import dkdv_columns
-from .launch import L2_BYTES, current, prepare
+from .launch import L2_BYTES, current, launches_of, prepare
 from .prepost import _hopper_dsinks_kernel, _hopper_postprocess_kernel, _hopper_preprocess_kernel
 from .tma import Descriptor, row_descriptor, rows_descriptor, tile_descriptor, varlen_descriptor
 
@@ -181,7 +183,12 @@ def _prepare(call: Backward, scratch: Scratch) -> tuple[Launch, ...]:
     grid = row_tiles * sizes.hq * sizes.batch
     block_d = max(64, sizes.block_d)  # padded head dimension in the pre- and postprocess
     code = (q.dtype, varlen, dlse is None, dk is None, dv is None, deterministic, split, d, tile)
-    launches = []
+    launches: list[Launch] = []
+    intervals = interval_arguments(mask)
+    edges = list_arguments(mask, scratch.get("edges"), _ceil_div(sizes.tk, tile.n))
+    last_tiles = list_arguments(mask, scratch.get("last_tiles"), _ceil_div(sizes.tq, tile.m))
+    steps = intervals["intervals_b"], intervals["intervals_h"]
+    far = [step is not None and step >= 2**31 for step in steps]
 
     def add(kernel: object, key: tuple[object, ...], programs: int, *arguments: object) -> None:
         launches.append(prepare(kernel, key, programs, arguments, num_warps=4))
@@ -194,17 +201,24 @@ def _prepare(call: Backward, scratch: Scratch) -> tuple[Launch, ...]:
         rows_b, rows_h, sizes.hq, row_tiles, sizes.tq, counters.numel(), summed, divisor, d, block_d, BLOCK, PADDING,
     )  # fmt: skip
     boxes = ((q, tile.m), (k, tile.n), (v, tile.n), (do, tile.m))
+    launches += launches_of(edges_calls(scratch, sizes, mask, tile.n), launches[0].device)
+    if deterministic:
+        launches += launches_of(last_calls(scratch, sizes, mask, tile.m, tile.n), launches[0].device)
     add(
-        _hopper_bwd_kernel, (*code, cap == 0.0, sizes.left is None, sizes.right is None), min(tiles * splits, programs),
+        _hopper_bwd_kernel,
+        (*code, cap == 0.0, sizes.left is None, sizes.right is None, pairs_of(mask), *far),
+        min(tiles * splits, programs),
         *(_descriptor(x, rows, columns, varlen=varlen) for columns in pieces.columns_of(width) for x, rows in boxes),
         row_descriptor(neg_lse2, tile.m), row_descriptor(delta, tile.m), cu_q, cu_k,
+        intervals["intervals"], edges["runs"], last_tiles["runs"],
         rows_descriptor(acc, 64, tile.dq_columns), *(_descriptor(x, 64, dkdv_columns(width), varlen=varlen) for x in (dk, dv)),
         sums, counters[1:] if split else None, semaphores, counters,
+        *steps, edges["runs_b"], edges["runs_h"], last_tiles["runs_b"], last_tiles["runs_h"],
         rows_b, rows_h, sizes.batch, sizes.hkv, sizes.batch * sizes.hkv, sizes.group, sizes.tq, sizes.tk,
         sizes.left, sizes.right, 1 if varlen else heads_per_section(sizes, programs, deterministic=deterministic),
         splits if split else None, row_tiles, scale, scale_log2, cap * LOG2E if cap else None, scale / cap if cap else None,
         tile.m, tile.n, width, tile.do_stages, tile.do_first, tile.v_in_regs, dq_warps,
-        deterministic and sizes.right is not None,
+        deterministic and (sizes.right is not None or sizes.intervals), pairs_of(mask),
     )  # fmt: skip
     if dq is not None:
         add(

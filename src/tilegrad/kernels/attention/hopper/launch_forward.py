@@ -12,10 +12,9 @@ from ...cuda_launch import Launch, Plan, Zero
 from ...gpu import multiprocessors
 from ...scratch import Scratch, Shapes, Views
 from ...triton_version import takes_more_registers
-from ..mask import Mask
 from ..problem import LEAST_FACTOR, LOG2E, Forward, Sizes, lse_strides, row_strides, sizes_of
 from ..triton.arguments import interval_arguments, list_arguments, pairs_of
-from ..triton.lists import list_calls, list_shapes
+from ..triton.lists import list_calls
 from .forward import _attention_fwd_kernel
 from .forward_scheduler import ROWS
 from .launch import L2_BYTES, current, launches_of, prepare
@@ -86,12 +85,9 @@ def counts_tiles(sizes: Sizes, *, varlen: bool) -> bool:
     return varlen or sizes.intervals or (causal and width_of(sizes.d) >= 128 and sizes.tq >= LONG_ROWS)
 
 
-def workspace(sizes: Sizes, mask: Mask) -> Shapes:
-    """The tile counter, if this call or a shorter one needs it (a window may cover all columns of a shorter call), and the
-    lists of blocks."""
-    counted = counts_tiles(sizes._replace(left=None), varlen=mask.varlen)
-    counter: Shapes = {"tile_counter": ((1,), torch.int32)} if counted else {}
-    return counter | list_shapes(sizes, mask, ROWS.value)
+def workspace(sizes: Sizes, *, varlen: bool) -> Shapes:
+    """The tile counter, if this call or a shorter one needs it: a window may cover all columns of a shorter call."""
+    return {"tile_counter": ((1,), torch.int32)} if counts_tiles(sizes._replace(left=None), varlen=varlen) else {}
 
 
 def heads_per_section(sizes: Sizes, row_tiles: int, programs: int, config: TileConfig) -> int:

@@ -47,6 +47,14 @@ def keep_between(x, first, last):
 
 
 @gluon.jit
+def drop_between(x, first, end):
+    """x (rows, columns), −inf from column `first` to column end − 1 of each row."""
+    x8 = x.reshape([x.shape[0], x.shape[1] // 8, 8])
+    x8 = gl.where((_8e(x8) >= _minus_c(first, x8)) & (_8e(x8) < _minus_c(end, x8)), float("-inf"), x8)
+    return gl.convert_layout(x8.reshape([x.shape[0], x.shape[1]]), x.type.layout, assert_trivial=True)
+
+
+@gluon.jit
 def _fold(x, acc, MAX: gl.constexpr):
     """Combines the columns of x with acc, (rows, LEAST) or None, LEAST columns at a time."""
     if x.shape[1] > LEAST:

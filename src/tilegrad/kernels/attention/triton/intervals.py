@@ -3,6 +3,7 @@
     edges   of each tile of columns, for each of the intervals of a column: least start, largest start, least end, largest end
             (mask.interval_edges)
     list    of each tile of rows, the tiles of columns that it visits; or of each tile of columns, the tiles of rows
+    last    of each tile of rows, the last tile of columns that it visits: only for Hopper's backward, which has no lists
 
 A pair of a tile of rows [start, stop) and a tile of columns is masked out, and not in the list, if the band masks it out or if
 one of the n intervals contains all these rows in every column: largest start ≤ start and stop ≤ least end. The pair is unmasked
@@ -138,3 +139,23 @@ def _list_kernel(
     tl.store(runs + 2 * MOST_RUNS + r, tl.full([MOST_RUNS], BEYOND, tl.int32), mask=r >= masked_count)
     tl.store(runs + 4 * MOST_RUNS, tiles)
     tl.store(runs + 4 * MOST_RUNS + 1, masked_tiles)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _last_kernel(
+    edges,
+    last_tiles,
+    row_tiles, col_tiles, tq, tk, left, right,
+    PAIRS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The last tile of columns that a tile of rows visits, −1 if it visits none."""
+    start = tl.program_id(0) % row_tiles * BLOCK_M
+    stop = tl.minimum(start + BLOCK_M, tq)
+    edges += steps(tl.program_id(0) // row_tiles, 4 * PAIRS, 1) * col_tiles
+    first, unmasked, unmasked_end, last = band_tiles(start, stop, tk - tq, left, right, tk, BLOCK_N)
+    found = first * 0 - 1
+    for base in tl.range(first, last, CHUNK):
+        n = base + tl.arange(0, CHUNK)
+        kind = _kinds(edges, n, start, stop, n, unmasked, unmasked_end, n < last, PAIRS)
+        found = tl.maximum(found, tl.max(tl.where(kind != 0, n, -1), 0))
+    tl.store(last_tiles + tl.program_id(0), found)

@@ -7,9 +7,9 @@ import torch
 from ...scratch import Scratch, Shapes
 from ..mask import Mask
 from ..problem import Sizes
-from .arguments import interval_arguments, pairs_of
+from .arguments import Arguments, interval_arguments, pairs_of
 from .fit import KernelCall
-from .intervals import CHUNK, _edges_kernel, _list_kernel
+from .intervals import CHUNK, _edges_kernel, _last_kernel, _list_kernel
 from .scores import MOST_RUNS
 
 
@@ -18,25 +18,70 @@ def _ceil_div(a: int, b: int) -> int:
 
 
 def list_shapes(sizes: Sizes, mask: Mask, least: int) -> Shapes:
-    """Buffers for tiles of at least `least` rows and columns; none without intervals."""
+    """The buffers of `list_calls` for tiles of at least `least` rows and columns; none without intervals."""
     if mask.intervals is None:
         return {}
-    tiles = _ceil_div(max(sizes.tq, sizes.tk), least)
-    runs = mask.intervals.shape[0] * mask.intervals.shape[1] * tiles * (4 * MOST_RUNS.value + 2)
-    return edge_shapes(sizes, mask, least) | {"runs": ((runs,), torch.int32)}
+    tiles = _ceil_div(max(sizes.tq, sizes.tk), least) * (4 * MOST_RUNS.value + 2)
+    return edge_shapes(sizes, mask, least) | {"runs": ((mask.intervals.shape[:2].numel() * tiles,), torch.int32)}
+
+
+def last_shapes(sizes: Sizes, mask: Mask, least: int) -> Shapes:
+    """The buffer of `last_calls` for tiles of at least `least` rows; none without intervals."""
+    if mask.intervals is None:
+        return {}
+    return {"last_tiles": ((mask.intervals.shape[:2].numel() * _ceil_div(sizes.tq, least),), torch.int32)}
 
 
 def edge_shapes(sizes: Sizes, mask: Mask, least: int) -> Shapes:
     """The buffer of `edges_calls` for tiles of at least `least` columns; none without intervals."""
     if mask.intervals is None:
         return {}
-    own = mask.intervals.shape[0] * mask.intervals.shape[1]
-    edges = own * max(1, _ceil_div(sizes.tk, least)) * 4 * pairs_of(mask)
+    edges = mask.intervals.shape[:2].numel() * max(1, _ceil_div(sizes.tk, least)) * 4 * pairs_of(mask)
     return {"edges": ((edges,), torch.int32)}
 
 
+def list_calls(
+    scratch: Scratch, sizes: Sizes, mask: Mask, m: int, n: int, *, columns: bool, first_row: int = 0
+) -> list[KernelCall]:
+    """The calls that list the tiles that each tile of m rows visits, or each tile of n columns. Tiles of rows begin at
+    first_row ≤ 0. None without intervals."""
+    if mask.intervals is None:
+        return []
+    row_tiles, own = _ceil_div(sizes.tq - first_row, m), mask.intervals.shape[:2].numel()
+    shared = _tile_arguments(scratch, sizes, mask, m, n, row_tiles)
+    lists = shared | {"runs": scratch["runs"], "first_row": first_row, "COLUMNS": columns}
+    programs = own * (_ceil_div(sizes.tk, n) if columns else row_tiles)
+    return [*edges_calls(scratch, sizes, mask, n), KernelCall(_list_kernel, (programs,), lists, {})]
+
+
+def last_calls(scratch: Scratch, sizes: Sizes, mask: Mask, m: int, n: int) -> list[KernelCall]:
+    """The call that writes the last tile of n columns that each tile of m rows visits, after `edges_calls`; none without
+    intervals."""
+    if mask.intervals is None:
+        return []
+    row_tiles, own = _ceil_div(sizes.tq, m), mask.intervals.shape[:2].numel()
+    last = _tile_arguments(scratch, sizes, mask, m, n, row_tiles) | {"last_tiles": scratch["last_tiles"]}
+    return [KernelCall(_last_kernel, (own * row_tiles,), last, {})]
+
+
+def _tile_arguments(scratch: Scratch, sizes: Sizes, mask: Mask, m: int, n: int, row_tiles: int) -> Arguments:
+    return {
+        "edges": scratch["edges"],
+        "row_tiles": row_tiles,
+        "col_tiles": _ceil_div(sizes.tk, n),
+        "tq": sizes.tq,
+        "tk": sizes.tk,
+        "left": sizes.left,
+        "right": sizes.right,
+        "PAIRS": pairs_of(mask),
+        "BLOCK_M": m,
+        "BLOCK_N": n,
+        "CHUNK": CHUNK,
+    }
+
+
 def edges_calls(scratch: Scratch, sizes: Sizes, mask: Mask, n: int) -> list[KernelCall]:
-    """The call that writes the edges of the intervals in tiles of n columns; none without columns."""
+    """The call that writes the edges of tiles of n columns; none without columns."""
     if mask.intervals is None or not sizes.tk:
         return []
     (batch, heads), col_tiles = mask.intervals.shape[:2], _ceil_div(sizes.tk, n)
@@ -49,32 +94,3 @@ def edges_calls(scratch: Scratch, sizes: Sizes, mask: Mask, n: int) -> list[Kern
         "BLOCK_N": n,
     }
     return [KernelCall(_edges_kernel, (col_tiles * heads * batch,), arguments, {})]
-
-
-def list_calls(
-    scratch: Scratch, sizes: Sizes, mask: Mask, m: int, n: int, *, columns: bool, first_row: int = 0
-) -> list[KernelCall]:
-    """The calls that list the tiles that each tile of m rows visits, or each tile of n columns. Tiles of rows begin at
-    first_row ≤ 0."""
-    if mask.intervals is None:
-        return []
-    row_tiles, col_tiles = _ceil_div(sizes.tq - first_row, m), _ceil_div(sizes.tk, n)
-    batch, heads = mask.intervals.shape[:2]
-    arguments = {
-        "edges": scratch["edges"],
-        "runs": scratch["runs"],
-        "row_tiles": row_tiles,
-        "col_tiles": col_tiles,
-        "first_row": first_row,
-        "tq": sizes.tq,
-        "tk": sizes.tk,
-        "left": sizes.left,
-        "right": sizes.right,
-        "PAIRS": pairs_of(mask),
-        "BLOCK_M": m,
-        "BLOCK_N": n,
-        "COLUMNS": columns,
-        "CHUNK": CHUNK,
-    }
-    programs = (col_tiles if columns else row_tiles) * heads * batch
-    return [*edges_calls(scratch, sizes, mask, n), KernelCall(_list_kernel, (programs,), arguments, {})]
