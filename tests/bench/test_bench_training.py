@@ -458,7 +458,7 @@ def test_loss_curves_depend_only_on_the_parameters_and_the_seed(monkeypatch, tmp
     assert isinstance(curves, Curves)
     assert result.code == 0 and curves.agree and curves.ours[0][0] == pytest.approx(math.log(256), abs=0.1)
     assert curves.ours[0] == pytest.approx(curves.peer[0], rel=0.02) and curves.ours[0] != curves.ours[1]
-    (tmp_path / "tokens.bin").write_bytes(bytes(range(128)) * 40)
+    (tmp_path / "tokens.bin").write_bytes(b"".join(bytes((i, 0)) for i in range(256)) * 20)
     found = measure_curves([bytes_, replace(bytes_, name="again")], bytes_, 10.0, BLOCK, tmp_path / "tokens.bin")
     assert [*found] == ["small", "again"] and all(
         each.gaps == (0.0, 0.0) and each.spread > 0.0 for each in found.values()
