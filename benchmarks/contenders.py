@@ -27,13 +27,13 @@ from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
 from typing import Any, Literal, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from tilegrad.bench.timing import sustained
 from tilegrad.data.documents import default_text
 from tilegrad.data.tokenizer import ByteTokenizer
+from tilegrad.data.tokens import open_tokens
 from tilegrad.engine.engine import Engine
 from tilegrad.engine.optimizer import StepResult
 from tilegrad.training.schedule import learning_rate
@@ -205,11 +205,11 @@ class Measured:
         return launches_of(self._step, PROFILED_STEPS)
 
     def curve(self, steps: int, tokens: Path | None = None) -> list[float]:
-        """Losses on a file of tokens, uint16 without a header; None: on the text that ships with the package, byte by byte."""
+        """Losses on a file of prepared tokens; None: on the text that ships with the package, byte by byte."""
         if tokens is None:
             text = torch.from_numpy(ByteTokenizer().encode(default_text().read_text(encoding="utf-8")).astype("int64"))
         else:
-            text = torch.from_numpy(np.fromfile(tokens, dtype="<u2").astype("int32")).long()
+            text = torch.from_numpy(open_tokens(tokens).tokens.astype("int64"))
         batches, losses = Batches(self.entry, text), []
         for i in range(steps):
             rate = learning_rate(

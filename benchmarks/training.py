@@ -444,7 +444,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--breakdown", action="store_true", help="our step by group, against each group's floor")
     add("--losses", action="store_true", help="loss curves on a text, two seeds, against the first peer")
     add(
-        "--tokens", type=Path, metavar="FILE", help="the text of --losses, uint16 (default: the shipped text, by bytes)"
+        "--tokens", type=Path, metavar="FILE", help="prepared tokens for --losses (default: the shipped text, by bytes)"
     )
     add("--steps", type=int, default=500, metavar="N", help="steps of --losses (default: %(default)s)")
     add("--against", metavar="CASE", help="--losses against another case of ours, such as 124m-b16 of 124m-b16-fp8")

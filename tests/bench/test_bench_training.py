@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -32,6 +33,7 @@ from benchmarks.training import (
 )
 from benchmarks.training_plots import Drawn
 from tilegrad.bench.timing import sustained
+from tilegrad.data.tokens import write_tokens
 from tilegrad.engine.engine import Engine
 from tilegrad.model import reference
 from tilegrad.model.config import ModelConfig
@@ -458,7 +460,8 @@ def test_loss_curves_depend_only_on_the_parameters_and_the_seed(monkeypatch, tmp
     assert isinstance(curves, Curves)
     assert result.code == 0 and curves.agree and curves.ours[0][0] == pytest.approx(math.log(256), abs=0.1)
     assert curves.ours[0] == pytest.approx(curves.peer[0], rel=0.02) and curves.ours[0] != curves.ours[1]
-    (tmp_path / "tokens.bin").write_bytes(b"".join(bytes((i, 0)) for i in range(256)) * 20)
+    tokens, nothing = np.arange(5000, dtype=np.uint16) % 256, "00" * 32
+    write_tokens(tmp_path / "tokens.bin", [tokens], vocab_size=256, source_sha256=nothing, tokenizer_sha256=nothing)
     found = measure_curves([bytes_, replace(bytes_, name="again")], bytes_, 10.0, BLOCK, tmp_path / "tokens.bin")
     assert [*found] == ["small", "again"] and all(
         each.gaps == (0.0, 0.0) and each.spread > 0.0 for each in found.values()
