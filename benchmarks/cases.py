@@ -83,8 +83,8 @@ def _qwen_form(
 def _qwen(
     size: str, config: ModelConfig, micro_batches: int, states: States = FULL, budget: int | None = None
 ) -> list[Case]:
-    """Cases with a shape of Qwen2.5 and 262,144 tokens a step in micro-batches. Their peers are in large_peers.py. Two cases fit
-    next to each other in 139 GiB, which is why the states of 3B are lean. budget: bytes."""
+    """Cases with a shape of Qwen2.5 and 262,144 tokens a step in micro-batches, within a budget of bytes. Their peers are in
+    large_peers.py. The states of 3B are lean, so that two cases fit next to each other in 139 GiB."""
     problem = Problem(config, 256, 1024)
     levels: dict[str, tuple[Linear, HeadProducts]] = {
         "": ("plain", "plain"), "-fp8": ("fp8", "plain"), "-fp8-all": ("fp8-all", "plain"),

@@ -425,17 +425,20 @@ def step_of_head(
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize(("n", "v", "chunk"), [(37, 48, 1 << 25), (100, 80, 80 * 2 * 32), (16, 16, 1)])
+@pytest.mark.parametrize(
+    ("n", "v", "least", "rows"), [(37, 48, 1 << 27, (37, 37)), (100, 80, 3500, (16, 32)), (16, 16, 1, (16, 16))]
+)
 @pytest.mark.parametrize(("adds", "softcap"), [(False, 0.0), (True, 0.0), (True, 0.4)])
 def test_a_head_in_float8_equals_the_head_of_its_rounded_factors(
-    n: int, v: int, chunk: int, adds: bool, softcap: float, monkeypatch: pytest.MonkeyPatch
+    n: int, v: int, least: int, rows: tuple[int, int], adds: bool, softcap: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With or without chunks, the outputs equal those of the loss on the rounded x and w up to the rounding of dl, which is
-    random and at most 2⁻³ of a number of e5m2."""
+    """With or without chunks and groups of chunks, the outputs equal those of the loss on the rounded x and w up to the
+    rounding of dl, which is random and at most 2⁻³ of a number of e5m2."""
     from tilegrad.kernels import fp8_head
 
-    monkeypatch.setattr(fp8_head, "LEAST", chunk)
+    monkeypatch.setattr(fp8_head, "LEAST", least)
     monkeypatch.setattr(fp8_head, "OF_X", 0)
+    assert fp8_head.Rows.of(n, CIN, v) == rows
     x, w, targets, inv_total = head(n, v)
     before = torch.ones(v, CIN) if adds else None
     got = step_of_head(x, w, targets, inv_total, before, softcap)

@@ -1,15 +1,16 @@
 """Cross-entropy (kernels/cross_entropy) with the three products of the head in float8 (kernels/fp8_linear).
 
-    l = x8 · w8        nll, dl by cross_entropy's softmax, in bfloat16         dx = dl8 · w8t         dw += dl8t · x8t
+    l = x8 · w8 in bfloat16         nll by cross_entropy's softmax         dx = dl8 · w8t         dw += dl8t · x8t
 
-x (N, C) and w (V, C) are rounded by the caller. |dl| is at most inv_total, so the scale of dl is inv_total / 57,344, in every
-step. With a softcap the softmax is of the capped logits. Rows are processed in chunks, whose logits, dl8 and dl8t are scratch.
+x (N, C) and w (V, C) are rounded by the caller, dl as it is formed, in both orders. |dl| is at most inv_total, so the scale of
+dl is inv_total / 57,344, in every step. With a softcap the softmax is of the capped logits. Rows are processed in chunks, whose
+logits and dl8 are scratch. A group of chunks fills dl8t, and one product adds it to dw, because each addition reads and writes
+all of dw.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Unpack
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -23,19 +24,23 @@ from .op import op
 from .scratch import Form, Shapes, TensorLike, below, of, views
 from .table import Where
 
-# The logits of a chunk take OF_X times as many bytes as x, but at least LEAST and at most CHUNK: as in cross_entropy.
-CHUNK, LEAST, OF_X = 1 << 29, 1 << 26, 12
+# Logits, dl8 and dl8t take OF_X times as many bytes as x, but at least LEAST and at most MOST: as much as the logits in
+# cross_entropy, and dl8t next to them. OF_CHUNK is the share of a chunk's logits and dl8.
+MOST, LEAST, OF_X, OF_CHUNK = 1 << 30, 1 << 27, 24, 0.25
 SMALLEST = 1e-30  # least scale of dl, for a batch without a target
 
 
-def _rows(n: int, c: int, v: int) -> int:
-    """The rows of a chunk: a multiple of EVEN, or all rows."""
-    size = min(CHUNK, max(LEAST, OF_X * n * c * 2))
-    return max(min(n, EVEN), most_rows(n, v, 2, size, even=EVEN))
+class Rows(NamedTuple):
+    """The rows of a chunk, and of a group of chunks. Both are multiples of EVEN, or all rows."""
 
+    chunk: int
+    group: int
 
-def _chunks(n: int, c: int, v: int) -> Iterator[slice]:
-    return chunks(n, _rows(n, c, v), EVEN)
+    @classmethod
+    def of(cls, n: int, c: int, v: int) -> Rows:
+        size = min(MOST, max(LEAST, OF_X * n * c * 2))
+        group = max(min(n, EVEN), most_rows(n, v, 1, int((1.0 - OF_CHUNK) * size), even=EVEN))
+        return cls(max(min(group, EVEN), most_rows(group, v, 3, int(OF_CHUNK * size), even=EVEN)), group)
 
 
 def fp8_cross_entropy_workspace(
@@ -43,16 +48,16 @@ def fp8_cross_entropy_workspace(
 ) -> Shapes:
     """Name → (shape, dtype) of the scratch; x (N, C) and w (V, C) are not rounded yet. accumulate is as in the step."""
     (n, c), v = x.shape, w.shape[0]
-    rows = _rows(n, c, v)
+    rows, group = Rows.of(n, c, v)
     row = CROSS_ENTROPY.select(Problem(x, w), kernel)
     shapes: Shapes = {"logits": ((rows, v), torch.bfloat16), "losses": ((n,), torch.float32)}
     shapes |= below(row.name, row.load().softmax_workspace(Form((rows, v), torch.bfloat16, x.device)))
     if backward:
-        shapes |= {"dl8": ((rows, v), GRADIENT), "dl8t": ((v, even(rows)), GRADIENT), "state": (STATE, torch.float32)}
+        shapes |= {"dl8": ((rows, v), GRADIENT), "dl8t": ((v, even(group)), GRADIENT), "state": (STATE, torch.float32)}
         shapes |= {"row_max": ((rows,), torch.float32), "factor": ((rows,), torch.float32)}
-        if accumulate or rows < n:
+        if accumulate or group < n:
             dw = Form((v, c), torch.float32, x.device)
-            shapes |= below("dw", fp8_product_workspace(Form((c, even(rows)), FP8, x.device), dw))
+            shapes |= below("dw", fp8_product_workspace(Form((c, even(group)), FP8, x.device), dw))
     return shapes
 
 
@@ -84,31 +89,27 @@ def fp8_cross_entropy_step(
         torch.mul(inv_total, 1.0 / LARGEST["dy"], out=state[0]).clamp_(min=SMALLEST)
     if dw is not None and not accumulate and not n:
         dw.zero_()
-    for i in _chunks(n, c, v):
-        m, losses = i.stop - i.start, scratch["losses"][i]
-        logits = scratch["logits"][:m]
-        fp8_product_fwd(x8[i], x_state, w8, w_state, out=logits, accumulate=False)
-        row_max, factor = (scratch[name][:m] if backward else None for name in ("row_max", "factor"))
-        given = (logits, targets[i], inv_total, softcap)
-        module.softmax(*given, losses=losses, row_max=row_max, factor=factor, scratch=softmax)
-        if state is None or row_max is None or factor is None:
-            continue
-        dl8 = scratch["dl8"][:m]
-        dl8t = scratch["dl8t"].view(-1)[: v * even(m)].view(v, even(m))
-        fp8_softmax_bwd(*given[:2], row_max, factor, inv_total, softcap, state, dl8=dl8, dl8t=dl8t)
-        if dw is not None and x8t is not None:
-            own, added = x8t[:, i.start : i.start + even(m)], accumulate or i.start > 0
-            fp8_product_fwd(
-                dl8t,
-                state,
-                own,
-                x_state,
-                out=dw,
-                accumulate=added,
-                precise=True,
-                scratch=of("dw", scratch) if added else {},
-            )
-        if dx is not None and w8t is not None:
-            fp8_product_fwd(dl8, state, w8t, w_state, out=dx[i], accumulate=False, precise=True)
+    rows = Rows.of(n, c, v)
+    for group in chunks(n, rows.group, EVEN):
+        size = group.stop - group.start
+        dl8t = scratch["dl8t"].view(-1)[: v * even(size)].view(v, even(size)) if backward else None
+        for i in chunks(size, rows.chunk, EVEN):
+            m, here = i.stop - i.start, slice(group.start + i.start, group.start + i.stop)
+            logits = scratch["logits"][:m]
+            fp8_product_fwd(x8[here], x_state, w8, w_state, out=logits, accumulate=False)
+            row_max, factor = (scratch[name][:m] if backward else None for name in ("row_max", "factor"))
+            losses = scratch["losses"][here]
+            given = (logits, targets[here], inv_total, softcap)
+            module.softmax(*given, losses=losses, row_max=row_max, factor=factor, scratch=softmax)
+            if state is None or row_max is None or factor is None or dl8t is None:
+                continue
+            dl8, into = scratch["dl8"][:m], dl8t[:, i.start : i.start + even(m)]
+            fp8_softmax_bwd(*given[:2], row_max, factor, inv_total, softcap, state, dl8=dl8, dl8t=into)
+            if dx is not None and w8t is not None:
+                fp8_product_fwd(dl8, state, w8t, w_state, out=dx[here], accumulate=False, precise=True)
+        if dw is not None and x8t is not None and dl8t is not None and state is not None:
+            own, added = x8t[:, group.start : group.start + even(size)], accumulate or group.start > 0
+            into_dw = of("dw", scratch) if added else {}
+            fp8_product_fwd(dl8t, state, own, x_state, out=dw, accumulate=added, precise=True, scratch=into_dw)
     if loss is not None:
         module.total(scratch["losses"], loss=loss)

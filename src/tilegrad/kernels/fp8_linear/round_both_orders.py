@@ -57,7 +57,7 @@ def _keep_largest(state, part, largest):
 
 @triton.jit
 def _store_rounded(
-    a, inverse, bound, x8, x8t, rows, columns, first_column, N, C, WIDTH, PITCH, CLAMP: tl.constexpr
+    a, inverse, bound, x8, x8t, x8t_c, rows, columns, first_column, N, C, WIDTH, PITCH, CLAMP: tl.constexpr
 ):  # fmt: skip
     """Rounds a tile of C columns into columns first_column … of x8 (N, WIDTH) and x8t (WIDTH, PITCH). The conversion
     instruction clamps to the largest number of the format; CLAMP is for Triton's interpreter, which does not."""
@@ -70,7 +70,7 @@ def _store_rounded(
         tl.store(x8 + rows[:, None] * WIDTH + into[None, :], a.to(x8.dtype.element_ty), mask=here)
     if x8t is not None:
         here = (columns[:, None] < C) & (rows[None, :] < PITCH)
-        tl.store(x8t + into[:, None] * PITCH + rows[None, :], tl.trans(a.to(x8t.dtype.element_ty)), mask=here)
+        tl.store(x8t + into[:, None] * x8t_c + rows[None, :], tl.trans(a.to(x8t.dtype.element_ty)), mask=here)
 
 
 @triton.jit
@@ -86,7 +86,7 @@ def _activated(x, at, here, a, C, KIND: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def _quantize_kernel(
-    x, state, x8, x8t, x_n, N, C, PITCH,
+    x, state, x8, x8t, x_n, x8t_c, N, C, PITCH,
     KIND: tl.constexpr, CLAMP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """x8 = q(x) and x8t = q(x)ᵀ; x is act(h) if KIND is the name of an activation. Rows N … PITCH of x count as 0."""
@@ -105,13 +105,13 @@ def _quantize_kernel(
             exact: tl.constexpr = x.dtype.element_ty == tl.float32
             a = _activated(x, at, here, a, C, KIND, exact).to(x.dtype.element_ty).to(tl.float32)
         largest = _wider(largest, a)
-        _store_rounded(a, inverse, bound, x8, x8t, rows, columns, 0, N, C, C, PITCH, CLAMP)
+        _store_rounded(a, inverse, bound, x8, x8t, x8t_c, rows, columns, 0, N, C, C, PITCH, CLAMP)
     _keep_largest(state, part, largest)
 
 
 @triton.jit
 def _quantize_activation_bwd_kernel(
-    da, h, state, dh8, dh8t, a, partials, N, C, PITCH,
+    da, h, state, dh8, dh8t, a, partials, dh8t_c, N, C, PITCH,
     KIND: tl.constexpr, CLAMP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """dh8 = q(dh) and dh8t = q(dh)ᵀ, dh = da ∘ act'(h). swiglu: h = [up, gate], and dh, of the same shape, is dup, then dgate.
@@ -141,7 +141,7 @@ def _quantize_activation_bwd_kernel(
             again = gate * of_g * of_h
             dgate = (grad * of_h * (of_g * (1.0 + gate * of_minus_g))).to(h.dtype.element_ty).to(tl.float32)
             largest = _wider(largest, dgate)
-            _store_rounded(dgate, inverse, bound, dh8, dh8t, rows, columns, C, N, C, width, PITCH, CLAMP)
+            _store_rounded(dgate, inverse, bound, dh8, dh8t, dh8t_c, rows, columns, C, N, C, width, PITCH, CLAMP)
             if partials is not None:
                 dgate_sum += dgate
         else:
@@ -149,7 +149,7 @@ def _quantize_activation_bwd_kernel(
             again = activate(of_h, KIND, exact)
         dh = dh.to(h.dtype.element_ty).to(tl.float32)
         largest = _wider(largest, dh)
-        _store_rounded(dh, inverse, bound, dh8, dh8t, rows, columns, 0, N, C, width, PITCH, CLAMP)
+        _store_rounded(dh, inverse, bound, dh8, dh8t, dh8t_c, rows, columns, 0, N, C, width, PITCH, CLAMP)
         if partials is not None:
             dh_sum += dh
         if a is not None:
@@ -165,7 +165,7 @@ def _quantize_activation_bwd_kernel(
 
 @triton.jit
 def _quantize_softmax_bwd_kernel(
-    logits, targets, row_max, factor, inv_total, state, dl8, dl8t, logits_n, N, V, PITCH,
+    logits, targets, row_max, factor, inv_total, state, dl8, dl8t, logits_n, dl8t_c, N, V, PITCH,
     SOFTCAP: tl.constexpr, CLAMP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """dl8 = q(dl) and dl8t = q(dl)ᵀ, dl = exp(l − row_max) · factor, minus inv_total in the target's column."""
@@ -188,7 +188,7 @@ def _quantize_softmax_bwd_kernel(
         if SOFTCAP != 0.0:
             dl *= slope(x, SOFTCAP, exact)
         dl = dl.to(logits.dtype.element_ty).to(tl.float32)
-        _store_rounded(dl, inverse, bound, dl8, dl8t, rows, columns, 0, N, V, V, PITCH, CLAMP)
+        _store_rounded(dl, inverse, bound, dl8, dl8t, dl8t_c, rows, columns, 0, N, V, V, PITCH, CLAMP)
 
 
 @triton.jit
@@ -218,11 +218,12 @@ def activation(h: Tensor, kind: str, *, a8: Tensor | None, a8t: Tensor | None, s
 
 def _quantize(x: Tensor, kind: str, n: int, c: int, *, x8: Tensor | None, x8t: Tensor | None, state: Tensor) -> None:
     constants = {"KIND": kind, **_tile()}
-    launch(_quantize_kernel, (states.PARTS,), x, state, x8, x8t, x.stride(0), n, c, _pitch(n, x8t), **constants)
+    launch(_quantize_kernel, (states.PARTS,), x, state, x8, x8t, x.stride(0), *_sizes(n, c, x8t), **constants)
 
 
-def _pitch(n: int, x8t: Tensor | None) -> int:
-    return n if x8t is None else x8t.shape[1]
+def _sizes(n: int, c: int, x8t: Tensor | None) -> tuple[int, int, int, int]:
+    """The stride of x8t, N, C, and the rows of x that are written to x8t."""
+    return (n, n, c, n) if x8t is None else (x8t.stride(0), n, c, x8t.shape[1])
 
 
 def _tile() -> dict[str, int | bool]:
@@ -249,7 +250,7 @@ def activation_bwd(
     n, c = da.shape
     partials = scratch["partials"] if sums else None
     grid = (ceil_div(c, BLOCK_C), _programs(c))
-    given = (da, h, state, dh8, dh8t, a, partials, n, c, _pitch(n, dh8t))
+    given = (da, h, state, dh8, dh8t, a, partials, *_sizes(n, c, dh8t))
     launch(_quantize_activation_bwd_kernel, grid, *given, KIND=kind, **_tile())
     if partials is not None:
         add_partials(partials, *sums, accumulate=accumulate)
@@ -260,7 +261,7 @@ def softmax_bwd(
     dl8: Tensor, dl8t: Tensor, state: Tensor, scratch: Scratch,
 ) -> None:  # fmt: skip
     n, v = logits.shape
-    given = (logits, targets, row_max, factor, inv_total, state, dl8, dl8t, logits.stride(0), n, v, dl8t.shape[1])
+    given = (logits, targets, row_max, factor, inv_total, state, dl8, dl8t, logits.stride(0), *_sizes(n, v, dl8t))
     launch(_quantize_softmax_bwd_kernel, (states.PARTS,), *given, SOFTCAP=softcap, **_tile())
 
 
