@@ -35,6 +35,7 @@ from tilegrad.kernels.attention.hopper import (
     backward_mma,
     backward_store_dq,
     backward_wide,
+    edges,
     pieces,
     pipeline,
     prepost,
@@ -261,8 +262,8 @@ def test_an_output_given_as_none_is_not_computed(monkeypatch: pytest.MonkeyPatch
 
 interpreted = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="Gluon has no interpreter")
 MODULES = (
-    kernel, backward_load, backward_mma, backward_store_dq, backward_wide, pieces, pipeline, prepost, registers, scheduler,
-    intervals, memory, numerics, scores,
+    kernel, backward_load, backward_mma, backward_store_dq, backward_wide, edges, pieces, pipeline, prepost, registers,
+    scheduler, intervals, memory, numerics, scores,
 )  # fmt: skip
 
 
@@ -459,7 +460,7 @@ def test_in_plain_python_a_broken_kernel_of_wide_heads_is_found(name: str) -> No
 INTERVALS_BROKEN: dict[str, tuple[Any, str, Any]] = {
     "no interval is tested": (backward_mma, "_mask_out_intervals", lambda x, *_of: x),
     "the gaps are forgotten": (backward_store_dq, "row_tile", lambda tile, i, _params: tile.first + i),
-    "a tile is not masked": (backward_load, "is_masked", lambda *_of: False),
+    "a tile is not masked": (backward_load, "masked_flags", lambda *_of: 0),
     "skipped tiles are not counted": (backward_store_dq, "skipped_tiles", lambda m, *_of: m * 0),
 }
 
@@ -493,15 +494,15 @@ def intervals_of(dice: random.Random, tq: int, tk: int) -> torch.Tensor:
 @interpreted
 def test_with_intervals_each_tile_of_rows_is_stored_first_and_then_added_to_in_order() -> None:
     dice, reached = random.Random(0), 0
-    with in_python(scheduler, backward_store_dq, scores):
+    with in_python(scheduler, backward_store_dq, edges):
         for _ in range(60):
             band = dice.choice(((None, None), (None, 0), (300, 0)))
             tq, tk = dice.randint(1, 700), dice.randint(1, 1500)
             drawn = intervals_of(dice, tq, tk)
-            edges = interval_edges(drawn, N)[0, 0]
+            of_tiles = interval_edges(drawn, N)[0, 0]
             row_tiles, col_tiles = range(0, -(-tq // M)), range(-(-tk // N))
             gone = [
-                [any(s <= m * M and min(m * M + M, tq) <= e for _, s, e, _ in edges[n].tolist()) for n in col_tiles]
+                [any(s <= m * M and min(m * M + M, tq) <= e for _, s, e, _ in of_tiles[n].tolist()) for n in col_tiles]
                 for m in row_tiles
             ]
             of = call(tq, tk, *band)
@@ -509,8 +510,8 @@ def test_with_intervals_each_tile_of_rows_is_stored_first_and_then_added_to_in_o
             want = [{m for m in plain[n] if not gone[m][n]} for n in col_tiles]
             last = [max((n for n in col_tiles if m in want[n]), default=-1) for m in row_tiles]
             of = of._replace(
-                edges=Pointer.of(edges.flatten()), edges_b=0, edges_h=0, last_tiles_b=0, last_tiles_h=0,
-                last_tiles=Pointer.of(torch.tensor(last)), second=None if len(edges[0]) == 1 else 0,
+                edges=Pointer.of(of_tiles.flatten()), edges_b=0, edges_h=0, last_tiles_b=0, last_tiles_h=0,
+                last_tiles=Pointer.of(torch.tensor(last)), second=None if len(of_tiles[0]) == 1 else 2,
             )  # fmt: skip
             done = dict.fromkeys(row_tiles, 0)
             for n in reversed(col_tiles):

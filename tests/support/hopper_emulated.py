@@ -21,8 +21,8 @@ def forward(
 ) -> dict[str, torch.Tensor]:
     """Computes o and lse in plain Python. `broken` replaces device functions."""
     from tilegrad.kernels.attention import hopper
-    from tilegrad.kernels.attention.hopper import forward as forward_kernel
     from tilegrad.kernels.attention.hopper import (
+        edges,
         forward_load,
         forward_scheduler,
         launch_forward,
@@ -30,13 +30,15 @@ def forward(
         pipeline,
         registers,
     )
+    from tilegrad.kernels.attention.hopper import forward as forward_kernel
     from tilegrad.kernels.attention.triton import intervals, memory, numerics, scores
 
     q, k, v, mask = call.q, call.k, call.v, call.mask
     o_shape, lse_shape = output_shapes(q, v, mask)
     out = {"o": q.new_full(o_shape, math.nan), "lse": q.new_full(lse_shape, math.nan, dtype=torch.float32)}
     modules = (
-        forward_kernel, forward_load, forward_scheduler, pieces, pipeline, registers, intervals, memory, numerics, scores,
+        forward_kernel, edges, forward_load, forward_scheduler, pieces, pipeline, registers, intervals, memory, numerics,
+        scores,
     )  # fmt: skip
     with in_python(*modules) as launch, pytest.MonkeyPatch.context() as patch:  # the patches are undone first
         broken(patch)

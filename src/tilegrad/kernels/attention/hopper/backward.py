@@ -90,7 +90,7 @@ def _hopper_bwd_kernel(
     WORDS_L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     second = None
     if PAIRS == 2:
-        second = intervals + 2
+        second = 2
     params = Params(
         cu_seqlens_q, cu_seqlens_k, batch, kv_heads, all_heads, group, tq, tk, left, right, heads_per_section, splits,
         intervals, second, intervals_b, intervals_h, edges, edges_b, edges_h, last_tiles, last_tiles_b, last_tiles_h,

@@ -13,11 +13,10 @@ from triton.experimental.gluon import language as gl
 from .backward_scheduler import (
     FLAG_BITS,
     LAST,
-    MASKED,
     WorkTile,
     first_row,
     head_and_column,
-    is_masked,
+    masked_flags,
     publish_tile,
     row_tile,
     take_tile,
@@ -76,6 +75,7 @@ def _load_tile(
     later than q's."""
     VARLEN: gl.constexpr = params.cu_seqlens_q is not None
     publish_tile(tile_info, iteration, tile, params)
+    BITS: gl.constexpr = FLAG_BITS if params.edges is None else FLAG_BITS + 1
     row = first_row(tile.b, tile.start_q, sources.rows_b, VARLEN)
     g = tile.begin // gl.maximum(tile.count, 1)
     i = tile.begin - g * tile.count
@@ -83,12 +83,12 @@ def _load_tile(
         h = tile.kv_head * params.group + g
         m = row_tile(tile, i, params)
         at = tma_coordinates(params, tile.b, tile.start_q, tile.tq, h, m * BLOCK_M)
-        flags = gl.where(step == tile.end - 1, LAST, 0) + gl.where(is_masked(tile, i, m, params, BLOCK_M), MASKED, 0)
+        flags = gl.where(step == tile.end - 1, LAST, 0) + masked_flags(tile, i, m, params, BLOCK_M)
         padded_row = h * sources.rows_h + row + m * BLOCK_M
         if DO_FIRST:
             _load_do(sources, at, padded_row, inputs, state)
         named_acquire(inputs.q, state, Q_EMPTY, INPUT_THREADS)
-        write_word(inputs.row_info, stage_of(state, inputs.row_info.shape[0]), (m << FLAG_BITS) + flags)
+        write_word(inputs.row_info, stage_of(state, inputs.row_info.shape[0]), (m << BITS) + flags)
         _load_rows(sources.q_descs, at, sources.neg_lse2_desc, padded_row, inputs.neg_lse2, inputs.q, state)
         if step == tile.begin:
             _load_columns(sources, params, tile, inputs, iteration, BLOCK_N)

@@ -18,13 +18,14 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from .backward_scheduler import (
     DK,
     DV,
-    FLAG_BITS,
     INFO_STAGES,
     INFO_WORDS,
     LAST,
     MASKED,
+    PARTIAL,
     TILE_FIELDS,
     read_tile,
+    row_of,
     stored_word,
     wait_for_tile,
 )
@@ -99,7 +100,7 @@ def _mask_out_intervals(x, row, first, iteration, params, tile_info, BLOCK_N: gl
     inside = j < tile.tk
     x = drop_between(x, gl.load(at, mask=inside, other=0) - row, gl.load(at + 1, mask=inside, other=0) - row)
     if params.second is not None:
-        at = params.second + head + j * NUMBERS
+        at += params.second
         x = drop_between(x, gl.load(at, mask=inside, other=0) - row, gl.load(at + 1, mask=inside, other=0) - row)
     return x
 
@@ -120,7 +121,9 @@ def probabilities(
     if row_info & MASKED != 0:
         iteration += row_info >> 30  # adds 0, opaque to the compiler: otherwise tile info stays in registers
         x = _mask_out(x, row, FIRST, iteration, params, tile_info, BLOCK_N)
-        if params.intervals is not None:
+    if params.intervals is not None:  # noqa: SIM102 (constexpr)
+        if row_info & PARTIAL != 0:
+            iteration += row_info >> 30
             x = _mask_out_intervals(x, row, FIRST, iteration, params, tile_info, BLOCK_N)
     return gl.exp2(x), t
 
@@ -195,7 +198,7 @@ def _add_rows(
     DP_MMAS: gl.constexpr = PIECES if v_in_regs is None else len(cut(do, v_in_regs.shape[1]))
     neg_lse2 = row_values(inputs.neg_lse2, state, ST_L)
     x = warpgroup_mma_wait(DP_MMAS, deps=(s_token,))
-    row = (row_info >> FLAG_BITS) * BLOCK_M
+    row = row_of(row_info, params, BLOCK_M)
     p, t = probabilities(x, neg_lse2, row_info, row, iteration, params, tile_info, factors, BLOCK_N, W * HALF)
     p16 = p.to(dtype)
     delta = row_values(inputs.delta, state, ST_L)

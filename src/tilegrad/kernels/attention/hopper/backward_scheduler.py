@@ -2,7 +2,8 @@
 
 A work tile is BLOCK_N columns of one kv head. CTAs take work tiles from a counter in global memory. The producer warp computes
 which rows attend to the tile and publishes the tile's info in shared memory, a pipeline of INFO_STAGES stages. Each row tile
-comes with one word of row info: its index and two flags. So the MMA warpgroups keep no tile info in registers.
+comes with one word of row info: its index and two flags, or three with intervals. So the MMA warpgroups keep no tile info in
+registers.
 
 **Intervals.** The rows that one interval masks out in every column of a work tile are one range of row tiles, a gap. With two
 intervals there are at most two gaps, and no row tile in a gap is visited. The producer and the dQ store warps compute the
@@ -16,6 +17,7 @@ from collections import namedtuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .edges import edges_of, masks_all, masks_some
 from .pipeline import consumer_wait, producer_acquire, producer_commit, read_word, stage_of, write_word
 from .tma import SEQUENCE_END
 
@@ -28,14 +30,16 @@ MASKED = gl.constexpr(1)  # flag: an edge of the band crosses the row tile
 LAST = gl.constexpr(2)  # flag: the last row tile of the work tile
 GAP_WORD = gl.constexpr(24)  # in tile info, the first word of the gaps
 TESTED = gl.constexpr(32)  # column tiles that a dQ store warp tests at a time
-FLAG_BITS = gl.constexpr(2)  # row info is (index << FLAG_BITS) + flags
+FLAG_BITS = gl.constexpr(2)  # row info is (index << FLAG_BITS) + flags; with intervals there is one more flag
+PARTIAL = gl.constexpr(4)  # that flag: an interval of a column has one of the rows
 
 # Arguments that all work tiles share. left, right: None where that side is unbounded.
 #   all_heads           batch · kv_heads
 #   group               query heads per kv head
 #   heads_per_section   kv heads whose tiles are taken together, an L2 section
 #   splits              CTAs that share the rows of a work tile; None: one
-#   intervals, second   the first and the second interval of column 0 of the first kv head; strides in elements
+#   intervals           column 0 of the first kv head; strides in elements
+#   second              numbers from the first interval of a column to the second; None if there is one
 #   edges, last_tiles   what ../triton/intervals.py computes for tiles; strides between sequences and kv heads, in tiles
 Params = namedtuple(
     "Params",
@@ -127,20 +131,23 @@ def row_tile(tile, i, params):
 
 
 @gluon.jit
-def is_masked(tile, i, m, params, BLOCK_M: gl.constexpr):
-    """Whether the i-th row tile, m, needs a mask."""
+def masked_flags(tile, i, m, params, BLOCK_M: gl.constexpr):
+    """MASKED and PARTIAL of the i-th row tile, m."""
     if params.edges is None:
-        return i < tile.masked
+        return gl.where(i < tile.masked, MASKED, 0)
     else:
         edges = edges_of(tile.b, tile.kv_head, tile.n, params)
-        start = m * BLOCK_M
-        stop = gl.minimum(start + BLOCK_M, tile.tq)
         before = m - tile.first - tile.masked_before
-        some = (before < 0) | (before >= tile.unmasked)
-        some |= (gl.load(edges) < stop) & (start < gl.load(edges + 3))
-        if params.second is not None:
-            some |= (gl.load(edges + 4) < stop) & (start < gl.load(edges + 7))
-        return some
+        masked = (before < 0) | (before >= tile.unmasked)
+        partial = masks_some(edges, m * BLOCK_M, gl.minimum(m * BLOCK_M + BLOCK_M, tile.tq), params)
+        return gl.where(masked, MASKED, 0) + gl.where(partial, PARTIAL, 0)
+
+
+@gluon.jit
+def row_of(row_info, params, BLOCK_M: gl.constexpr):
+    """The first row of the row tile."""
+    BITS: gl.constexpr = FLAG_BITS if params.edges is None else FLAG_BITS + 1
+    return (row_info >> BITS) * BLOCK_M
 
 
 @gluon.jit
@@ -151,13 +158,6 @@ def head_and_column(t, params, col_tiles):
     heads = gl.minimum(params.heads_per_section, params.all_heads - section * params.heads_per_section)
     n = within // heads
     return section * params.heads_per_section + within - n * heads, n
-
-
-@gluon.jit
-def edges_of(b, kv_head, n, params):
-    """Pointer to the edges of column tile n."""
-    NUMBERS: gl.constexpr = 4 if params.second is None else 8
-    return params.edges + (b * params.edges_b + kv_head * params.edges_h + n) * NUMBERS
 
 
 @gluon.jit
@@ -200,10 +200,7 @@ def skipped_tiles(m, tile, params, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr)
     while found == TESTED:
         n = gl.minimum(tile.n + 1 + skipped + n_after, (tile.tk + BLOCK_N - 1) // BLOCK_N - 1)
         edges = head + n * NUMBERS
-        gone = (gl.load(edges + 1) <= start) & (gl.load(edges + 2) >= stop)
-        if params.second is not None:
-            gone |= (gl.load(edges + 5) <= start) & (gl.load(edges + 6) >= stop)
-        found = gl.min(gl.where(gone, TESTED, n_after), 0)
+        found = gl.min(gl.where(masks_all(edges, start, stop, params), TESTED, n_after), 0)
         skipped += found
     return skipped
 

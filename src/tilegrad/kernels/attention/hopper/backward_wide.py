@@ -21,7 +21,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from .backward_mma import probabilities, read_row_info, row_values, splitk_reduce
-from .backward_scheduler import DK, DV, FLAG_BITS, LAST, wait_for_tile
+from .backward_scheduler import DK, DV, LAST, row_of, wait_for_tile
 from .backward_store_dq import send_dkdv, send_dq
 from .pieces import add_dot, dot_rows, only_tile, stage_tile, wait_pieces, zeros
 from .pipeline import (
@@ -112,7 +112,7 @@ def softmax_dv_warpgroup(sums, params, inputs, exchange, dq_pipeline, tile_info,
             neg_lse2 = row_values(inputs.neg_lse2, state, ST_L)
             x = warpgroup_mma_wait(0, deps=(s_token,))
             named_release(inputs.q, state, Q_EMPTY, INPUT_THREADS)
-            row = (row_info >> FLAG_BITS) * BLOCK_M
+            row = row_of(row_info, params, BLOCK_M)
             p, t = probabilities(x, neg_lse2, row_info, row, iteration, params, tile_info, factors, BLOCK_N, 0)
             weight = p
             if factors.softcap_log2 is not None:

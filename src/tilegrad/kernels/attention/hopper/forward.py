@@ -164,7 +164,7 @@ def _mask_out_intervals(x, at, iteration, pipelines, params, W: gl.constexpr, BL
     first = tile.start + W * ROWS
     words = _two_bytes(params.intervals + steps, first, j < tile.tk)
     if params.second is not None:
-        words += _two_bytes(params.second + steps, first, j < tile.tk) << 16
+        words += _two_bytes(params.intervals + steps + params.second, first, j < tile.tk) << 16
     words = gl.convert_layout(words, gl.SliceLayout(0, x.type.layout))
     i = gl.arange(0, ROWS, layout=gl.SliceLayout(1, x.type.layout)) * 0x01010101 + HIGH_BITS
     reached = i[:, None] - words[None, :]
@@ -421,22 +421,23 @@ TENSORS = [
     "cu_seqlens_k",
     "sinks",
     "intervals",
+    "edges",
     "runs",
     "lse",
     "tile_counter",
 ]  # not o: TMA requires it to be aligned
 STRIDES = ["o_b", "o_h", "o_t", "lse_b", "lse_h", "lse_t", "sinks_h"]
 SIZES = ["batch", "heads", "group", "row_tiles", "heads_per_section", "tq", "tk", "left", "right"]
-SIZES += ["intervals_b", "intervals_h", "runs_b", "runs_h"]
+SIZES += ["intervals_b", "intervals_h", "edges_b", "edges_h", "runs_b", "runs_h"]
 
 
 @gluon.jit(do_not_specialize=[*TENSORS, *STRIDES, *SIZES])
 def _attention_fwd_kernel(
     q_desc, k_desc, v_desc, o_desc, q_desc2, k_desc2, v_desc2, o_desc2, cu_seqlens_q, cu_seqlens_k, sinks,
-    intervals, runs,
+    intervals, edges, runs,
     o, lse, tile_counter,
     o_b: tl.int64, o_h: tl.int64, o_t: tl.int64, lse_b: tl.int64, lse_h: tl.int64, lse_t: tl.int64, sinks_h: tl.int64,
-    intervals_b, intervals_h, runs_b, runs_h,
+    intervals_b, intervals_h, edges_b, edges_h, runs_b, runs_h,
     batch, heads, group, row_tiles, heads_per_section, tq, tk, left, right, scale_log2, softcap_log2,
     WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, D: gl.constexpr,
     K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, Q_STAGES: gl.constexpr, Q_IN_REGS: gl.constexpr,
@@ -483,11 +484,11 @@ def _attention_fwd_kernel(
     )
     second = None
     if PAIRS == 2:
-        second = intervals + 2
+        second = 2
     params = Params(
         cu_seqlens_q, cu_seqlens_k, sinks, sinks_h, tile_counter, batch, heads, group, row_tiles, heads_per_section,
         tq, tk, left, right, scale_log2, softcap_log2,
-        intervals, second, intervals_b, intervals_h, runs, runs_b, runs_h,
+        intervals, second, intervals_b, intervals_h, edges, edges_b, edges_h, runs, runs_b, runs_h,
     )  # fmt: skip
     o_stages = None
     if Q_STAGES == 1 and o is not None:

@@ -13,6 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from .edges import edges_of, masks_some
 from .forward_scheduler import (
     END,
     ROWS,
@@ -44,6 +45,7 @@ def _load_list(
     BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     """Loads the blocks of a list in the order of `load`, each with its word, and returns the next states."""
+    TILE: gl.constexpr = ROWS * WARPGROUPS
     THREADS: gl.constexpr = kv_threads(WARPGROUPS)
     TURNS: gl.constexpr = takes_turns(WARPGROUPS, BLOCK_D)
     V_EMPTY: gl.constexpr = K_EMPTY + pipelines.k.full.shape[0]
@@ -51,11 +53,15 @@ def _load_list(
     row = tile.first
     for n in range(tile.last):
         block = nth_block(n, blocks)
+        word = block * 2
+        if n < tile.masked:
+            edges = edges_of(tile.b, h, block, params)
+            word += gl.where(masks_some(edges, gl.maximum(tile.start, 0), tile.start + TILE, params), 1, 0)
         previous = row
         row = block * BLOCK_N
         named_acquire(pipelines.k, k_state, K_EMPTY, THREADS)
         stage = k_state % pipelines.k.full.shape[0]
-        write_word(pipelines.block_info, stage, block * 2 + gl.where(n < tile.masked, 1, 0))
+        write_word(pipelines.block_info, stage, word)
         load_tile(k_descs, (tile.b, h, row), pipelines.k, stage)
         k_state += 1
         if TURNS:

@@ -52,13 +52,15 @@ def takes_turns(warpgroups, width):
 #   heads_per_section   heads scheduled together, an L2 section
 #   scale_log2          |scale| · log2(e)
 #   softcap_log2        c · log2(e)
-#   intervals, second   the first and the second interval of column 0 of the first kv head; strides in elements
-#   runs                the lists of blocks (scores.own_list)
+#   intervals           column 0 of the first kv head; strides in elements
+#   second              numbers from the first interval of a column to the second; None if there is one
+#   edges, runs         what ../triton/intervals.py computes for blocks, and the lists (scores.own_list); strides between
+#                       sequences and kv heads, in blocks or lists
 Params = namedtuple(
     "Params",
     "cu_seqlens_q cu_seqlens_k sinks sinks_h tile_counter batch heads group row_tiles heads_per_section "
     "tq tk left right scale_log2 softcap_log2 "
-    "intervals second intervals_b intervals_h runs runs_b runs_h",
+    "intervals second intervals_b intervals_h edges edges_b edges_h runs runs_b runs_h",
 )
 
 # Filled by the producer warp. A stage of q holds the rows of one warpgroup (stage = iteration % Q_STAGES · WARPGROUPS +

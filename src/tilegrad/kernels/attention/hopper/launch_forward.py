@@ -156,7 +156,9 @@ def _prepare(call: Forward, scratch: Scratch) -> tuple[list[Launch | Zero], Laun
         edges_in_the_loop(sizes, varlen=varlen), pairs_of(mask),
     )  # fmt: skip
     intervals, lists = interval_arguments(mask), list_arguments(mask, scratch.get("runs"), row_tiles)
-    steps = [intervals["intervals_b"], intervals["intervals_h"], lists["runs_b"], lists["runs_h"]]
+    edges = list_arguments(mask, scratch.get("edges"), -(-sizes.tk // config.columns))
+    steps = [intervals["intervals_b"], intervals["intervals_h"], edges["runs_b"], edges["runs_h"]]
+    steps += [lists["runs_b"], lists["runs_h"]]
     key = (
         q.dtype, varlen, tile_counter is None, sinks is not None and sinks.dtype, o is None, lse is None, sizes.left is None,
         sizes.right is None, mask.softcap == 0.0, constants,
@@ -170,7 +172,8 @@ def _prepare(call: Forward, scratch: Scratch) -> tuple[list[Launch | Zero], Laun
         for x, rows, parts in boxes
     ]
     arguments = (
-        *descriptors, mask.cu_seqlens_q, mask.cu_seqlens_k, sinks, intervals["intervals"], lists["runs"], o, lse, tile_counter,
+        *descriptors, mask.cu_seqlens_q, mask.cu_seqlens_k, sinks, intervals["intervals"], edges["runs"],
+        lists["runs"], o, lse, tile_counter,
         *row_strides(o, varlen=varlen), *lse_strides(lse, varlen=varlen), 0 if sinks is None else sinks.stride(0),
         *steps,
         sizes.batch, sizes.hq, sizes.group, row_tiles, section,

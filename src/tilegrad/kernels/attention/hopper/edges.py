@@ -1,0 +1,33 @@
+"""The edges of the intervals in a tile of columns, as ../triton/intervals.py computes them: least start, largest start, least
+end, largest end of each interval. `params` of either direction has `edges`, their strides between sequences and kv heads, in
+tiles, and `second`, None if a column has one interval."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def edges_of(b, kv_head, n, params):
+    """Pointer to the edges in tile n."""
+    NUMBERS: gl.constexpr = 4 if params.second is None else 8
+    return params.edges + (b * params.edges_b + kv_head * params.edges_h + n) * NUMBERS
+
+
+@gluon.jit
+def masks_all(edges, start, stop, params):
+    """Whether one interval has rows start … stop in every column, so that the tile is skipped."""
+    gone = (gl.load(edges + 1) <= start) & (gl.load(edges + 2) >= stop)
+    if params.second is not None:
+        gone |= (gl.load(edges + 5) <= start) & (gl.load(edges + 6) >= stop)
+    return gone
+
+
+@gluon.jit
+def masks_some(edges, start, stop, params):
+    """Whether an interval of a column has one of the rows start … stop, so that their elements are tested."""
+    some = (gl.load(edges) < stop) & (start < gl.load(edges + 3))
+    if params.second is not None:
+        some |= (gl.load(edges + 4) < stop) & (start < gl.load(edges + 7))
+    return some
