@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from tilegrad.bench.timing import Thunk, interleaved
+from tilegrad.engine.machine import device_or_default
 from tilegrad.functional.dilated import reference
 from tilegrad.functional.dilated.functional import check_pattern, dilated_attention
 from tilegrad.functional.dilated.pattern import MODES, Mode
@@ -267,7 +268,7 @@ def bench_dilated(
 ) -> int:  # fmt: skip
     """Prints times, memory and ratios (or JSON lines), and appends the JSON lines to the file `out`. Returns the exit code, 1
     if the results of tilegrad are wrong."""
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = torch.device(device_or_default(device))
     dtype = dtype or ("bfloat16" if where.type == "cuda" else "float32")
     kind = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}.get(dtype)
     if kind is None:

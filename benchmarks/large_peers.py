@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tilegrad.model.config import ModelConfig
+from tilegrad.model.layer import Declare
 from tilegrad.model.transformer import declare
 from tilegrad.pretrained.families import theirs
 
@@ -22,7 +23,7 @@ from tilegrad.pretrained.families import theirs
 def initial(config: ModelConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
     """Yields the initial parameters of the engine, one after the other, with their names in transformers."""
     generator = torch.Generator().manual_seed(seed)
-    for p in declare(config, 1, 1, torch.float32, "cpu").in_draw_order:
+    for p in declare(Declare(config, 1, 1, torch.float32, torch.device("cpu"))).in_draw_order:
         x = torch.empty(p.master.shape)
         p.init.fill(x, generator)
         yield from theirs("qwen2", {p.name: x}, config)

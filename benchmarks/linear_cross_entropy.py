@@ -27,6 +27,7 @@ from torch import Tensor
 
 import tilegrad
 from tilegrad.bench.timing import Thunk, interleaved
+from tilegrad.engine.machine import device_or_default
 from tilegrad.kernels.closeness import complaints
 from tilegrad.kernels.cross_entropy import reference
 from tilegrad.text.environment import environment
@@ -106,7 +107,7 @@ def bench_linear_cross_entropy(
     rule."""
     if repeats < 1:
         raise ValueError(f"repeats: got {repeats}; accepted: at least 1")
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = torch.device(device_or_default(device))
     kind, number = "tiny" if tiny else "full", getattr(torch, dtype)
     x, w, targets = build(SHAPES[kind], where, number)
     thunks: dict[str, Thunk] = {}

@@ -37,6 +37,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import tilegrad
 from tilegrad import masks
 from tilegrad.bench.timing import Thunk, freed_memory_kept, interleaved
+from tilegrad.engine.machine import device_or_default
 from tilegrad.functional import AttentionOptions
 from tilegrad.kernels.attention import Mask, cpu, reference
 from tilegrad.kernels.attention.bounds import bounds
@@ -290,7 +291,7 @@ def bench_masks(
     wrong."""
     if repeats < 2:
         raise ValueError(f"repeats: got {repeats}; accepted: at least 2, because the report has quartiles")
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = torch.device(device_or_default(device))
     kind = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
     chosen = kind[dtype or ("bfloat16" if where.type == "cuda" else "float32")]
     about, rows = environment(where, chosen), []

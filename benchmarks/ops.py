@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tilegrad.bench.timing import interleaved
+from tilegrad.engine.machine import device_or_default
 from tilegrad.kernels import activation, column_sum, norm
 from tilegrad.kernels.scratch import Scratch, Shapes, new_scratch
 from tilegrad.kernels.table import Problem, Table
@@ -193,7 +194,7 @@ def bench_ops(
     json: bool = False,
 ) -> int:  # fmt: skip
     """Prints times and bytes per second of every kernel, or JSON lines. Returns the exit code 0."""
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = torch.device(device_or_default(device))
     kind = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}.get(dtype)
     if kind is None:
         raise ValueError(f"dtype: got {dtype!r}; accepted: 'bfloat16', 'float16' or 'float32'")

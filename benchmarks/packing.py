@@ -32,6 +32,7 @@ from torch import Tensor
 from tilegrad import Engine, ModelConfig
 from tilegrad.data.packing import first_fit
 from tilegrad.engine.batch import Batch
+from tilegrad.engine.machine import device_or_default
 from tilegrad.model.config import PRESETS
 from tilegrad.text.environment import environment
 from tilegrad.text.table import table
@@ -155,7 +156,7 @@ def bench_packing(
     *, model: str | None = None, batch_size: int | None = None, seq_len: int | None = None, documents: int = 16,
     device: str | None = None, dtype: str | None = None, seconds: float = 4.0, rounds: int = 3, json: bool = False,
 ) -> int:  # fmt: skip
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = torch.device(device_or_default(device))
     on_gpu = where.type == "cuda"
     name = model or ("qwen2.5-0.5b" if on_gpu else "tiny")
     if rounds < 1:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilegrad.model.config import ModelConfig
-from tilegrad.model.transformer import declare
+from tilegrad.model.transformer import parameters
 
 Gelu = Literal["exact", "tanh"]
 Residual = Literal["float32", "bfloat16"]
@@ -54,7 +54,7 @@ def initial_parameters(config: ModelConfig, seed: int) -> dict[str, Tensor]:
     """The initial parameters of the engine for this seed, in float32 on the CPU."""
     generator = torch.Generator().manual_seed(seed)
     params = {}
-    for name, p in declare(config, 1, 1, torch.float32, "cpu").params.items():
+    for name, p in parameters(config).items():
         params[name] = torch.empty(p.master.shape)
         p.init.fill(params[name], generator)
     return params

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from tilegrad.model.config import ModelConfig
-from tilegrad.model.transformer import declare
+from tilegrad.model.transformer import parameters
 from tilegrad.text.atomic import check_replaceable
 from tilegrad.text.environment import environment
 from tilegrad.text.table import table
@@ -241,7 +241,7 @@ def _clock(settings: Settings) -> str:
 
 
 def parameter_count(config: ModelConfig) -> int:
-    params = declare(config, 1, 1, torch.float32, "cpu").params.values()
+    params = parameters(config).values()
     return sum(torch.Size(p.master.shape).numel() for p in params)
 
 

@@ -19,6 +19,7 @@ from tilegrad.kernels.op import observe_names, op
 from tilegrad.memory.types import BufferType
 from tilegrad.model.block import Recomputed
 from tilegrad.model.config import PRESETS
+from tilegrad.model.layer import Declare
 from tilegrad.model.transformer import Transformer, declare
 from tilegrad.engine.parallel.declare import buckets_of, declare_optimizer, schedule_of
 from tilegrad.engine.spec import StepSpec
@@ -29,7 +30,7 @@ MODELS = {**PRESETS, "qwen": QWEN3, "dropout": replace(CONFIG, dropout=0.1)}
 
 
 def handles(config: ModelConfig, *, accumulate: bool = False) -> Transformer:
-    return declare(config, 1, 8, torch.float32, CPU, accumulate=accumulate)
+    return declare(Declare(config, 1, 8, torch.float32, CPU, accumulate=accumulate))
 
 
 def padding(bucket: Bucket) -> int:
@@ -109,7 +110,7 @@ def test_a_gradient_is_summed_after_its_last_op(config: ModelConfig, early: int)
     engine, (tokens, targets) = Engine(config, 2, 8), batch(config, 2, 8)
     engine.gradients(tokens, targets)
     want = {name: g.clone() for name, g in engine.grads.items()}
-    steps = schedule_of(declare(config, 2, 8, torch.float32, CPU, engine.recompute, accumulate=False))
+    steps = schedule_of(declare(Declare(config, 2, 8, torch.float32, CPU, accumulate=False), engine.recompute))
     found: dict[str, Tensor] = {}
 
     def take(name: str) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tilegrad import Engine, ModelConfig
 from tilegrad.engine.batch import check_invariant
+from tilegrad.engine.spec import StepSpec
 from tilegrad.kernels import gpu
 from tilegrad.kernels.cpu import library
 from tilegrad.model.lora import LoraConfig
@@ -158,9 +159,9 @@ def test_on_a_device_every_kernel_must_be_one_of_triton(monkeypatch: pytest.Monk
     monkeypatch.setattr(gpu, "capability", lambda _device: (9, 0))
     device, wide = torch.device("cuda:5"), replace(GPT2, n_embd=1 << 15, head_size=64)
     for dtype in (torch.bfloat16, torch.float32):
-        check_invariant(GPT2, dtype, device, invariant=True)
+        check_invariant(StepSpec(GPT2, 1, 1, dtype, device, invariant=True))
         with pytest.raises(ValueError, match=r"^invariant: got True on cuda:5, where .* norms .* 32768; accepted: F"):
-            check_invariant(wide, dtype, device, invariant=True)
+            check_invariant(StepSpec(wide, 1, 1, dtype, device, invariant=True))
     with pytest.raises(ValueError, match=r"with dtype torch\.float64"):
-        check_invariant(GPT2, torch.float64, device, invariant=True)
+        check_invariant(StepSpec(GPT2, 1, 1, torch.float64, device, invariant=True))
     gpu._refusal.cache_clear()

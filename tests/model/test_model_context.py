@@ -17,8 +17,10 @@ from tilegrad.kernels.op import observe
 from tilegrad.memory.planned.arena import Arenas, MemoryPlan, plan_memory, poison_dead
 from tilegrad.memory.planned.trace import bind, trace
 from tilegrad.memory.types import BufferType
+from tilegrad.model.layer import Declare
 from tilegrad.model.transformer import Transformer, declare
 
+CPU = torch.device("cpu")
 B, T = 2, 16
 CONFIGS = {
     "llama": replace(LLAMA, n_layer=2),
@@ -37,7 +39,7 @@ def rows_of(x: Tensor, group: Ranks) -> Tensor:
 def planned(config: ModelConfig, context: Any, b: int = B, t: int = T) -> tuple[Transformer, MemoryPlan]:
     """A planned model for sequences of t tokens."""
     rows = t if context is None else t // context.world
-    model = declare(config, b, rows, torch.float64, "cpu", accumulate=False, context=context)
+    model = declare(Declare(config, b, rows, torch.float64, CPU, accumulate=False, context=context))
     return model, plan_memory(trace(model.step, observe, model))
 
 
@@ -49,7 +51,7 @@ def step(
     arenas = Arenas(plan)
     bind(handles, arenas.view).initialise(config, torch.Generator().manual_seed(3))
     rows = t if context is None else t // context.world
-    model = bind(declare(config, B, rows, torch.float64, "cpu", accumulate=False, context=context), arenas.view)
+    model = bind(declare(Declare(config, B, rows, torch.float64, CPU, accumulate=False, context=context)), arenas.view)
     tokens, targets = batch(config, B, t)
     model.head.inv_total.fill_(1.0 / int((targets >= 0).sum()))
     if context is not None:

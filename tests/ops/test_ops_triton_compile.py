@@ -215,13 +215,13 @@ def test_kernels_compile_for_sizes_and_strides_of_1(n: int, c: int, tmp_path: Pa
     [(torch.bfloat16, 50257), slowly((torch.bfloat16, 50304)), slowly((torch.float32, 50257)), (torch.float32, 50304)],
 )
 def test_cross_entropy_compiles(architecture: int, dtype: torch.dtype, v: int, tmp_path: Path) -> None:
-    from tilegrad.kernels.cross_entropy import Outputs, triton_ops
+    from tilegrad.kernels.cross_entropy import Inputs, Outputs, triton_ops
 
     x, w, one = torch.empty(2, 8, dtype=dtype), torch.empty(v, 8, dtype=dtype), torch.ones(())
     scratch = poisoned(triton_ops.workspace(x, w, backward=True))
     targets, dx, dw = torch.zeros(2, dtype=torch.int64), torch.empty_like(x), torch.empty(v, 8)
     with compiling(architecture, tmp_path) as found:
-        triton_ops.run(x, w, targets, one, out=Outputs(one, dx, dw), scratch=scratch)
+        triton_ops.run(Inputs(x, w, targets, one), out=Outputs(one, dx, dw), scratch=scratch)
     check(found, architecture, {"_softmax_kernel", "_sum_kernel"})
     assert ".128" in found["_softmax_kernel"].sass, "loads are not of 16 bytes"
 
@@ -229,7 +229,7 @@ def test_cross_entropy_compiles(architecture: int, dtype: torch.dtype, v: int, t
 @pytest.mark.parametrize("architecture", [slowly(80), 90])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, slowly(torch.float32)])
 def test_cross_entropy_with_every_term_compiles(architecture: int, dtype: torch.dtype, tmp_path: Path) -> None:
-    from tilegrad.kernels.cross_entropy import Outputs, triton_ops
+    from tilegrad.kernels.cross_entropy import Inputs, Outputs, triton_ops
     from tilegrad.kernels.cross_entropy.terms import Terms
 
     v, terms = 50304, Terms(30.0, 0.1, 1e-4)
@@ -238,7 +238,7 @@ def test_cross_entropy_with_every_term_compiles(architecture: int, dtype: torch.
     targets, by_row, losses = torch.zeros(2, dtype=torch.int64), torch.ones(2), torch.empty(2)
     out = Outputs(None, torch.empty_like(x), torch.empty(v, 8), losses=losses, dbias=torch.empty(v))
     with compiling(architecture, tmp_path) as found:
-        triton_ops.run(x, w, targets, by_row, bias=bias, terms=terms, out=out, scratch=scratch)
+        triton_ops.run(Inputs(x, w, targets, by_row, bias, terms=terms), out=out, scratch=scratch)
     check(found, architecture, {"_softmax_kernel"})
     assert ".128" in found["_softmax_kernel"].sass, "loads are not of 16 bytes"
 
@@ -369,7 +369,7 @@ def test_positions_of_packed_rows_compile(tmp_path: Path) -> None:
 
 
 def test_the_kernels_of_a_step_compile_for_sizes_of_1(tmp_path: Path) -> None:
-    from tilegrad.kernels.cross_entropy import Outputs
+    from tilegrad.kernels.cross_entropy import Inputs, Outputs
     from tilegrad.kernels.cross_entropy import triton_ops as cross_entropy
     from tilegrad.kernels.dropout import triton_ops as dropout
     from tilegrad.kernels.embedding import Gradients
@@ -381,7 +381,7 @@ def test_the_kernels_of_a_step_compile_for_sizes_of_1(tmp_path: Path) -> None:
     heads = torch.empty(1, 1, 1, 2)
     with compiling(90, tmp_path) as found:
         scratch = poisoned(cross_entropy.workspace(x, table, backward=True))
-        cross_entropy.run(x, table, token[0], one, out=Outputs(one, x, table), scratch=scratch)
+        cross_entropy.run(Inputs(x, table, token[0], one), out=Outputs(one, x, table), scratch=scratch)
         embedding.fwd(token, table, table, None, x=x, scratch={})
         scratch = poisoned(embedding.workspace(x))
         embedding.bwd(x, token, None, out=Gradients(table, table, accumulate=True), scratch=scratch)

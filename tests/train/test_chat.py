@@ -272,7 +272,7 @@ def test_a_model_that_cannot_chat_is_refused_with_a_sentence(weights: Path, caps
     for words, said in (
         (["weights", "--once", " "], "once: got ' '; accepted: a text"),
         (["nope"], "nope: no such folder"),
-        (["weights", "--best"], "weights: got no best checkpoint"),
+        (["weights", "--best"], "best: got weights, a folder of weights; accepted: --best with a run"),
     ):
         assert main(["chat", *words]) == 2
         assert said in capsys.readouterr().err

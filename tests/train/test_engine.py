@@ -41,6 +41,7 @@ from tilegrad.kernels.op import observe
 from tilegrad.memory.planned.arena import Arenas, poison_dead
 from tilegrad.memory.planned.trace import Handle, bind
 from tilegrad.model import reference as plain
+from tilegrad.model.layer import Declare
 from tilegrad.model.transformer import Transformer, declare
 
 
@@ -256,7 +257,7 @@ def test_every_smaller_batch_has_its_scratch_also_for_another_kernel(config: Mod
 
     for t in (1, 15, 16, 17, 48, 150):
         for dropout in {config.dropout, 0.0}:
-            model = bind(declare(replace(config, dropout=dropout), 3, t, torch.bfloat16, cuda), fits)
+            model = bind(declare(Declare(replace(config, dropout=dropout), 3, t, torch.bfloat16, cuda)), fits)
             calls: list[Any] = []
             with observe(calls.append):
                 model.step() if dropout == config.dropout else model.forward()
@@ -385,7 +386,7 @@ def test_sharing_memory_and_poison_change_no_bit(config: ModelConfig) -> None:
         plan = plan_model(StepSpec(config, 2, 9, torch.float32, device), share=share)
         arenas = Arenas(plan)
         engine = Engine(config, 2, 9)
-        handles = declare(config, 2, 9, torch.float32, device)
+        handles = declare(Declare(config, 2, 9, torch.float32, device))
         model, optimizer = bind((handles, Optimizer.declare(handles.params.values())), arenas.view)
         for name, p in model.params.items():
             p.master.copy_(engine.params[name])
@@ -452,7 +453,7 @@ def test_an_unknown_name_in_recompute_is_refused() -> None:
     with pytest.raises(
         ValueError, match="recompute: got 'activations'; accepted: some of 'norm', 'activation', 'block'"
     ):
-        declare(CONFIG, 1, 4, torch.float32, "cpu", (frozenset({"activations"}),))  # type: ignore[arg-type]
+        declare(Declare(CONFIG, 1, 4, torch.float32, torch.device("cpu")), (frozenset({"activations"}),))  # type: ignore[arg-type]
 
 
 def test_without_a_budget_large_activations_are_recomputed() -> None:

@@ -22,7 +22,7 @@ from tilegrad.kernels import fp8_linear
 from tilegrad.kernels.fp8_linear import torch_ops
 from tilegrad.kernels.table import Table
 from tilegrad.model.block import Recomputed
-from tilegrad.model.layer import HeadProducts, Linear
+from tilegrad.model.layer import Declare, HeadProducts, Linear
 from tilegrad.model.lora import LoraConfig
 from tilegrad.model.transformer import declare
 
@@ -102,7 +102,8 @@ def test_adapters_of_fp8_layers_add_the_same_as_in_bfloat16(config: ModelConfig)
 @pytest.mark.usefixtures("on_hopper")
 def test_products_of_adapters_of_fp8_layers_are_not_joined() -> None:
     config = larger(CONFIG)
-    models = [declare(config, 4, 32, torch.bfloat16, "cuda", linear=how, lora=LoraConfig(rank=8)) for how in LINEAR]
+    sizes = config, 4, 32, torch.bfloat16, torch.device("cuda")
+    models = [declare(Declare(*sizes, linear=how, lora=LoraConfig(rank=8))) for how in LINEAR]
     adapters = [model.blocks[0].attention.adapter for model in models]
     assert [None if adapter is None else adapter.joined is None for adapter in adapters] == [True, False]
 

@@ -19,7 +19,7 @@ from tilegrad.engine.planning import plan_model
 from tilegrad.engine.spec import StepSpec
 from tilegrad.engine.state import counters, owned_pieces, restore_counters
 from tilegrad.model.layer import Kept, Masters, States
-from tilegrad.model.transformer import declare
+from tilegrad.model.transformer import parameters
 from tilegrad.training.checkpoint import latest_checkpoint, load_checkpoint, load_into
 from tilegrad.training.pieces import load_pieces, save_pieces
 from tilegrad.training.sections import run_from
@@ -62,7 +62,7 @@ def test_a_parameter_on_cuda_has_the_documented_bytes(states: States, bytes_: in
     pytest.importorskip("triton")
     model = replace(tilegrad.presets()["gpt2"].model, n_layer=2)
     plan = plan_model(StepSpec(model, 1, 64, BF16, torch.device("cuda", 0), states=states))
-    n = sum(torch.Size(p.master.shape).numel() for p in declare(model, 1, 1, BF16, "cpu").params.values())
+    n = sum(torch.Size(p.master.shape).numel() for p in parameters(model).values())
     kept = sum(plan.arenas[role].arena_bytes for role in ("params", "grads", "optimizer"))
     assert kept / n == pytest.approx(bytes_, rel=1e-3)
 

@@ -22,7 +22,7 @@ from tilegrad.engine.spec import StepSpec
 from tilegrad.engine.state import counters, restore_counters
 from tilegrad.memory.planned.arena import Arenas, plan_memory
 from tilegrad.memory.planned.trace import bind
-from tilegrad.model.transformer import declare
+from tilegrad.model.transformer import parameters
 from tilegrad.training.checkpoint import latest_checkpoint, load_checkpoint
 from tilegrad.training.sections import run_from
 
@@ -142,7 +142,7 @@ def test_state_and_tensors_resume_to_the_same_bits() -> None:
 
 
 def test_state_of_a_plan_with_another_alignment_is_refused() -> None:
-    handles = Optimizer.declare(declare(GAPS, 2, 8, torch.float32, CPU).params.values())
+    handles = Optimizer.declare(parameters(GAPS).values())
     plan = plan_model(StepSpec(GAPS, 2, 8, torch.float32, CPU))
     arenas = Arenas(plan_memory(plan.trace, align=16))
     with pytest.raises(
@@ -231,7 +231,7 @@ def test_adapters_have_no_muon() -> None:
 def test_muon_updates_the_matrices_of_blocks(config: ModelConfig, expected: dict[str, Any]) -> None:
     config = replace(config, n_embd=16, n_head=2, n_kv_head=1 if config.kv_heads < config.n_head else None)
     config = replace(config, ffn_dim=24 if config.activation == "swiglu" else None)
-    params = declare(config, 1, 4, torch.float32, CPU).params
+    params = parameters(config)
     for name, matrices in expected.items():
         assert params[f"blocks.0.{name}.weight"].matrices == matrices
     others = [name for name, p in params.items() if not p.matrices]

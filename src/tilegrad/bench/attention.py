@@ -23,6 +23,7 @@ from statistics import quantiles
 
 import torch
 
+from ..engine.machine import device_or_default
 from ..kernels.attention.table import ATTENTION
 from ..text.environment import environment
 from .calls import ERRORS_OF_A_PEER, Contender, Inputs, check, kernels_on, peers_on, refusal
@@ -95,7 +96,7 @@ def bench_attention(
 ) -> int:
     """Prints times and ratios (or JSON lines), and appends the JSON lines to the file `out`. peers=None: all peers that are
     installed. `shapes`, in the format of Shape.parse, replace the preset. Returns the exit code, 1 if a kernel is wrong."""
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = torch.device(device_or_default(device))
     kind = getattr(torch, dtype, None)
     if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
         raise ValueError(f"dtype: got {dtype!r}; accepted: a float dtype such as 'bfloat16', 'float16', 'float32'")

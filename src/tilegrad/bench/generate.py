@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..engine.decoder import Decoder, Prompt
-from ..engine.machine import check_device
+from ..engine.machine import check_device, device_or_default
 from ..engine.sampling import Sampling
 from ..engine.scorer import Scorer
 from ..engine.spec import StepSpec
@@ -192,7 +192,7 @@ def bench_generate(
     json: bool = False,
     out: str | None = None,
 ) -> int:
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = torch.device(device_or_default(device))
     check_device(str(where))
     kind: torch.dtype = getattr(torch, dtype)
     if repeats < 2:

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction, FunctionCtx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ..engine.machine import device_or_default
 from ..functional import attention
 from ..text.environment import environment, print_results
 from ..text.table import table
@@ -134,7 +135,7 @@ def bench_host(
 ) -> int:
     """Prints µs with the 20th and 80th percentile, and the ratio of tilegrad's time to that of each peer, as the median over
     the rounds."""
-    where, kind = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")), getattr(torch, dtype, None)
+    where, kind = torch.device(device_or_default(device)), getattr(torch, dtype, None)
     if where.type not in TINY:
         raise ValueError(f"device: got {device!r}; accepted: 'cpu' or 'cuda'")
     if not isinstance(kind, torch.dtype) or not kind.is_floating_point:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from ..text.spelling import did_you_mean, dtype_name
 from ..training.keys import flag_value, keys
@@ -83,6 +83,11 @@ def add_model(command: argparse.ArgumentParser) -> None:
     )
     add_init(command)
     add_averages(command)
+
+
+def which_weights(args: argparse.Namespace) -> dict[str, Any]:
+    """The choices that `add_model` adds."""
+    return {name: getattr(args, name) for name in ("best", "init", "averaged", "average")}
 
 
 def add_averages(command: argparse.ArgumentParser) -> None:

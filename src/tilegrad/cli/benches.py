@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from .arguments import DTYPES, Commands, Parser, add_command, add_dtype
 
 PLOTS = (".png", ".svg", ".pdf", ".jpg", ".webp")  # formats that matplotlib writes
 
 
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    """The flags of a benchmark, whose names are those of its function's keywords."""
+    return {name: value for name, value in vars(args).items() if name not in ("run", "parser")}
+
+
 def _bench_memory(args: argparse.Namespace) -> int:
     from ..bench.memory import bench_memory
 
-    return bench_memory(json=args.json)
+    return bench_memory(**_options(args))
 
 
 def _bench_attention(args: argparse.Namespace) -> int:
@@ -24,43 +30,19 @@ def _bench_attention(args: argparse.Namespace) -> int:
         if Path(args.plot).suffix not in PLOTS:
             raise ValueError(f"plot: got {args.plot!r}; accepted: a name that ends with {', '.join(PLOTS)}")
         check_new(Path(args.plot))
-    return bench_attention(
-        device=args.device,
-        dtype=args.dtype,
-        kernels=args.kernels,
-        preset=args.preset,
-        peers=args.peers,
-        repeats=args.repeats,
-        json=args.json,
-        out=args.out,
-        plot=args.plot,
-        profile=args.profile,
-        deterministic=args.deterministic,
-        shapes=args.shape,
-    )
+    return bench_attention(**_options(args))
 
 
 def _bench_host(args: argparse.Namespace) -> int:
     from ..bench.host import bench_host
 
-    return bench_host(device=args.device, dtype=args.dtype, repeats=args.repeats, json=args.json, out=args.out)
+    return bench_host(**_options(args))
 
 
 def _bench_generate(args: argparse.Namespace) -> int:
     from ..bench.generate import bench_generate
 
-    return bench_generate(
-        preset=args.preset,
-        device=args.device,
-        dtype=args.dtype,
-        batch_sizes=args.batch_size,
-        max_tokens=args.max_tokens,
-        prefill=args.prefill,
-        repeats=args.repeats,
-        peers=not args.no_peers,
-        json=args.json,
-        out=args.out,
-    )
+    return bench_generate(**_options(args))
 
 
 def add_benches(commands: Commands) -> None:
@@ -94,6 +76,7 @@ def _add_attention(bench: Commands) -> None:
     )
     attention.add_argument(
         "--shape",
+        dest="shapes",
         nargs="+",
         metavar="B,H,T,D[,causal]",
         help="shapes instead of a preset; after D also window=N, hkv=N, tq=N",
@@ -118,12 +101,18 @@ def _add_generate(bench: Commands) -> None:
     )
     add_dtype(generate, "default: %(default)s", default="bfloat16", choices=DTYPES)
     generate.add_argument(
-        "--batch-size", type=int, nargs="+", default=[1], metavar="N", help="sequences at once (default: 1)"
+        "--batch-size",
+        dest="batch_sizes",
+        type=int,
+        nargs="+",
+        default=[1],
+        metavar="N",
+        help="sequences at once (default: 1)",
     )
     generate.add_argument("--max-tokens", type=int, default=64, metavar="N", help="new tokens (default: %(default)s)")
     text = "also compare reading 8 prompts of N tokens with the forward of training (default: no)"
     generate.add_argument("--prefill", type=int, default=0, metavar="N", help=text)
-    generate.add_argument("--no-peers", action="store_true", help="do not run transformers")
+    generate.add_argument("--no-peers", dest="peers", action="store_false", help="do not run transformers")
     _add_rounds(generate, 5)
 
 

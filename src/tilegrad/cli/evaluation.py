@@ -8,7 +8,7 @@ import math
 import sys
 from dataclasses import asdict
 
-from .arguments import DTYPES, Commands, add_command, add_dtype, add_model
+from .arguments import DTYPES, Commands, add_command, add_dtype, add_model, which_weights
 
 
 def _evaluate(args: argparse.Namespace) -> int:
@@ -20,10 +20,7 @@ def _evaluate(args: argparse.Namespace) -> int:
         found = evaluate(
             args.run_folder,
             args.data or (),
-            best=args.best,
-            init=args.init,
-            averaged=args.averaged,
-            average=args.average,
+            **which_weights(args),
             batch_size=args.batch_size,
             seq_len=args.seq_len,
             device=args.device,

@@ -13,14 +13,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .arguments import DTYPES, Commands, Parser, add_command, add_dtype, add_model
+from .arguments import DTYPES, Commands, Parser, add_command, add_dtype, add_model, which_weights
 from .faults import complain
 
 if TYPE_CHECKING:
     from ..training.api import TrainedModel
     from ..training.chat import Chat
     from ..training.generated import Generated
-    from ..training.generation import Generation, SamplingSettings
+    from ..training.generation import Generation, ModelSettings
 
 _COMMAND = re.compile("/[a-z]+")
 PROMPT = "Call me "  # the default prompt of `tilegrad generate`
@@ -41,10 +41,7 @@ def _generate(args: argparse.Namespace) -> int:
         eos=not args.no_eos,
         num_samples=args.num_samples,
         batch_size=args.batch_size,
-        device=_device(args),
-        dtype=args.dtype,
-        invariant=args.invariant,
-        **_sampling(args),
+        **_settings(args),
     )
     if generation.warning is not None:
         complain(generation.warning)
@@ -147,15 +144,7 @@ def _chat(args: argparse.Namespace) -> int:
 
     if args.once is not None and not args.once.strip():
         raise ValueError(f"once: got {args.once!r}; accepted: a text")
-    chat = Chat(
-        _load(args),
-        system=args.system,
-        max_tokens=args.max_tokens,
-        device=_device(args),
-        dtype=args.dtype,
-        invariant=args.invariant,
-        **_sampling(args),
-    )
+    chat = Chat(_load(args), system=args.system, max_tokens=args.max_tokens, **_settings(args))
     if args.once is not None:
         _answer(chat, args.once)
         return 0
@@ -212,20 +201,20 @@ def _read_line(prompt: str) -> str | None:
 def _load(args: argparse.Namespace) -> TrainedModel:
     from ..training.api import load
 
-    model = load(args.run_folder, best=args.best, init=args.init, averaged=args.averaged, average=args.average)
+    model = load(args.run_folder, **which_weights(args))
     if model.weights != "raw":
         complain(f"weights: {model.weights}")
     return model
 
 
-def _device(args: argparse.Namespace) -> str:
-    import torch
+def _settings(args: argparse.Namespace) -> ModelSettings:
+    """What `generate` and `chat` have in common."""
+    from ..engine.machine import device_or_default
 
-    return str(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-
-
-def _sampling(args: argparse.Namespace) -> SamplingSettings:
     return {
+        "device": device_or_default(args.device),
+        "dtype": args.dtype,
+        "invariant": args.invariant,
         "temperature": args.temperature,
         "top_k": args.top_k,
         "top_p": args.top_p,

@@ -140,20 +140,16 @@ def _plan_decoder(args: argparse.Namespace, run: RunConfig, name: str, page: Pat
 
 def _largest_batch(spec: StepSpec, budget: int | None) -> tuple[dict[str, int | None], str]:
     """The largest micro-batch that fits into free memory and into memory_budget, as data and as a sentence."""
+    from ..engine.machine import what_is_largest
     from ..engine.recompute import largest_batch
     from ..memory.managed import pressure
-    from ..memory.page import human
 
     free = pressure.memory_available(spec.device)
     limit = free if free is not None else budget
     if limit is None:
         raise ValueError(f"fit: got {spec.device}, whose free memory is unknown here; give --memory-budget")
-    found = largest_batch(spec, budget, limit)
-    batch_size, nbytes = found or (0, None)
-    data = {"largest_batch_size": batch_size, "largest_batch_bytes": nbytes}
-    if nbytes is None:
-        return data, f"no batch fits, not even one of a single sequence of {spec.seq_len} tokens"
-    return data, f"the largest batch that fits is {batch_size:,} × {spec.seq_len} tokens, {human(nbytes)}"
+    batch_size, nbytes = largest_batch(spec, budget, limit) or (0, None)
+    return what_is_largest(batch_size, nbytes, spec.seq_len)
 
 
 def add_memory(commands: Commands) -> None:

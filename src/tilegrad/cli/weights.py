@@ -6,20 +6,12 @@ import argparse
 import shlex
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING
 
 from .arguments import DTYPES, Commands, add_averages, add_command, add_dtype, add_init
 
 if TYPE_CHECKING:
     from ..training.export import Written
-
-
-class Choice(TypedDict):
-    """The weights of a run that are exported."""
-
-    best: bool
-    averaged: bool
-    average: int | None
 
 
 def _import(args: argparse.Namespace) -> int:
@@ -77,7 +69,7 @@ def _export(args: argparse.Namespace) -> int:
     from ..training.export import export_adapter, export_gguf, export_run
 
     source, out, init = Path(args.run_folder), Path(args.out), None if args.init is None else Path(args.init)
-    chosen: Choice = {"best": args.best, "averaged": args.averaged, "average": args.average}
+    chosen = {"best": args.best, "averaged": args.averaged, "average": args.average}
     if args.gguf:
         if args.adapter:
             raise ValueError("adapter: got --adapter with --gguf; accepted: one of them")

@@ -65,16 +65,7 @@ def check_spec(spec: StepSpec) -> None:
     _check_documents(spec)
     if spec.linear not in get_args(Linear):
         raise ValueError(f"linear: got {spec.linear!r}; accepted: {', '.join(map(repr, get_args(Linear)))}")
-    check_invariant(
-        spec.config,
-        spec.dtype,
-        spec.device,
-        invariant=spec.invariant,
-        linear=spec.linear,
-        head=spec.head,
-        lora=spec.lora,
-        context=spec.context,
-    )
+    check_invariant(spec)
     patterns: object = spec.freeze
     if not isinstance(patterns, tuple) or not all(isinstance(pattern, str) for pattern in patterns):
         raise ValueError(
@@ -160,39 +151,31 @@ def check_decay(name: str, decay: float) -> None:
         )
 
 
-def check_invariant(
-    config: ModelConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    invariant: bool,
-    linear: Linear = "plain",
-    head: HeadProducts = "plain",
-    lora: LoraConfig | None = None,
-    context: int = 1,
-) -> None:
+def check_invariant(spec: StepSpec) -> None:
     """Refuse invariant=True if a kernel of the forward cannot guarantee that a row has the same bits in any batch, in training
     and in generation."""
-    if not isinstance(invariant, bool):
-        raise ValueError(f"invariant: got {shown(invariant)}; accepted: True or False")
-    if not invariant:
+    if not isinstance(spec.invariant, bool):
+        raise ValueError(f"invariant: got {shown(spec.invariant)}; accepted: True or False")
+    if not spec.invariant:
         return
     reason = None
-    if dtype not in DTYPES:
-        reason = f"with dtype {dtype}, whose kernels add in no fixed order (the kernels of float32 and bfloat16 do)"
-    elif linear != "plain" or head != "plain":
-        name, level = ("linear", linear) if linear != "plain" else ("head", head)
+    if spec.dtype not in DTYPES:
+        reason = (
+            f"with dtype {spec.dtype}, whose kernels add in no fixed order (the kernels of float32 and bfloat16 do)"
+        )
+    elif spec.linear != "plain" or spec.head != "plain":
+        name, level = ("linear", spec.linear) if spec.linear != "plain" else ("head", spec.head)
         reason = f"with {name} {level!r}, whose scales depend on the whole batch"
-    elif lora is not None:
+    elif spec.lora is not None:
         reason = "with lora, whose products of rank r have no fixed order of additions (merge the adapter first)"
-    elif context != 1:
-        reason = f"with context {context}, where ranks share a sequence"
-    elif device.type == "cpu":
+    elif spec.context != 1:
+        reason = f"with context {spec.context}, where ranks share a sequence"
+    elif spec.device.type == "cpu":
         reason = f"without the native library, which {library()}" if isinstance(library(), str) else None
     else:
         (norm,) = (row for row in NORM.rows if row.name == "triton")
-        refusal = norm.refuses(NormProblem(Form((1, config.n_embd), dtype, device)))
-        reason = f"on {device}, where the Triton kernel of norms {refusal}" if refusal else None
+        refusal = norm.refuses(NormProblem(Form((1, spec.config.n_embd), spec.dtype, spec.device)))
+        reason = f"on {spec.device}, where the Triton kernel of norms {refusal}" if refusal else None
     if reason is not None:
         raise ValueError(f"invariant: got True {reason}; accepted: False here")
 

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from ..kernels.op import observe
 from ..memory.managed.pressure import memory_limit
-from ..memory.page import human
 from ..memory.planned.arena import MemoryPlan, plan_memory
 from ..memory.planned.trace import bind, trace
 from ..model.config import ModelConfig
@@ -36,9 +35,10 @@ from ..text.untrusted import shown
 from .batch import LIMITS, check_invariant, check_sizes, write_documents
 from .capture import CapturedProgram, RecordedProgram, keep, on_stream
 from .inference import InferenceMemory, without_given
-from .machine import check_device, check_threads, too_large
+from .machine import check_device, check_threads, too_large, what_is_largest
 from .recompute import most
 from .sampling import Sampling
+from .spec import StepSpec
 
 _LEAST_PREFILL = 64  # on CUDA
 PREFILL_TOKENS = {"cpu": 512, "cuda": 8192}  # tokens read at once by default (`decoder_spec`)
@@ -112,7 +112,7 @@ def decoder_spec(
         prefill_tokens = max(capacity, batch_size, min(batch_size * capacity, PREFILL_TOKENS[device.type]))
     if prefill_tokens < capacity:
         raise ValueError(f"prefill_tokens: got {prefill_tokens}; accepted: at least capacity, {capacity}")
-    check_invariant(config, dtype, device, invariant=invariant, lora=lora)
+    check_invariant(StepSpec(config, batch_size, capacity, dtype, device, lora=lora, invariant=invariant))
     return DecoderSpec(config, batch_size, capacity, prefill_tokens, dtype, device, penalties, lora, invariant)
 
 
@@ -178,13 +178,7 @@ def largest_batch(spec: DecoderSpec, limit: int | None = None) -> tuple[dict[str
     if limit is None:
         raise ValueError(f"fit: got {spec.device}, whose memory is unknown here; accepted: devices that report it")
     found = most(lambda batch_size: batch_size <= LIMITS["batch_size"] and nbytes(batch_size) <= limit)
-    if not found:
-        return {
-            "largest_batch_size": 0,
-            "largest_batch_bytes": None,
-        }, "no batch fits, not even one of a single sequence"
-    data: dict[str, int | None] = {"largest_batch_size": found, "largest_batch_bytes": nbytes(found)}
-    return data, f"the largest batch that fits is {found:,} × {spec.capacity} tokens, {human(nbytes(found))}"
+    return what_is_largest(found, nbytes(found) if found else None, spec.capacity)
 
 
 class Decoder:

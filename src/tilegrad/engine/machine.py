@@ -18,6 +18,11 @@ def check_platform() -> None:
         )
 
 
+def device_or_default(device: torch.device | str | None) -> str:
+    """The device itself, or for None CUDA if there is a GPU, else the CPU."""
+    return str(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
 def check_device(device: str) -> None:
     """Refuse a device that no kernel is written for, or that torch does not have here."""
     try:
@@ -54,6 +59,14 @@ def too_large(planned_bytes: int, device: torch.device) -> str | None:
         f"memory: got a plan of {human(planned_bytes)}; accepted: at most {human(limit)}, which is all that {device} has; "
         "give a smaller batch_size or seq_len, or a memory_budget below that"
     )
+
+
+def what_is_largest(batch_size: int, nbytes: int | None, tokens: int) -> tuple[dict[str, int | None], str]:
+    """The largest batch of sequences of so many tokens that fits, 0 if none does: as data and as a sentence."""
+    data = {"largest_batch_size": batch_size, "largest_batch_bytes": nbytes}
+    if nbytes is None:
+        return data, f"no batch fits, not even one of a single sequence of {tokens} tokens"
+    return data, f"the largest batch that fits is {batch_size:,} × {tokens} tokens, {human(nbytes)}"
 
 
 def what_fits(planned_bytes: int, device: torch.device) -> tuple[dict[str, int | bool | None], str]:

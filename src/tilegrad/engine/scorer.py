@@ -21,7 +21,7 @@ from ..kernels.scratch import Scratch
 from ..memory.planned.arena import MemoryPlan, plan_memory
 from ..memory.planned.trace import bind, trace
 from ..model.layer import Buffer, Declare
-from ..model.transformer import Transformer, declare_at
+from ..model.transformer import Transformer, declare
 from .batch import Batch, check_batch, check_spec, count_targets, write_documents
 from .capture import CapturedProgram, keep, on_stream
 from .inference import InferenceMemory, without_given
@@ -51,7 +51,7 @@ class Scoring:
             invariant=spec.invariant,
             lora=None if lora is None else replace(lora, dropout=0.0),
         )
-        model = declare_at(at)
+        model = declare(at)
         shapes = token_logprobs_workspace(at.form(config.n_embd), model.head.w.value, invariant=at.invariant)
         return cls(
             model=model,

@@ -11,7 +11,7 @@ from ..kernels.attention.context import Ranks, RanksToBe
 from ..kernels.muon import MuonConfig
 from ..model.block import Recomputed
 from ..model.config import ModelConfig
-from ..model.layer import FULL, HeadProducts, Linear, States
+from ..model.layer import FULL, Declare, HeadProducts, Linear, States
 from ..model.lora import LoraConfig
 from ..model.transformer import Transformer, declare
 
@@ -83,13 +83,12 @@ class StepSpec:
             lora = None if lora is None else replace(lora, dropout=0.0)
         if ranks is None and self.context > 1:
             ranks = cast(Ranks, RanksToBe(self.context))
-        return declare(
+        at = Declare(
             config,
             batch_size or self.batch_size,
             local_seq_len or self.seq_len // self.context,
             self.dtype,
             self.device,
-            self.recompute,
             accumulate=accumulate,
             linear=linear,
             deterministic=self.deterministic,
@@ -102,3 +101,4 @@ class StepSpec:
             states=replace(self.states, gradients="float32") if self.in_units else self.states,
             head=head,
         )
+        return declare(at, self.recompute)

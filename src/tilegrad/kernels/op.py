@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple, ParamSpec
@@ -54,8 +54,7 @@ _observer: ContextVar[Observer | _ByName | _Recorder | None] = ContextVar("tileg
 
 
 @contextmanager
-def observe(observer: Observer) -> Iterator[None]:
-    """Passes every op called inside to `observer` instead of running it."""
+def _observing(observer: Observer | _ByName | _Recorder) -> Iterator[None]:
     token = _observer.set(observer)
     try:
         yield
@@ -63,15 +62,15 @@ def observe(observer: Observer) -> Iterator[None]:
         _observer.reset(token)
 
 
-@contextmanager
-def observe_names(observer: NameObserver) -> Iterator[None]:
+def observe(observer: Observer) -> AbstractContextManager[None]:
+    """Passes every op called inside to `observer` instead of running it."""
+    return _observing(observer)
+
+
+def observe_names(observer: NameObserver) -> AbstractContextManager[None]:
     """Passes the name of every op called inside to `observer`, with a function that runs the op. The op runs only if `observer`
     calls this function."""
-    token = _observer.set(_ByName(observer))
-    try:
-        yield
-    finally:
-        _observer.reset(token)
+    return _observing(_ByName(observer))
 
 
 @contextmanager
@@ -80,11 +79,8 @@ def record() -> Iterator[Calls]:
     tensors, the number of threads and TILEGRAD_ISA do not change. An op with `one_kernel` is listed as the call of its kernel,
     any other op as the call of the op."""
     calls: Calls = []
-    token = _observer.set(_Recorder(calls))
-    try:
+    with _observing(_Recorder(calls)):
         yield calls
-    finally:
-        _observer.reset(token)
 
 
 def run_and_list(call: Callable[[], Callable[[], None] | None]) -> None:
@@ -112,37 +108,28 @@ def op(
         @functools.wraps(fn)
         def call(*reads: P.args, **writes: P.kwargs) -> None:
             observer = _observer.get()
-            if observer is None:
+            if observer is None or (isinstance(observer, _Recorder) and one_kernel):
                 fn(*reads, **writes)
                 return
-            if isinstance(observer, _Recorder) and one_kernel:
-                fn(*reads, **writes)
-                return
+            run = functools.partial(fn, *reads, **writes)
             token = _observer.set(None)  # ops called by an op are not reported
-            if isinstance(observer, _Recorder):
-                try:
-                    fn(*reads, **writes)
-                finally:
-                    _observer.reset(token)
-                observer.calls.append(functools.partial(fn, *reads, **writes))
-                return
-            if isinstance(observer, _ByName):
-                try:
-                    observer.observer(fn.__name__, functools.partial(fn, *reads, **writes))
-                finally:
-                    _observer.reset(token)
-                return
-            added = (*adds, *(accumulates if writes.get("accumulate", True) else ()))
             try:
-                observer(
-                    Call(
-                        fn.__name__,
-                        reads=tuple(_tensors(reads)),
-                        writes=tuple(_tensors(writes.values())),
-                        accumulates=tuple(_tensors(writes.get(name) for name in added)),
-                        run=functools.partial(fn, *reads, **writes),
+                if isinstance(observer, _Recorder):
+                    run()
+                    observer.calls.append(run)
+                elif isinstance(observer, _ByName):
+                    observer.observer(fn.__name__, run)
+                else:
+                    added = (*adds, *(accumulates if writes.get("accumulate", True) else ()))
+                    observer(
+                        Call(
+                            fn.__name__,
+                            reads=tuple(_tensors(reads)),
+                            writes=tuple(_tensors(writes.values())),
+                            accumulates=tuple(_tensors(writes.get(name) for name in added)),
+                            run=run,
+                        )
                     )
-                )
             finally:
                 _observer.reset(token)
 

@@ -27,7 +27,7 @@ from ..kernels.scratch import Form, Scratch
 from .config import ModelConfig
 from .layer import Buffer, CacheSize, Declare, Param
 from .lora import LoraConfig
-from .transformer import Transformer, declare_at
+from .transformer import Transformer, declare
 
 ALIGNED = (
     64  # rows of logits on CUDA begin at multiples of this many elements: cuBLAS is 4 times slower on unaligned rows
@@ -186,7 +186,7 @@ def declare_decoding(
         invariant=invariant,
         cache=size,
     )
-    model = declare_at(at)
+    model = declare(at)
     sampler = Sampler.declare(at, model.head.w, size.sequences, penalties=penalties)
     cache = model.blocks[0].attention.cache
     return Decoding(model, sampler, cache.slots if cache else None, cache.positions if cache else None)

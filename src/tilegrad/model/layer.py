@@ -172,18 +172,21 @@ class CacheSize:
 class Declare:
     """Declares the handles of a program on b sequences of t tokens. Handles with the same name are one buffer.
 
-    accumulate   False: the program is the first micro-batch of a step and overwrites parameter gradients
-    context      the ranks that share each sequence, t tokens on each; None: this rank has whole sequences
-    documents    the most documents in a row of t tokens; 0: a row is one sequence
-    lora         adapters of the linear layers of the blocks; every other parameter is frozen
-    freeze       fnmatch patterns of the names of frozen parameters
-    invariant    the bits of a row of the forward depend only on the tokens of its sequence up to that row
-    windows      windows of other programs on the same buffers: the scratch of attention is large enough for all of them
-    cache        a program of a decoder: the prefill of packed prompts (documents > 0), or a step on one token of each sequence.
-                 Every parameter is frozen
-    states       dtypes of masters and gradients
-    scales       the scale states of tensors that are rounded to float8, by name; `factors`: what each is in a product
-    rounded      the weights that are rounded to float8 once a step, by name
+    accumulate      False: the program is the first micro-batch of a step and overwrites parameter gradients
+    linear          "fp8": the blocks' linear layers form y and dx in float8; "fp8-all": dW too
+    deterministic   False: attention's backward may add in any order, which may be faster
+    context         the ranks that share each sequence, t tokens on each; None: this rank has whole sequences
+    documents       the most documents in a row of t tokens; 0: a row is one sequence
+    lora            adapters of the linear layers of the blocks; every other parameter is frozen
+    freeze          fnmatch patterns of the names of frozen parameters; each must match at least one
+    invariant       the bits of a row of the forward depend only on the tokens of its sequence up to that row
+    windows         windows of other programs on the same buffers: the scratch of attention is large enough for all of them
+    cache           a program of a decoder: the prefill of packed prompts (documents > 0), or a step on one token of each
+                    sequence. Every parameter is frozen
+    states          dtypes of masters and gradients
+    head            "fp8": the head's products are in float8
+    scales          the scale states of tensors that are rounded to float8, by name; `factors`: what each is in a product
+    rounded         the weights that are rounded to float8 once a step, by name
     """
 
     config: ModelConfig

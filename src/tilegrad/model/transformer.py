@@ -15,10 +15,10 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 
-from ..kernels.attention.context import Ranks
 from ..kernels.cross_entropy import cross_entropy_bwd, cross_entropy_fwd, cross_entropy_step, cross_entropy_workspace
 from ..kernels.cross_entropy.terms import Terms
 from ..kernels.embedding import embedding_bwd, embedding_fwd, embedding_workspace
@@ -32,8 +32,7 @@ from ..text.spelling import did_you_mean
 from .block import Block, Dropout, Recomputed
 from .config import ModelConfig
 from .fp8 import Rounded, RoundedWeight
-from .layer import FULL, WEIGHT, Buffer, Declare, HeadProducts, Linear, Packed, Param, States, is_adapter
-from .lora import LoraConfig
+from .layer import WEIGHT, Buffer, Declare, Packed, Param, is_adapter
 from .norm import NormLayer
 
 NOTHING: frozenset[Recomputed] = frozenset()
@@ -153,58 +152,24 @@ class Head:
             embedding_mse_fwd(*given, loss=self.loss, scratch=scratch)
 
     def backward(self, n: Buffer) -> None:
-        given, scratch = (n, self.w.value, self.targets, self.inv_total), self.backward_scratch
-        if self.fp8 is not None:
-            fp8_cross_entropy_step(
-                *self.fp8.of(n),
-                *given[2:],
-                dx=n,
-                dw=self.w.grad,
-                accumulate=self.w.accumulate,
-                softcap=self.terms.softcap,
-                scratch=scratch,
-            )
-        elif self.kind == "cross_entropy":
-            cross_entropy_bwd(
-                *given,
-                dx=n,
-                dw=self.w.grad,
-                accumulate=self.w.accumulate,
-                invariant=self.invariant,
-                terms=self.terms,
-                scratch=scratch,
-            )
-        else:
-            embedding_mse_bwd(*given, dx=n, dwte=self.w.grad, accumulate=self.w.accumulate, scratch=scratch)
-        self.w.keep()
+        self._gradients(n, {})
 
     def step(self, n: Buffer) -> None:
+        self._gradients(n, {"loss": self.loss})
+
+    def _gradients(self, n: Buffer, loss: dict[str, Buffer]) -> None:
+        """dn and dw, and the loss if there is a buffer for it."""
         given, scratch = (n, self.w.value, self.targets, self.inv_total), self.backward_scratch
-        loss, dx, dw, accumulate = self.loss, n, self.w.grad, self.w.accumulate
+        dw = "dwte" if self.kind == "embedding_mse" else "dw"
+        out: dict[str, Any] = {**loss, "dx": n, dw: self.w.grad, "accumulate": self.w.accumulate}
         if self.fp8 is not None:
-            fp8_cross_entropy_step(
-                *self.fp8.of(n),
-                *given[2:],
-                loss=loss,
-                dx=dx,
-                dw=dw,
-                accumulate=accumulate,
-                softcap=self.terms.softcap,
-                scratch=scratch,
-            )
+            fp8_cross_entropy_step(*self.fp8.of(n), *given[2:], **out, softcap=self.terms.softcap, scratch=scratch)
         elif self.kind == "cross_entropy":
-            cross_entropy_step(
-                *given,
-                loss=loss,
-                dx=dx,
-                dw=dw,
-                accumulate=accumulate,
-                invariant=self.invariant,
-                terms=self.terms,
-                scratch=scratch,
-            )
+            run = cross_entropy_step if loss else cross_entropy_bwd
+            run(*given, **out, invariant=self.invariant, terms=self.terms, scratch=scratch)
         else:
-            embedding_mse_step(*given, loss=loss, dx=dx, dwte=dw, accumulate=accumulate, scratch=scratch)
+            run_mse = embedding_mse_step if loss else embedding_mse_bwd
+            run_mse(*given, **out, scratch=scratch)
         self.w.keep()
 
 
@@ -346,46 +311,16 @@ class Transformer:
         return min([*blocks, len(self.blocks) + (["ln_f", "weight"] not in layers and ["ln_f", "bias"] not in layers)])
 
 
-def declare(
-    config: ModelConfig, b: int, t: int, dtype: torch.dtype, device: torch.device | str,
-    recompute: Sequence[frozenset[Recomputed]] = (), *, accumulate: bool = True, linear: Linear = "plain",
-    deterministic: bool = True, context: Ranks | None = None, documents: int = 0, lora: LoraConfig | None = None,
-    freeze: tuple[str, ...] = (), invariant: bool = False, windows: tuple[int | None, ...] = (), states: States = FULL,
-    head: HeadProducts = "plain",
-) -> Transformer:  # fmt: skip
-    """The model on handles, for b sequences of t tokens.
-
-    recompute       what each block recomputes, from the first on; blocks that are not listed recompute nothing
-    accumulate      False: the backward overwrites the parameters' gradients
-    linear          "fp8": the blocks' linear layers form y and dx in float8; "fp8-all": dW too
-    head            "fp8": the head's products are in float8
-    deterministic   False: attention's backward may add in any order, which may be faster
-    context         the ranks that share each sequence; t counts the tokens of one rank
-    documents       the most documents in a row of packed rows; 0: a row is one sequence
-    lora            adapters of the blocks' linear layers; every other parameter is frozen
-    freeze          patterns of the names of frozen parameters; each must match at least one
-    invariant       the bits of a row of the forward depend on the tokens of its sequence up to that row alone
-    windows         windows that other programs on the same buffers have; None: no window
-    states          dtypes of masters and gradients
-    """
-    at = Declare(
-        config, b, t, dtype, torch.device(device), accumulate, linear, deterministic, context, documents, lora, freeze,
-        invariant, windows, states=states, head=head,
-    )  # fmt: skip
-    model = declare_at(at, recompute)
-    _check_frozen(model, freeze)
-    return model
-
-
-def declare_at(at: Declare, recompute: Sequence[frozenset[Recomputed]] = ()) -> Transformer:
-    """The model on the handles that `at` declares."""
+def declare(at: Declare, recompute: Sequence[frozenset[Recomputed]] = ()) -> Transformer:
+    """The model on the handles that `at` declares. recompute: what each block recomputes, from the first on; blocks that are
+    not listed recompute nothing."""
     config, lora, c, n_layer = at.config, at.lora, at.config.n_embd, at.config.n_layer
     embedding = Embedding.declare(at)
     count = n_layer if config.dropout or (lora is not None and lora.dropout) else 0
     seeds = tuple(at.buffer(f"inputs.seed.{i}", (), torch.int64, role="inputs") for i in range(count))
     choices = (*recompute, *(NOTHING,) * (n_layer - len(recompute)))
     x = tuple(at.rows(f"blocks.{i}.x" if i < n_layer else "ln_f.x", c) for i in range(n_layer + 1))
-    return Transformer(
+    model = Transformer(
         embedding=embedding,
         drop=Dropout.declare(at, seeds[0] if seeds else None, 0, dx="dx"),
         blocks=tuple(Block.declare(at, i, seeds[i] if seeds else None, choices[i]) for i in range(n_layer)),
@@ -403,6 +338,14 @@ def declare_at(at: Declare, recompute: Sequence[frozenset[Recomputed]] = ()) -> 
         rounded=tuple(at.rounded.values()),
         jumps=at.buffer("scale.jumps", (), torch.float32, role="optimizer") if at.scales else None,
     )
+    if at.freeze:
+        _check_frozen(model, at.freeze)
+    return model
+
+
+def parameters(config: ModelConfig) -> dict[str, Param]:
+    """The parameters on handles, all trained, in float32."""
+    return declare(Declare(config, 1, 1, torch.float32, torch.device("cpu"))).params
 
 
 def _check_frozen(model: Transformer, freeze: tuple[str, ...]) -> None:

@@ -26,7 +26,7 @@ from ..data.tokenizer import Tokenizer, load_tokenizer
 from ..memory.managed.pressure import memory_limit
 from ..memory.page import human
 from ..model.config import ModelConfig
-from ..model.transformer import declare
+from ..model.transformer import parameters
 from ..text.atomic import check_new, named, save_tensors
 from ..text.untrusted import file_in, open_tensors, read_json, shown
 from .cache import cached_model, how_to_download
@@ -120,20 +120,29 @@ class Weights:
 
     def forms(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
         """The parameters of the model by their names in tilegrad, as tensors without memory."""
-        shapes = {name: p.master.shape for name, p in declare(self.config, 1, 1, torch.float32, "cpu").params.items()}
-        return {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+        return forms(self.config, dtype)
 
     def read(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
         """All weights by their names in tilegrad. Names, shapes and dtypes are checked before anything is allocated."""
         forms = self.forms(dtype)
         self.check(forms)
-        size, limit = sum(form.nbytes for form in forms.values()), memory_limit(torch.device("cpu"))
-        if limit is not None and size > limit:
-            got = f"{human(size)} in {str(dtype).removeprefix('torch.')}"
-            raise ValueError(f"{self.folder}: got weights of {got}; accepted: at most {human(limit)} of memory")
-        params = {name: torch.empty_like(form, device="cpu") for name, form in forms.items()}
+        params = allocate(forms, f"{self.folder}: ")
         self.load(params)
         return params
+
+
+def forms(config: ModelConfig, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """The parameters of a model by their names in tilegrad, as tensors without memory."""
+    return {name: torch.empty(p.master.shape, dtype=dtype, device="meta") for name, p in parameters(config).items()}
+
+
+def allocate(forms: Mapping[str, Tensor], where: str = "") -> dict[str, Tensor]:
+    """Memory for weights of these forms on the CPU. The error for more than the machine has begins with `where`."""
+    size, limit = sum(form.nbytes for form in forms.values()), memory_limit(torch.device("cpu"))
+    if limit is not None and size > limit:
+        got = f"{human(size)} in {str(next(iter(forms.values())).dtype).removeprefix('torch.')}"
+        raise ValueError(f"{where}got weights of {got}; accepted: at most {human(limit)} of memory")
+    return {name: torch.empty_like(form, device="cpu") for name, form in forms.items()}
 
 
 def is_weights(source: Path) -> bool:

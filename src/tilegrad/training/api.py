@@ -152,15 +152,10 @@ def load(
     from ..data.tokenizer import eos_token_ids
     from ..pretrained.weights import imported, is_weights
     from .checkpoint import load_model
-    from .folder import origin_of, own_tokenizer, weights_of
+    from .folder import origin_of, own_tokenizer, refuse_choices, weights_of
 
-    if is_weights(Path(run)) and not best:
-        if average is not None:
-            raise ValueError(f"average: got {average} with {run}, a folder of weights; accepted: a number with a run")
-        if init is not None:
-            raise ValueError(
-                f"init: got {init} with {run}, a folder of weights; accepted: --init with a run of adapters"
-            )
+    if is_weights(Path(run)):
+        refuse_choices(Path(run), best=best, average=average, init=init)
         config, weights, tokenizer, files = imported(Path(run))
         params = {name: tensor.to(device) for name, tensor in weights.items()}
         eos, template = eos_token_ids(files, tokenizer), load_chat_template(files)
@@ -263,13 +258,13 @@ def logprobs(
     >>> whole.shape
     torch.Size([14])
     """
+    from ..engine.machine import device_or_default
     from ..engine.scorer import Scorer
     from ..engine.spec import StepSpec
     from .generation import encode_prompts, place
 
     if not isinstance(model, TrainedModel):
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        model = load(model)
+        device, model = device_or_default(device), load(model)
     encoded, most = encode_prompts(model, sequences, "sequences")[1], model.config.block_size + 1
     for i, tokens in enumerate(encoded):
         if not 2 <= len(tokens) <= most:
@@ -284,11 +279,11 @@ def logprobs(
 
 
 def _generation(model: TrainedModel | StrPath, prompts: Prompts, max_tokens: int, settings: Settings) -> Generation:
+    from ..engine.machine import device_or_default
     from .generation import Generation
 
     if not isinstance(model, TrainedModel):
-        if settings.get("device") is None:
-            settings["device"] = "cuda" if torch.cuda.is_available() else "cpu"
+        settings["device"] = device_or_default(settings.get("device"))
         model = load(model)
     return Generation(model, prompts, max_tokens=max_tokens, **settings)
 

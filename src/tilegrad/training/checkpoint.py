@@ -29,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 
 from ..model.config import ModelConfig, is_count
 from ..model.lora import LoraConfig
-from ..model.transformer import declare
+from ..model.transformer import parameters
 from ..pretrained.adapters import adapter_shapes, merge
 from ..text.atomic import named, save_tensors, sha256_of, sync
 from ..text.untrusted import shown
@@ -159,7 +159,7 @@ def load_model(
             raise ValueError(
                 f"init: got {init} with {path}, which has no adapters; accepted: --init with a run of adapters"
             )
-        shapes = {name: tuple(p.master.shape) for name, p in declare(config, 1, 1, torch.float32, "cpu").params.items()}
+        shapes = {name: tuple(p.master.shape) for name, p in parameters(config).items()}
         return config, _load_params(path, shapes, averaged=averaged, mean_of=mean_of)
     checkpoint = _load_params(path, adapter_shapes(config, lora), averaged=averaged, mean_of=mean_of)
     params = base_of(config, state, init).weights.read(next(iter(checkpoint.tensors.values())).dtype)

@@ -19,7 +19,7 @@ from ..engine.batch import check_decay, check_states
 from ..kernels.muon import MuonConfig, Orthogonalization, Scale
 from ..model.config import LIMITS as MODEL_LIMITS
 from ..model.config import PRESETS, ModelConfig, is_count
-from ..model.layer import HeadProducts, Kept, Linear, Masters, States
+from ..model.layer import Declare, HeadProducts, Kept, Linear, Masters, States
 from ..model.lora import LoraConfig, adapter_parts
 from ..model.transformer import declare
 from ..text.spelling import dtype_name
@@ -364,7 +364,9 @@ class RunConfig:
                 "schedule it follows; accepted: both > 0"
             )
         if self.train.freeze:  # raises for patterns that match no parameter, or all of them
-            declare(self.model, 1, 1, torch.float32, "cpu", lora=self.lora, freeze=self.train.freeze)
+            declare(
+                Declare(self.model, 1, 1, torch.float32, torch.device("cpu"), lora=self.lora, freeze=self.train.freeze)
+            )
         self._resolve_stages()
         t = self.train
         tokens = t.gradient_accumulation * t.batch_size * t.seq_len

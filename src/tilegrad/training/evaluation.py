@@ -27,7 +27,7 @@ from ..data.tokenizer import Tokenizer
 from ..data.tokens import Tokens
 from ..engine.batch import Batch, count_targets
 from ..engine.engine import Engine
-from ..engine.machine import check_device
+from ..engine.machine import check_device, device_or_default
 from ..engine.scorer import Scorer
 from ..engine.spec import StepSpec
 from ..engine.state import averaged
@@ -98,7 +98,7 @@ def evaluate_weights(
     settings   keys of [train] that replace those of the run: batch_size, seq_len, dtype
     """
     config, tokenizer_file = _run_of(at)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = device_or_default(device)
     check_device(device)
     own = config.train.seq_len
     automatic = {"dtype": "auto"} if is_weights(at) else {}

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from ..pretrained.families import config_json
 from ..pretrained.gguf.write import write_gguf
 from ..pretrained.weights import is_weights, model_type, open_weights, write_weights
 from .checkpoint import load_adapters, load_model
-from .folder import origin_of, own_tokenizer, weights_of
+from .folder import origin_of, own_tokenizer, refuse_choices, weights_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,15 @@ class Exported:
     weights: str = "raw"
 
 
+class Which(TypedDict, total=False):
+    """Which weights of a run to export, as in `tilegrad.load`."""
+
+    best: bool
+    init: Path | None
+    averaged: bool
+    average: int | None
+
+
 class Written(NamedTuple):
     """`kind` is the model_type, `step` None for a folder of weights, `weights` as in `TrainedModel`."""
 
@@ -42,20 +51,13 @@ class Written(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-def _exported(source: Path, *, best: bool, init: Path | None, averaged: bool, average: int | None) -> Exported:
+def _exported(
+    source: Path, *, best: bool = False, init: Path | None = None, averaged: bool = True, average: int | None = None
+) -> Exported:
     """The newest or best weights of a run, the weights of a checkpoint, or a folder of weights. Adapters are merged into
     their base weights; `init` is the folder of the base weights, if it has moved."""
     if is_weights(source):
-        if best:
-            raise ValueError(f"best: got {source}, a folder of weights; accepted: --best with a run")
-        if average is not None:
-            raise ValueError(
-                f"average: got {average} with {source}, a folder of weights; accepted: a number with a run"
-            )
-        if init is not None:
-            raise ValueError(
-                f"init: got {init} with {source}, a folder of weights; accepted: --init with a run of adapters"
-            )
+        refuse_choices(source, best=best, average=average, init=init)
         weights = open_weights(source)
         return Exported(weights.config, weights.read(), weights.folder, None, None)
     folder, path, mean_of = weights_of(source, best=best, average=average)
@@ -69,16 +71,12 @@ def export_run(
     run: Path,
     out: Path,
     *,
-    best: bool = False,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int | None = None,
-    init: Path | None = None,
-    averaged: bool = True,
-    average: int | None = None,
+    **which: Unpack[Which],
 ) -> Written:
-    """Write a folder for transformers. A run's own BPE tokenizer.json is copied; a byte tokenizer is not exported. `averaged`
-    and `average` mean the same as in `tilegrad.load`."""
-    x = _exported(run, best=best, init=init, averaged=averaged, average=average)
+    """Write a folder for transformers. A run's own BPE tokenizer.json is copied; a byte tokenizer is not exported."""
+    x = _exported(run, **which)
     has_bpe = x.tokenizer is not None and not isinstance(load_tokenizer(x.tokenizer), ByteTokenizer)
     write_weights(
         out,
@@ -92,18 +90,9 @@ def export_run(
     return Written(str(config_json(x.config, torch.float32)["model_type"]), x.step, x.weights)
 
 
-def export_gguf(
-    run: Path,
-    out: Path,
-    *,
-    best: bool = False,
-    dtype: str | None = None,
-    init: Path | None = None,
-    averaged: bool = True,
-    average: int | None = None,
-) -> Written:
+def export_gguf(run: Path, out: Path, *, dtype: str | None = None, **which: Unpack[Which]) -> Written:
     """Write a GGUF file."""
-    x = _exported(run, best=best, init=init, averaged=averaged, average=average)
+    x = _exported(run, **which)
     found = write_gguf(out, x.params, x.config, origin=x.origin, tokenizer=x.tokenizer, dtype=dtype)
     return Written(found.kind, x.step, x.weights, tuple(found.notes))
 

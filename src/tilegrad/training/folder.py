@@ -149,6 +149,17 @@ def weights_of(run: Path, *, best: bool, average: int | None = None) -> Chosen:
     return Chosen(folder, path, newest_checkpoints(path.parent, average))
 
 
+def refuse_choices(weights: Path, *, best: bool, average: int | None, init: object) -> None:
+    """Raise if a choice among the weights of a run is given with a folder of weights."""
+    got = f"{weights}, a folder of weights"
+    if best:
+        raise ValueError(f"best: got {got}; accepted: --best with a run")
+    if average is not None:
+        raise ValueError(f"average: got {average} with {got}; accepted: a number with a run")
+    if init is not None:
+        raise ValueError(f"init: got {init} with {got}; accepted: --init with a run of adapters")
+
+
 def forget(folder: Path) -> None:
     """Delete the log, the curves, the ids in loggers.json and the frozen parameters of a run that died before its first
     checkpoint. Only files that a run wrote are deleted, and nothing through a symbolic link."""

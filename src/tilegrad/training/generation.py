@@ -28,6 +28,7 @@ from ..engine.batch import check_invariant
 from ..engine.decoder import Decoder, Drawn, Prompt
 from ..engine.machine import check_device
 from ..engine.sampling import Sampling
+from ..engine.spec import StepSpec
 from ..model.config import ModelConfig
 from ..model.lora import LoraConfig
 from ..text.spelling import dtype_name
@@ -61,16 +62,21 @@ class SamplingSettings(TypedDict, total=False):
     seed: int
 
 
-class Settings(SamplingSettings, total=False):
+class ModelSettings(SamplingSettings, total=False):
+    """How tokens are computed and drawn."""
+
+    device: torch.device | str | None
+    dtype: torch.dtype | str | None
+    invariant: bool
+
+
+class Settings(ModelSettings, total=False):
     """Keyword arguments of `tilegrad.generate` and `tilegrad.stream`."""
 
     stop: str | Sequence[str]
     eos: bool
     num_samples: int
     batch_size: int | None
-    device: torch.device | str | None
-    dtype: torch.dtype | str | None
-    invariant: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +273,7 @@ class Generation:
         self.sequences = len(self.prompts) * num_samples
         self.batch_size = max(1, min(self.sequences, BATCH_SIZE if batch_size is None else batch_size))
         self.device, self.dtype = place(model, device, dtype)
-        check_invariant(model.config, self.dtype, self.device, invariant=invariant)
+        check_invariant(StepSpec(model.config, 1, 1, self.dtype, self.device, invariant=invariant))
         longest = max(map(len, self.encoded), default=1)
         self.capacity = min(model.config.block_size, longest + max_tokens - 1)  # the last token is not read
         self.warning = sliding(model.config, longest, max_tokens) if self.prompts else None

@@ -16,16 +16,8 @@ from . import NATIVE_KINDS, torch_ops
 KINDS = {"gelu": 0, "tanh": 1, "swiglu": 2, "relu2": 3}  # `ActivationKind` of csrc/rows/norm_gelu.h
 
 
-def workspace(
-    x: TensorLike,
-    kind: str,
-    others: tuple[Tensor, ...] = (),
-    invariant: bool = False,
-    *,
-    backward: bool = True,
-    sums: bool = True,
-) -> Shapes:
-    return {} if kind in NATIVE_KINDS else torch_ops.workspace(x, kind, others, backward=backward, sums=sums)
+def workspace(x: TensorLike, kind: str, *_: object, backward: bool = True, sums: bool = True) -> Shapes:
+    return {} if kind in NATIVE_KINDS else torch_ops.workspace(x, kind, backward=backward, sums=sums)
 
 
 def fwd(h: Tensor, kind: str, *, a: Tensor, scratch: Scratch) -> NativeCall:

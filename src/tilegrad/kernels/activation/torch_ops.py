@@ -16,15 +16,7 @@ BLOCK = {"cpu": 1 << 17, "cuda": 1 << 24}  # elements of swiglu's backward compu
 _SATURATED = 80.0  # σ(80) is 1 in float64, and exp(80) is finite in float32
 
 
-def workspace(
-    x: TensorLike,
-    kind: str,
-    others: tuple[Tensor, ...] = (),
-    invariant: bool = False,
-    *,
-    backward: bool = True,
-    sums: bool = True,
-) -> Shapes:
+def workspace(x: TensorLike, kind: str, *_: object, backward: bool = True, sums: bool = True) -> Shapes:
     shapes: Shapes = (
         {"block": ((2, rows_per_block(x, BLOCK), x.shape[1]), x.dtype)} if kind == "swiglu" and backward else {}
     )

@@ -191,15 +191,7 @@ def _programs(h: TensorLike) -> int:
     return max(1, min(ceil_div(n, rows), most))
 
 
-def workspace(
-    x: TensorLike,
-    kind: str,
-    others: tuple[Tensor, ...] = (),
-    invariant: bool = False,
-    *,
-    backward: bool = True,
-    sums: bool = True,
-) -> Shapes:
+def workspace(x: TensorLike, kind: str, *_: object, backward: bool = True, sums: bool = True) -> Shapes:
     return {"partials": ((2 if kind == "swiglu" else 1, _programs(x), x.shape[1]), torch.float32)} if sums else {}
 
 

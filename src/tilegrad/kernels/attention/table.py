@@ -89,12 +89,8 @@ def _hopper_refuses(problem: Problem) -> str | None:
 
 
 def _native_refuses(problem: Problem) -> str | None:
-    if problem.q.device.type != "cpu":
-        return f"runs on the CPU, not on {problem.q.device.type}"
-    if max(*problem.q.shape, *problem.k.shape) >= 2**31:
-        return "takes fewer than 2³¹ rows and columns"
-    found = library.library()
-    return found if isinstance(found, str) else None
+    huge = max(*problem.q.shape, *problem.k.shape) >= 2**31
+    return library.refusal(problem.q.device) or ("takes fewer than 2³¹ rows and columns" if huge else None)
 
 
 ATTENTION = Table(

@@ -57,22 +57,11 @@ class Caches(NamedTuple):
     v: Tensor
 
 
-def _triton_refuses(problem: Problem) -> str | None:
-    return gpu.refusal(problem.cache)
-
-
-def _native_refuses(problem: Problem) -> str | None:
-    if problem.cache.device.type != "cpu":
-        return f"runs on the CPU, not on {problem.cache.device.type}"
-    found = library.library()
-    return found if isinstance(found, str) else None
-
-
 CACHE_ATTENTION = Table(
     "cache_attention",
     (
-        Kernel("triton", "cache_attention.triton_ops", _triton_refuses),
-        Kernel("native", "cache_attention.cpu", _native_refuses),
+        Kernel("triton", "cache_attention.triton_ops", lambda problem: gpu.refusal(problem.cache)),
+        Kernel("native", "cache_attention.cpu", lambda problem: library.refusal(problem.cache.device)),
         Kernel("torch", "cache_attention.torch_ops", takes_all),
     ),
 )

@@ -24,6 +24,7 @@ from .abi import mismatch
 
 ISAS = ("portable", "avx2", "avx512", "amx")
 SLOW = "attention runs on plain torch ops"
+_CPU = torch.device("cpu")  # comparing two devices takes a tenth of the time of reading `x.device.type`
 _environment: dict[bytes, bytes] = os.environ._data  # type: ignore[attr-defined]
 _ASKED = b"TILEGRAD_ISA"
 _children: list[int] = []  # in a forked child: the process ids of itself and of its forked ancestors
@@ -61,6 +62,19 @@ def library() -> ctypes.CDLL | str:
         function = getattr(found, f"tilegrad_native_{name}")
         function.argtypes, function.restype = (ctypes.c_char_p,), None
     return found
+
+
+def refusal(device: torch.device) -> str | None:
+    """Why native kernels cannot run on tensors of this device; None if they can."""
+    if device != _CPU and device.type != "cpu":
+        return _runs_not_on(device)
+    found = library()
+    return found if isinstance(found, str) else None
+
+
+@functools.cache
+def _runs_not_on(device: torch.device) -> str:
+    return f"runs on the CPU, not on {device.type}"
 
 
 @functools.cache

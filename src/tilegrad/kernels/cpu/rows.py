@@ -14,27 +14,15 @@ import torch
 from torch import Tensor
 
 from ..scratch import TensorLike
+from . import library
 from .abi import DTYPES as ALL_DTYPES
-from .library import isa, library
 
 DTYPES = {dtype: ALL_DTYPES[dtype] for dtype in (torch.float32, torch.bfloat16)}
-
-_CPU = torch.device("cpu")  # comparing two devices takes a tenth of the time of reading `x.device.type`
 
 
 def refusal(x: TensorLike) -> str | None:
     """Why these kernels cannot run on x, from its dtype and device alone; None if they can."""
-    if x.device != _CPU:
-        return _runs_not_on(x.device)
-    if x.dtype not in DTYPES:
-        return _takes_not(x.dtype)
-    found = library()
-    return found if isinstance(found, str) else None
-
-
-@functools.cache
-def _runs_not_on(device: torch.device) -> str:
-    return f"runs on the CPU, not on {device.type}"
+    return library.refusal(x.device) or (None if x.dtype in DTYPES else _takes_not(x.dtype))
 
 
 @functools.cache
@@ -45,7 +33,7 @@ def _takes_not(dtype: torch.dtype) -> str:
 def shared(x: Tensor, params: torch.dtype, *, accumulate: bool = False) -> tuple[int, ...]:
     """The first fields of `Norm`, up to `param_dtype`. params: the dtype of w and b."""
     n, c = x.shape
-    return n, c, torch.get_num_threads(), isa(), accumulate, DTYPES[x.dtype], DTYPES[params]
+    return n, c, torch.get_num_threads(), library.isa(), accumulate, DTYPES[x.dtype], DTYPES[params]
 
 
 def rows(x: Tensor | None) -> tuple[int, int]:

@@ -22,7 +22,7 @@ also offers `softmax_workspace`, `softmax` and `total`.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Unpack, cast
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -49,6 +49,18 @@ def _triton_refuses(problem: Problem) -> str | None:
     if problem.x.dtype == torch.float16:
         return "takes bfloat16 and float32, not float16: p · inv_total underflows in float16"
     return gpu.refusal(problem.x)
+
+
+class Inputs(NamedTuple):
+    """What a loss reads, and how it is computed."""
+
+    x: Tensor
+    w: Tensor
+    targets: Tensor
+    inv_total: Tensor
+    bias: Tensor | None = None
+    invariant: bool = False
+    terms: Terms = PLAIN
 
 
 class Outputs(NamedTuple):
@@ -86,7 +98,7 @@ def cross_entropy_fwd(
 ) -> None:  # fmt: skip
     """loss (0-d) and losses (N,), overwritten."""
     out = Outputs(loss, losses=losses)
-    _run(Problem(x, w, invariant, bias, terms), targets, inv_total, out, FORWARD, where)
+    _run(Inputs(x, w, targets, inv_total, bias, invariant, terms), out, FORWARD, where)
 
 
 @op(accumulates=("dw", "dbias"))
@@ -97,7 +109,7 @@ def cross_entropy_bwd(
 ) -> None:  # fmt: skip
     """dx is overwritten; dw and dbias are accumulated (accumulate=False: overwritten). Computes the logits again."""
     out = Outputs(None, dx, dw, accumulate, dbias=dbias)
-    _run(Problem(x, w, invariant, bias, terms), targets, inv_total, out, BACKWARD, where)
+    _run(Inputs(x, w, targets, inv_total, bias, invariant, terms), out, BACKWARD, where)
 
 
 @op(accumulates=("dw", "dbias"))
@@ -108,22 +120,18 @@ def cross_entropy_step(
 ) -> None:  # fmt: skip
     """Forward and backward in one pass over the logits."""
     out = Outputs(loss, dx, dw, accumulate, dbias=dbias)
-    _run(Problem(x, w, invariant, bias, terms), targets, inv_total, out, BACKWARD, where)
+    _run(Inputs(x, w, targets, inv_total, bias, invariant, terms), out, BACKWARD, where)
 
 
-def _run(
-    problem: Problem, targets: Tensor, inv_total: Tensor, out: Outputs, options: dict[str, bool], where: Where
-) -> None:
-    x, w = cast(Tensor, problem.x), cast(Tensor, problem.w)
-    _, _, invariant, bias, terms = problem
+def _run(inputs: Inputs, out: Outputs, options: dict[str, bool], where: Where) -> None:
+    x, w, targets, inv_total, bias, invariant, terms = inputs
     check_loss(x, w, targets, inv_total, out, "w")
     if bias is not None:
-        check_param("bias", cast(Tensor, bias), (w.shape[0],), x)
+        check_param("bias", bias, (w.shape[0],), x)
     for gradient in (out.dw, out.dbias):
         if gradient is not None and not out.accumulate and not x.shape[0]:
             gradient.zero_()
-    reads = x, w, targets, inv_total, invariant, bias, terms
-    CROSS_ENTROPY.run("run", problem, *reads, options=options, out=out, **where)
+    CROSS_ENTROPY.run("run", Problem(x, w, invariant, bias, terms), inputs, options=options, out=out, **where)
 
 
 def check_loss(x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, out: Outputs, name: str) -> None:

@@ -25,7 +25,7 @@ from .chunks import chunks, most_rows, products_workspace
 from .terms import PLAIN, Terms
 
 if TYPE_CHECKING:
-    from . import Outputs
+    from . import Inputs, Outputs
 
 CHUNK = {"cpu": 1 << 26, "cuda": 1 << 28}  # bytes of logits held at once
 BLOCK = 1 << 20  # logits converted to float32 or capped at once on a CPU
@@ -83,18 +83,8 @@ def workspace(
     return shapes | products_workspace(x, w, rows, backward=backward, invariant=invariant, bias=added)
 
 
-def run(
-    x: Tensor,
-    w: Tensor,
-    targets: Tensor,
-    inv_total: Tensor,
-    invariant: bool = False,
-    bias: Tensor | None = None,
-    terms: Terms = PLAIN,
-    *,
-    out: Outputs,
-    scratch: Scratch,
-) -> None:
+def run(inputs: Inputs, *, out: Outputs, scratch: Scratch) -> None:
+    x, w, targets, inv_total, bias, invariant, terms = inputs
     loss, dx, dw, accumulate, losses, dbias = out
     linear = of("linear", scratch)
     if "w" in scratch:

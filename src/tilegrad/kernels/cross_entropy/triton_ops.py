@@ -38,7 +38,7 @@ from .chunks import chunks, most_rows, products_workspace
 from .terms import PLAIN, Terms
 
 if TYPE_CHECKING:
-    from . import Outputs
+    from . import Inputs, Outputs
 
 CHUNK = {"cpu": 1 << 26, "cuda": 1 << 29}  # most bytes of logits in a chunk
 LEAST, OF_X = 1 << 26, 12  # a chunk's logits may take LEAST bytes, or OF_X times the bytes of x if that is more
@@ -257,18 +257,8 @@ def total(losses: Tensor, *, loss: Tensor) -> None:
     launch(_sum_kernel, (1,), losses, loss, losses.shape[0], SUM=SUM)
 
 
-def run(
-    x: Tensor,
-    w: Tensor,
-    targets: Tensor,
-    inv_total: Tensor,
-    invariant: bool = False,
-    bias: Tensor | None = None,
-    terms: Terms = PLAIN,
-    *,
-    out: Outputs,
-    scratch: Scratch,
-) -> None:
+def run(inputs: Inputs, *, out: Outputs, scratch: Scratch) -> None:
+    x, w, targets, inv_total, bias, invariant, terms = inputs
     loss, dx, dw, accumulate, losses, dbias = out
     linear, v, nll = of("linear", scratch), w.shape[0], scratch["nll"] if losses is None else losses
     if bias is not None:

@@ -9,17 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from ...data.tokenizer import load_tokenizer
-from ...memory.managed.pressure import memory_limit
-from ...memory.page import human
 from ...model.config import ModelConfig
-from ...model.transformer import declare
 from ...text.atomic import check_new
 from ..families import config_of
-from ..weights import write_weights
+from ..weights import allocate, forms, write_weights
 from . import Outcome
 from .architecture import check_tensors, config_from, places
 from .container import Container, open_container
@@ -75,13 +71,9 @@ def _check_tokenizer(path: Path, config: ModelConfig) -> None:
 
 def _read(container: Container, config: ModelConfig, kind: str) -> dict[str, Tensor]:
     """All weights by their names in tilegrad, in float32. Names and shapes are checked before anything is allocated."""
-    shapes = {name: p.master.shape for name, p in declare(config, 1, 1, torch.float32, "cpu").params.items()}
-    forms = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    check_tensors(container, places(kind, forms, config))
-    size, limit = sum(form.nbytes for form in forms.values()), memory_limit(torch.device("cpu"))
-    if limit is not None and size > limit:
-        raise ValueError(f"got weights of {human(size)} in float32; accepted: at most {human(limit)} of memory")
-    params = {name: torch.empty(shape) for name, shape in shapes.items()}
+    without_memory = forms(config)
+    check_tensors(container, places(kind, without_memory, config))
+    params = allocate(without_memory)
     for place in places(kind, params, config):
         place.view.copy_(container.tensor(place.name).reshape(place.view.shape))
     return params

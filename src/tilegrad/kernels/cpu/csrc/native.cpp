@@ -17,28 +17,20 @@
 
 namespace tilegrad {
 
+#define DECLARE_KERNELS(isa)                   \
+    namespace isa {                            \
+    Kernels float_kernels();                   \
+    NormGeluKernels norm_gelu_kernels();       \
+    SamplingKernels sampling_kernels();        \
+    FixedOrderKernels fixed_order_kernels();   \
+    AdamWKernels adamw_kernels();              \
+    }
+DECLARE_KERNELS(portable)
+DECLARE_KERNELS(avx2)
+DECLARE_KERNELS(avx512)
 namespace portable {
-Kernels float_kernels();
 Kernels double_kernels();
-NormGeluKernels norm_gelu_kernels();
-SamplingKernels sampling_kernels();
-FixedOrderKernels fixed_order_kernels();
-AdamWKernels adamw_kernels();
-}  // namespace portable
-namespace avx2 {
-Kernels float_kernels();
-NormGeluKernels norm_gelu_kernels();
-SamplingKernels sampling_kernels();
-FixedOrderKernels fixed_order_kernels();
-AdamWKernels adamw_kernels();
-}  // namespace avx2
-namespace avx512 {
-Kernels float_kernels();
-NormGeluKernels norm_gelu_kernels();
-SamplingKernels sampling_kernels();
-FixedOrderKernels fixed_order_kernels();
-AdamWKernels adamw_kernels();
-}  // namespace avx512
+}
 namespace amx {
 Kernels bfloat16_kernels();
 }
@@ -85,58 +77,33 @@ int64_t supported() {
     return isa;
 }
 
-Kernels kernels([[maybe_unused]] const Call& call, [[maybe_unused]] int64_t isa) {
+// The kernels of an instruction set, in which attention's are for float32 and bfloat16.
+struct AllKernels {
+    Kernels attention;
+    NormGeluKernels norm_gelu;
+    SamplingKernels sampling;
+    FixedOrderKernels fixed_order;
+    AdamWKernels adamw;
+};
+
+AllKernels kernels([[maybe_unused]] int64_t isa) {
+#define KERNELS(isa) \
+    { isa::float_kernels(), isa::norm_gelu_kernels(), isa::sampling_kernels(), isa::fixed_order_kernels(), isa::adamw_kernels() }
+#if defined(WITH_avx512)
+    if (isa >= AVX512) return KERNELS(avx512);
+#endif
+#if defined(WITH_avx2)
+    if (isa == AVX2) return KERNELS(avx2);
+#endif
+    return KERNELS(portable);
+}
+
+Kernels attention_kernels(const Call& call, int64_t isa) {
     if (call.dtype == FLOAT64) return portable::double_kernels();
 #if defined(WITH_amx)
     if (isa == AMX && call.dtype == BFLOAT16) return amx::bfloat16_kernels();
 #endif
-#if defined(WITH_avx512)
-    if (isa >= AVX512) return avx512::float_kernels();
-#endif
-#if defined(WITH_avx2)
-    if (isa == AVX2) return avx2::float_kernels();
-#endif
-    return portable::float_kernels();
-}
-
-NormGeluKernels norm_gelu_kernels([[maybe_unused]] int64_t isa) {
-#if defined(WITH_avx512)
-    if (isa >= AVX512) return avx512::norm_gelu_kernels();
-#endif
-#if defined(WITH_avx2)
-    if (isa == AVX2) return avx2::norm_gelu_kernels();
-#endif
-    return portable::norm_gelu_kernels();
-}
-
-SamplingKernels sampling_kernels([[maybe_unused]] int64_t isa) {
-#if defined(WITH_avx512)
-    if (isa >= AVX512) return avx512::sampling_kernels();
-#endif
-#if defined(WITH_avx2)
-    if (isa == AVX2) return avx2::sampling_kernels();
-#endif
-    return portable::sampling_kernels();
-}
-
-FixedOrderKernels fixed_order_kernels([[maybe_unused]] int64_t isa) {
-#if defined(WITH_avx512)
-    if (isa >= AVX512) return avx512::fixed_order_kernels();
-#endif
-#if defined(WITH_avx2)
-    if (isa == AVX2) return avx2::fixed_order_kernels();
-#endif
-    return portable::fixed_order_kernels();
-}
-
-AdamWKernels adamw_kernels([[maybe_unused]] int64_t isa) {
-#if defined(WITH_avx512)
-    if (isa >= AVX512) return avx512::adamw_kernels();
-#endif
-#if defined(WITH_avx2)
-    if (isa == AVX2) return avx2::adamw_kernels();
-#endif
-    return portable::adamw_kernels();
+    return kernels(isa).attention;
 }
 
 // fn(call, begin, end) over 0 … n, in ranges of whole `unit`s, one per thread.
@@ -191,14 +158,14 @@ EXPORT int64_t tilegrad_native_scratch(const Call* call, int64_t backward) {
     int64_t most = 0;
     for (int64_t isa = 0; tilegrad::supported() >> isa; ++isa) {
         if (!(tilegrad::supported() >> isa & 1)) continue;
-        const int64_t bytes = tilegrad::kernels(*call, isa).scratch_bytes(*call, backward);
+        const int64_t bytes = tilegrad::attention_kernels(*call, isa).scratch_bytes(*call, backward);
         if (bytes > most) most = bytes;
     }
     return most;
 }
 
 EXPORT void tilegrad_native_run(const Call* call, int64_t backward) {
-    const tilegrad::Kernels kernels = tilegrad::kernels(*call, call->isa);
+    const tilegrad::Kernels kernels = tilegrad::attention_kernels(*call, call->isa);
     struct Context {
         const Call& call;
         const tilegrad::Kernels& kernels;
@@ -227,26 +194,26 @@ EXPORT void tilegrad_native_cache_write(const tilegrad::CacheWrite* call) {
 }
 
 EXPORT void tilegrad_native_norm_fwd(const Norm* call) {
-    tilegrad::parallel_for(*call, call->n, 1, tilegrad::norm_gelu_kernels(call->isa).norm_fwd);
+    tilegrad::parallel_for(*call, call->n, 1, tilegrad::kernels(call->isa).norm_gelu.norm_fwd);
 }
 
 EXPORT void tilegrad_native_norm_bwd(const Norm* call) {
-    const tilegrad::NormGeluKernels rows = tilegrad::norm_gelu_kernels(call->isa);
+    const tilegrad::NormGeluKernels rows = tilegrad::kernels(call->isa).norm_gelu;
     if (call->dx.data) tilegrad::parallel_for(*call, call->n, 1, rows.norm_rows);
     if (call->dw || call->db) tilegrad::parallel_for(*call, call->c, 4 * rows.lanes, rows.norm_columns);
 }
 
 EXPORT void tilegrad_native_activation(const Activation* call) {
-    const tilegrad::NormGeluKernels rows = tilegrad::norm_gelu_kernels(call->isa);
+    const tilegrad::NormGeluKernels rows = tilegrad::kernels(call->isa).norm_gelu;
     tilegrad::parallel_for(*call, call->n, rows.lanes, rows.activation);
 }
 
 EXPORT void tilegrad_native_sample(const tilegrad::Sample* call) {
-    tilegrad::parallel_for(*call, call->n, 1, tilegrad::sampling_kernels(call->isa).rows);
+    tilegrad::parallel_for(*call, call->n, 1, tilegrad::kernels(call->isa).sampling.rows);
 }
 
 EXPORT void tilegrad_native_lean_adamw(const tilegrad::LeanAdamW* call) {
-    tilegrad::parallel_for(*call, call->n, tilegrad::ADAMW_BLOCK, tilegrad::adamw_kernels(call->isa).lean);
+    tilegrad::parallel_for(*call, call->n, tilegrad::ADAMW_BLOCK, tilegrad::kernels(call->isa).adamw.lean);
 }
 
 EXPORT void tilegrad_native_gemm(const tilegrad::Gemm* call) { tilegrad::gemm(*call); }
@@ -255,7 +222,7 @@ EXPORT void tilegrad_native_gemm(const tilegrad::Gemm* call) { tilegrad::gemm(*c
 EXPORT int64_t tilegrad_native_panel_bytes() {
     int64_t most = 0;
     for (int64_t isa = 0; tilegrad::supported() >> isa; ++isa) {
-        const int64_t bytes = tilegrad::fixed_order_kernels(isa).panel_bytes;
+        const int64_t bytes = tilegrad::kernels(isa).fixed_order.panel_bytes;
         if ((tilegrad::supported() >> isa & 1) && bytes > most) most = bytes;
     }
     return most;
@@ -266,7 +233,7 @@ EXPORT void tilegrad_native_fixed_order(const tilegrad::FixedOrder* call) {
         const tilegrad::FixedOrder& call;
         void (*work)(const tilegrad::FixedOrder&, int64_t*, int);
         int64_t next;
-    } context{*call, tilegrad::fixed_order_kernels(call->isa).work, 0};
+    } context{*call, tilegrad::kernels(call->isa).fixed_order.work, 0};
     if (!call->n || !call->m) return;
     tilegrad::run_on_threads(
         int(call->threads),
