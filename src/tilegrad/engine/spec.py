@@ -13,7 +13,7 @@ from ..model.block import Recomputed
 from ..model.config import ModelConfig
 from ..model.layer import FULL, Declare, HeadProducts, Linear, States
 from ..model.lora import LoraConfig
-from ..model.transformer import Transformer, declare
+from ..model.transformer import Transformer, check_frozen, declare
 
 Recompute = tuple[frozenset[Recomputed], ...]  # what each block recomputes in its backward; () is nothing
 Shard = Literal["none", "optimizer", "all"]
@@ -101,4 +101,6 @@ class StepSpec:
             states=replace(self.states, gradients="float32") if self.in_units else self.states,
             head=head,
         )
-        return declare(at, self.recompute)
+        model = declare(at, self.recompute)
+        check_frozen(model, self.freeze)
+        return model

@@ -178,7 +178,7 @@ class Declare:
     context         the ranks that share each sequence, t tokens on each; None: this rank has whole sequences
     documents       the most documents in a row of t tokens; 0: a row is one sequence
     lora            adapters of the linear layers of the blocks; every other parameter is frozen
-    freeze          fnmatch patterns of the names of frozen parameters; each must match at least one
+    freeze          fnmatch patterns of the names of frozen parameters
     invariant       the bits of a row of the forward depend only on the tokens of its sequence up to that row
     windows         windows of other programs on the same buffers: the scratch of attention is large enough for all of them
     cache           a program of a decoder: the prefill of packed prompts (documents > 0), or a step on one token of each

@@ -320,7 +320,7 @@ def declare(at: Declare, recompute: Sequence[frozenset[Recomputed]] = ()) -> Tra
     seeds = tuple(at.buffer(f"inputs.seed.{i}", (), torch.int64, role="inputs") for i in range(count))
     choices = (*recompute, *(NOTHING,) * (n_layer - len(recompute)))
     x = tuple(at.rows(f"blocks.{i}.x" if i < n_layer else "ln_f.x", c) for i in range(n_layer + 1))
-    model = Transformer(
+    return Transformer(
         embedding=embedding,
         drop=Dropout.declare(at, seeds[0] if seeds else None, 0, dx="dx"),
         blocks=tuple(Block.declare(at, i, seeds[i] if seeds else None, choices[i]) for i in range(n_layer)),
@@ -338,9 +338,6 @@ def declare(at: Declare, recompute: Sequence[frozenset[Recomputed]] = ()) -> Tra
         rounded=tuple(at.rounded.values()),
         jumps=at.buffer("scale.jumps", (), torch.float32, role="optimizer") if at.scales else None,
     )
-    if at.freeze:
-        _check_frozen(model, at.freeze)
-    return model
 
 
 def parameters(config: ModelConfig) -> dict[str, Param]:
@@ -348,7 +345,8 @@ def parameters(config: ModelConfig) -> dict[str, Param]:
     return declare(Declare(config, 1, 1, torch.float32, torch.device("cpu"))).params
 
 
-def _check_frozen(model: Transformer, freeze: tuple[str, ...]) -> None:
+def check_frozen(model: Transformer, freeze: tuple[str, ...]) -> None:
+    """Refuse patterns of frozen parameters that match none, or all of them."""
     for pattern in freeze:
         if not any(fnmatchcase(name, pattern) for name in model.params):
             meant = did_you_mean(pattern, list(model.params))

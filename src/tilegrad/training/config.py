@@ -21,7 +21,7 @@ from ..model.config import LIMITS as MODEL_LIMITS
 from ..model.config import PRESETS, ModelConfig, is_count
 from ..model.layer import Declare, HeadProducts, Kept, Linear, Masters, States
 from ..model.lora import LoraConfig, adapter_parts
-from ..model.transformer import declare
+from ..model.transformer import check_frozen, declare
 from ..text.spelling import dtype_name
 from ..text.untrusted import shown
 from .loggers import LOGGERS
@@ -363,10 +363,9 @@ class RunConfig:
                 f"optimizer.matrix_learning_rate: got {self.optimizer.matrix_learning_rate} with learning_rate 0, whose "
                 "schedule it follows; accepted: both > 0"
             )
-        if self.train.freeze:  # raises for patterns that match no parameter, or all of them
-            declare(
-                Declare(self.model, 1, 1, torch.float32, torch.device("cpu"), lora=self.lora, freeze=self.train.freeze)
-            )
+        if freeze := self.train.freeze:
+            at = Declare(self.model, 1, 1, torch.float32, torch.device("cpu"), lora=self.lora, freeze=freeze)
+            check_frozen(declare(at), freeze)
         self._resolve_stages()
         t = self.train
         tokens = t.gradient_accumulation * t.batch_size * t.seq_len
