@@ -12,6 +12,7 @@ import torch
 
 from .scratch import TensorLike
 from .table import Kernel, Table, takes_all
+from .triton_key import set_key
 from .triton_version import launch_options
 
 OLDEST = (8, 0)  # compute capability: bfloat16 and asynchronous copies
@@ -80,6 +81,7 @@ def launch(
     """kernel[grid](x, *arguments, **constants) on the device of x. Does nothing for an empty grid. `constants` may override a
     default launch option."""
     if all(grid):
+        set_key(kernel)
         with torch.cuda.device_of(x):
             kernel[grid](x, *arguments, **{**launch_options(), **constants})
 

@@ -136,6 +136,12 @@ class Sizes(NamedTuple):
         return self.hq // self.hkv
 
     @property
+    def bounds(self) -> tuple[int, int]:
+        """(left, right) as numbers: a side without a bound has one that no pair exceeds."""
+        rows, columns = self.total_q or self.tq, self.total_k or self.tk
+        return columns if self.left is None else self.left, rows if self.right is None else self.right
+
+    @property
     def block_d(self) -> int:
         """D padded to a power of two, at least LEAST_BLOCK."""
         return max(LEAST_BLOCK, 1 << (self.d - 1).bit_length())

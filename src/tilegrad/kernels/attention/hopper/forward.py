@@ -93,8 +93,9 @@ LOWEST = gl.constexpr(-1e38)
 HIGH_BITS = gl.constexpr(0x80808080 - 2**32)  # the high bit of each byte, as int32
 START_BITS = gl.constexpr(0x00800080)  # the high bits of the bytes of starts
 
-# `stages`: staging buffers for half of o, one per warpgroup; None: o is staged in q's stages.
-Out = namedtuple("Out", "stages o_descs o lse o_b o_h o_t lse_b lse_h lse_t")
+# `stages`: staging buffers for half of o, one per warpgroup; None: o is staged in q's stages. `d_eighths` is D / 8 if the head
+# dimension is padded.
+Out = namedtuple("Out", "stages o_descs o lse o_b o_h o_t lse_b lse_h lse_t d_eighths")
 
 
 @gluon.jit
@@ -221,7 +222,7 @@ def _start_rows(iteration, pipelines, params, S: gl.constexpr):
 
 
 @gluon.jit
-def _write(acc, row_max, row_sum, tile, start, stages, stage, out, VARLEN: gl.constexpr, D: gl.constexpr):
+def _write(acc, row_max, row_sum, tile, start, stages, stage, out, VARLEN: gl.constexpr):
     some = row_sum > 0.0
     row_sum = gl.where(some, row_sum, 1.0)
     if out.lse is not None:
@@ -240,7 +241,7 @@ def _write(acc, row_max, row_sum, tile, start, stages, stage, out, VARLEN: gl.co
             fence_async_shared()
             if start < 0:
                 for i in gl.static_range(len(o)):
-                    _store_rows(o[i], tile, start, out, i * o[0].shape[1], D)
+                    _store_rows(o[i], tile, start, out, i * o[0].shape[1])
             else:
                 store_tile(out.o_descs, at, stages, stage)
         else:
@@ -251,13 +252,13 @@ def _write(acc, row_max, row_sum, tile, start, stages, stage, out, VARLEN: gl.co
                 store_pieces(scale_rows((halves[i],), 1.0 / row_sum), (o,))
                 fence_async_shared()
                 if start < 0:
-                    _store_rows(o, tile, start, out, i * o.shape[1], D)
+                    _store_rows(o, tile, start, out, i * o.shape[1])
                 else:
                     tma_store(out.o_descs[0], at + (i * o.shape[1],), out.stages[0].index(stage))  # noqa: RUF005
 
 
 @gluon.jit
-def _store_rows(o, tile, start, out, COLUMN: gl.constexpr, D: gl.constexpr):
+def _store_rows(o, tile, start, out, COLUMN: gl.constexpr):
     """Stores the rows of o from row 0 on, columns from COLUMN on, 16 bytes per thread."""
     BLOCK_D: gl.constexpr = o.shape[1]
     AT_ONCE: gl.constexpr = 2048 // BLOCK_D
@@ -268,7 +269,10 @@ def _store_rows(o, tile, start, out, COLUMN: gl.constexpr, D: gl.constexpr):
     for n in gl.static_range(0, ROWS, AT_ONCE):
         i = start + n + gl.arange(0, AT_ONCE, layout=gl.SliceLayout(1, COPY))[:, None]
         rows = gl.multiple_of((tile.start_q + i).to(gl.int64) * out.o_t, [8, 8])
-        gl.store(head + rows + d, o.slice(n, AT_ONCE, dim=0).load(COPY), mask=(i >= 0) & (d < D))
+        inside = i >= 0
+        if out.d_eighths is not None:
+            inside &= d < out.d_eighths * 8
+        gl.store(head + rows + d, o.slice(n, AT_ONCE, dim=0).load(COPY), mask=inside)
 
 
 @gluon.jit
@@ -339,7 +343,7 @@ def _next_block(
 @gluon.jit
 def _attend(
     W: gl.constexpr, pipelines, params, out, WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
-    D: gl.constexpr, Q_IN_REGS: gl.constexpr, NEGATIVE: gl.constexpr, VARLEN: gl.constexpr, EDGES: gl.constexpr,
+    Q_IN_REGS: gl.constexpr, NEGATIVE: gl.constexpr, VARLEN: gl.constexpr, EDGES: gl.constexpr,
 ):  # fmt: skip
     """MMA warpgroup W of a CTA."""
     dtype: gl.constexpr = pipelines.q.stages[0].dtype
@@ -409,7 +413,7 @@ def _attend(
         span, more = next_span(W, iteration + 1, pipelines, params, TILE, BLOCK_N)
 
         start = tile.start + W * ROWS
-        _write(acc, row_max, row_sum, tile, start, pipelines.q.stages, q_stage, out, VARLEN, D)
+        _write(acc, row_max, row_sum, tile, start, pipelines.q.stages, q_stage, out, VARLEN)
         iteration += 1
     if W == 0:
         _wait_for_turn(W, pipelines, TURNS)
@@ -427,7 +431,7 @@ TENSORS = [
     "tile_counter",
 ]  # not o: TMA requires it to be aligned
 STRIDES = ["o_b", "o_h", "o_t", "lse_b", "lse_h", "lse_t", "sinks_h"]
-SIZES = ["batch", "heads", "group", "row_tiles", "heads_per_section", "tq", "tk", "left", "right"]
+SIZES = ["batch", "heads", "group", "row_tiles", "heads_per_section", "tq", "tk", "left", "right", "d_eighths"]
 SIZES += ["intervals_b", "intervals_h", "edges_b", "edges_h", "runs_b", "runs_h"]
 
 
@@ -438,8 +442,9 @@ def _attention_fwd_kernel(
     o, lse, tile_counter,
     o_b: tl.int64, o_h: tl.int64, o_t: tl.int64, lse_b: tl.int64, lse_h: tl.int64, lse_t: tl.int64, sinks_h: tl.int64,
     intervals_b, intervals_h, edges_b, edges_h, runs_b, runs_h,
-    batch, heads, group, row_tiles, heads_per_section, tq, tk, left, right, scale_log2, softcap_log2,
-    WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, D: gl.constexpr,
+    batch, heads, group, row_tiles, heads_per_section, tq, tk, left, right, d_eighths, scale_log2,
+    softcap_log2,
+    WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
     K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, Q_STAGES: gl.constexpr, Q_IN_REGS: gl.constexpr,
     NEGATIVE: gl.constexpr, EDGES: gl.constexpr, PAIRS: gl.constexpr,
 ):  # fmt: skip
@@ -494,23 +499,23 @@ def _attention_fwd_kernel(
     if Q_STAGES == 1 and o is not None:
         o_stages = new_stages((o_desc,), WARPGROUPS)
     o_descs = None if o is None else pieces_of(o_desc, o_desc2)
-    out = Out(o_stages, o_descs, o, lse, o_b, o_h, o_t, lse_b, lse_h, lse_t)
+    out = Out(o_stages, o_descs, o, lse, o_b, o_h, o_t, lse_b, lse_h, lse_t, d_eighths)
     MORE: gl.constexpr = BLOCK_D > 128  # more registers per thread: otherwise ptxas spills a little
     if WARPGROUPS == 1:
         gl.warp_specialize([
-            (_attend, (0, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, Q_IN_REGS, NEGATIVE, VARLEN, EDGES)),
+            (_attend, (0, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, Q_IN_REGS, NEGATIVE, VARLEN, EDGES)),
             (load, (q_descs, k_descs, v_descs, pipelines, params, WARPGROUPS, BLOCK_N, BLOCK_D, VARLEN)),
         ], [1], [40])  # fmt: skip
     elif WARPGROUPS == 2:
         gl.warp_specialize([
-            (_attend, (0, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, Q_IN_REGS, NEGATIVE, VARLEN, EDGES)),
-            (_attend, (1, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, Q_IN_REGS, NEGATIVE, VARLEN, EDGES)),
+            (_attend, (0, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, Q_IN_REGS, NEGATIVE, VARLEN, EDGES)),
+            (_attend, (1, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, Q_IN_REGS, NEGATIVE, VARLEN, EDGES)),
             (load, (q_descs, k_descs, v_descs, pipelines, params, WARPGROUPS, BLOCK_N, BLOCK_D, VARLEN)),
         ], [4, 1], [240 if MORE else 232, 32 if MORE else 40])  # fmt: skip
     elif WARPGROUPS == 3:
         gl.warp_specialize([
-            (_attend, (0, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, Q_IN_REGS, NEGATIVE, VARLEN, EDGES)),
-            (_attend, (1, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, Q_IN_REGS, NEGATIVE, VARLEN, EDGES)),
-            (_attend, (2, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, Q_IN_REGS, NEGATIVE, VARLEN, EDGES)),
+            (_attend, (0, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, Q_IN_REGS, NEGATIVE, VARLEN, EDGES)),
+            (_attend, (1, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, Q_IN_REGS, NEGATIVE, VARLEN, EDGES)),
+            (_attend, (2, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, Q_IN_REGS, NEGATIVE, VARLEN, EDGES)),
             (load, (q_descs, k_descs, v_descs, pipelines, params, WARPGROUPS, BLOCK_N, BLOCK_D, VARLEN)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip

@@ -9,7 +9,9 @@ import torch
 
 from ...cache import remember
 from ...cuda_launch import Launch
+from ...triton_key import set_key
 from ...triton_version import launch_options
+from ..problem import Sizes
 from ..triton.fit import KernelCall
 
 L2_BYTES = 24 * 2**20  # most bytes of an L2 section: about half of an H100's L2
@@ -27,6 +29,11 @@ def launches_of(calls: list[KernelCall], device: int) -> list[Launch]:
     return [launch for call in calls if (launch := call.launch(device)) is not None]
 
 
+def right_of(sizes: Sizes, *, softcap: bool) -> int | None:
+    """right for a kernel: a number in every call with a window or a softcap, so that these differ in less code."""
+    return sizes.bounds[1] if softcap or sizes.left is not None else sizes.right
+
+
 compiled_kernels: dict[tuple[Any, ...], Any] = {}
 
 
@@ -36,6 +43,7 @@ def prepare(kernel: Any, key: tuple[Any, ...], grid: int, arguments: tuple[Any, 
     The key must contain whatever changes compiled code: dtypes, boxes, constexprs, which arguments are None. The kernel must
     specialise on nothing else (do_not_specialize, typed numbers); otherwise a stale kernel would run.
     """
+    set_key(kernel)
     device = torch.cuda.current_device() if torch.cuda.is_available() else -1
     key = (kernel, device, *key)
     compiled = compiled_kernels.get(key)

@@ -21,7 +21,7 @@ from ..triton.lists import edges_calls, last_calls
 from . import pieces
 from .backward import DIVIDED, _hopper_bwd_kernel
 from .backward_store_dq import dkdv_columns
-from .launch import L2_BYTES, current, launches_of, prepare
+from .launch import L2_BYTES, current, launches_of, prepare, right_of
 from .prepost import _hopper_dsinks_kernel, _hopper_postprocess_kernel, _hopper_preprocess_kernel
 from .tma import Descriptor, row_descriptor, rows_descriptor, tile_descriptor, varlen_descriptor
 
@@ -179,7 +179,7 @@ def _prepare(call: Backward, scratch: Scratch) -> tuple[Launch, ...]:
     sums = scratch["sums"] if split else None
     summed = 0 if sums is None else min(sums.numel(), tiles * sums.stride(0))
     rows_b, rows_h = (PADDING, neg_lse2.stride(0)) if varlen else neg_lse2.stride()[:2]
-    row_tiles = _ceil_div(sizes.tq, PADDING) * PADDING // BLOCK
+    row_tiles, right = _ceil_div(sizes.tq, PADDING) * PADDING // BLOCK, right_of(sizes, softcap=cap != 0.0)
     grid = row_tiles * sizes.hq * sizes.batch
     block_d = max(64, sizes.block_d)  # padded head dimension in the pre- and postprocess
     code = (q.dtype, varlen, dlse is None, dk is None, dv is None, deterministic, split, d, tile)
@@ -195,10 +195,11 @@ def _prepare(call: Backward, scratch: Scratch) -> tuple[Launch, ...]:
 
     add(
         _hopper_preprocess_kernel, code, grid,
-        o, do, lse, dlse, cu_q, neg_lse2, delta, None if deterministic else acc, counters, sums,
+        o, do, lse, lse if dlse is None else dlse, cu_q, neg_lse2, delta, acc, counters, acc if sums is None else sums,
         *row_strides(o, varlen=varlen), *row_strides(do, varlen=varlen),
         *lse_strides(lse, varlen=varlen), *lse_strides(dlse, varlen=varlen),
-        rows_b, rows_h, sizes.hq, row_tiles, sizes.tq, counters.numel(), summed, divisor, d, block_d, BLOCK, PADDING,
+        rows_b, rows_h, sizes.hq, row_tiles, sizes.tq, d // 8, counters.numel(), summed,
+        int(dlse is not None), int(not deterministic), divisor, block_d, BLOCK, PADDING,
     )  # fmt: skip
     boxes = ((q, tile.m), (k, tile.n), (v, tile.n), (do, tile.m))
     launches += launches_of(edges_calls(scratch, sizes, mask, tile.n), launches[0].device)
@@ -206,7 +207,7 @@ def _prepare(call: Backward, scratch: Scratch) -> tuple[Launch, ...]:
         launches += launches_of(last_calls(scratch, sizes, mask, tile.m, tile.n), launches[0].device)
     add(
         _hopper_bwd_kernel,
-        (*code, cap == 0.0, sizes.left is None, sizes.right is None, pairs_of(mask), *far),
+        (*code, cap == 0.0, sizes.left is None, right is None, pairs_of(mask), *far),
         min(tiles * splits, programs),
         *(_descriptor(x, rows, columns, varlen=varlen) for columns in pieces.columns_of(width) for x, rows in boxes),
         row_descriptor(neg_lse2, tile.m), row_descriptor(delta, tile.m), cu_q, cu_k,
@@ -215,7 +216,7 @@ def _prepare(call: Backward, scratch: Scratch) -> tuple[Launch, ...]:
         sums, counters[1:] if split else None, semaphores, counters,
         *steps, edges["runs_b"], edges["runs_h"], last_tiles["runs_b"], last_tiles["runs_h"],
         rows_b, rows_h, sizes.batch, sizes.hkv, sizes.batch * sizes.hkv, sizes.group, sizes.tq, sizes.tk,
-        sizes.left, sizes.right, 1 if varlen else heads_per_section(sizes, programs, deterministic=deterministic),
+        sizes.left, right, 1 if varlen else heads_per_section(sizes, programs, deterministic=deterministic),
         splits if split else None, row_tiles, scale, scale_log2, cap * LOG2E if cap else None, scale / cap if cap else None,
         tile.m, tile.n, width, tile.do_stages, tile.do_first, tile.v_in_regs, dq_warps,
         deterministic and (sizes.right is not None or sizes.intervals), pairs_of(mask),
@@ -223,7 +224,7 @@ def _prepare(call: Backward, scratch: Scratch) -> tuple[Launch, ...]:
     if dq is not None:
         add(
             _hopper_postprocess_kernel, code, grid, acc, semaphores, cu_q, dq, *row_strides(dq, varlen=varlen),
-            rows_b, rows_h, sizes.hq, row_tiles, sizes.tq, scale, d, block_d, BLOCK, tile.m, dq_warps,
+            rows_b, rows_h, sizes.hq, row_tiles, sizes.tq, d // 8, tile.m, dq_warps, scale, block_d, BLOCK,
         )  # fmt: skip
     if dsinks is not None and mask.sinks is not None:
         add(

@@ -17,7 +17,7 @@ from ..triton.arguments import interval_arguments, list_arguments, pairs_of
 from ..triton.lists import list_calls
 from .forward import _attention_fwd_kernel
 from .forward_scheduler import ROWS
-from .launch import L2_BYTES, current, launches_of, prepare
+from .launch import L2_BYTES, current, launches_of, prepare, right_of
 from .pieces import columns_of, width_of
 from .tma import tile_descriptor
 
@@ -149,9 +149,9 @@ def _prepare(call: Forward, scratch: Scratch) -> tuple[list[Launch | Zero], Laun
     tiles = row_tiles * sizes.hq * (1 if varlen else sizes.batch)
     programs = min(tiles, multiprocessors(q.device))
     section = 1 if varlen else heads_per_section(sizes, row_tiles, programs, config)
-    scale, sinks = float(mask.scale_for(sizes.d)), mask.sinks
+    scale, sinks, right = float(mask.scale_for(sizes.d)), mask.sinks, right_of(sizes, softcap=mask.softcap != 0.0)
     constants = (
-        config.warpgroups, config.columns, width, sizes.d, config.k_stages, config.v_stages, config.q_stages,
+        config.warpgroups, config.columns, width, config.k_stages, config.v_stages, config.q_stages,
         q_columns_in_registers(sizes, varlen=varlen, softcap=mask.softcap != 0.0), scale < 0.0,
         edges_in_the_loop(sizes, varlen=varlen), pairs_of(mask),
     )  # fmt: skip
@@ -161,7 +161,7 @@ def _prepare(call: Forward, scratch: Scratch) -> tuple[list[Launch | Zero], Laun
     steps += [lists["runs_b"], lists["runs_h"]]
     key = (
         q.dtype, varlen, tile_counter is None, sinks is not None and sinks.dtype, o is None, lse is None, sizes.left is None,
-        sizes.right is None, mask.softcap == 0.0, constants,
+        right is None, sizes.d == width, mask.softcap == 0.0, constants,
         *(step is not None and step >= 2**31 for step in steps),
     )  # fmt: skip
     halves = 2 if config.q_stages == 1 else 1  # parts of D in which o is stored
@@ -177,7 +177,7 @@ def _prepare(call: Forward, scratch: Scratch) -> tuple[list[Launch | Zero], Laun
         *row_strides(o, varlen=varlen), *lse_strides(lse, varlen=varlen), 0 if sinks is None else sinks.stride(0),
         *steps,
         sizes.batch, sizes.hq, sizes.group, row_tiles, section,
-        sizes.tq, sizes.tk, sizes.left, sizes.right,
+        sizes.tq, sizes.tk, sizes.left, right, None if sizes.d == width else sizes.d // 8,
         max(abs(scale) * LOG2E, LEAST_FACTOR), mask.softcap * LOG2E if mask.softcap else None, *constants,
     )  # fmt: skip
     launch = prepare(_attention_fwd_kernel, key, programs, arguments, num_warps=4)

@@ -15,7 +15,20 @@ from ..triton.numerics import to_log2
 from .backward_scheduler import first_row
 from .backward_store_dq import dq_line
 
-SIZES = ["rows_b", "rows_h", "heads", "row_tiles", "tq", "batch", "sinks_h", "dsinks_h", "counted", "summed"]
+SIZES = [
+    "rows_b",
+    "rows_h",
+    "heads",
+    "row_tiles",
+    "tq",
+    "d_eighths",
+    "batch",
+    "sinks_h",
+    "dsinks_h",
+    "counted",
+    "summed",
+]
+SIZES += ["has_dlse", "zero_dq", "rows_of_semaphore", "dq_warps"]
 SIZES += [f"{x}_{axis}" for x in ("o", "do", "lse", "dlse", "dq") for axis in "bht"]
 POINTERS = ["lse", "dlse", "cu_seqlens_q", "counters", "dq_semaphores", "sums", "sinks", "dsinks"]
 
@@ -40,13 +53,12 @@ def _hopper_preprocess_kernel(
     neg_lse2, delta, dq_acc, counters, sums,
     o_b: tl.int64, o_h: tl.int64, o_t: tl.int64, do_b: tl.int64, do_h: tl.int64, do_t: tl.int64,
     lse_b: tl.int64, lse_h: tl.int64, lse_t: tl.int64, dlse_b: tl.int64, dlse_h: tl.int64, dlse_t: tl.int64,
-    rows_b, rows_h, heads, row_tiles, tq, counted, summed, divisor,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, PADDING: tl.constexpr,
+    rows_b, rows_h, heads, row_tiles, tq, d_eighths, counted, summed, has_dlse, zero_dq, divisor,
+    BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, PADDING: tl.constexpr,
 ):  # fmt: skip
     tile, h, b = row_program(row_tiles, heads)
     _clear(counters, counted, 1024)
-    if sums is not None:
-        _clear(sums, summed, 1024)
+    _clear(sums, summed, 1024)
     start_q, _, tq, _ = lengths(cu_seqlens_q, cu_seqlens_q, b, tq, tq)
     start = tile * BLOCK
     if start >= tl.cdiv(tq, PADDING) * PADDING:
@@ -56,21 +68,21 @@ def _hopper_preprocess_kernel(
     inside = rows < tq
     t = (start_q + rows).to(tl.int64)
     c = tl.arange(0, BLOCK_D)[None, :]
+    D = d_eighths * 8
     both = inside[:, None] & (c < D)
     o_tile = tl.load(_rows_of(o, o_b, o_h, o_t, b, h, t, 8) + c, mask=both, other=0.0).to(tl.float32)
     do_tile = tl.load(_rows_of(do, do_b, do_h, do_t, b, h, t, 8) + c, mask=both, other=0.0).to(tl.float32)
     lse_row = tl.load(lse + b * lse_b + h * lse_h + t * lse_t, mask=inside, other=float("-inf"))
     d = tl.sum(o_tile * do_tile, 1)
-    if dlse is not None:
-        d -= tl.load(dlse + b * dlse_b + h * dlse_h + t * dlse_t, mask=inside, other=0.0)
+    d -= tl.load(dlse + b * dlse_b + h * dlse_h + t * dlse_t, mask=inside & (has_dlse != 0), other=0.0)
     some = lse_row > float("-inf")
     nothing = tl.where(divisor < 0.0, float("inf"), float("-inf"))
 
     at = h * rows_h + first_row(b, start_q, rows_b, cu_seqlens_q is not None) + rows
     tl.store(neg_lse2 + at, tl.where(some, -to_log2(lse_row, IEEE_FP32=False) / divisor, nothing))
     tl.store(delta + at, tl.where(some, -d, 0.0))
-    if dq_acc is not None:
-        tl.store(dq_acc + at.to(tl.int64)[:, None] * D + c, tl.zeros([BLOCK, BLOCK_D], tl.float32), mask=c < D)
+    wanted = (c < D) & (zero_dq != 0)
+    tl.store(dq_acc + at.to(tl.int64)[:, None] * D + c, tl.zeros([BLOCK, BLOCK_D], tl.float32), mask=wanted)
 
 
 @triton.jit(do_not_specialize=SIZES + POINTERS)
@@ -78,8 +90,8 @@ def _hopper_postprocess_kernel(
     dq_acc, dq_semaphores, cu_seqlens_q,
     dq,
     dq_b: tl.int64, dq_h: tl.int64, dq_t: tl.int64,
-    rows_b, rows_h, heads, row_tiles, tq, scale,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, DQ_WARPS: tl.constexpr,
+    rows_b, rows_h, heads, row_tiles, tq, d_eighths, rows_of_semaphore, dq_warps, scale,
+    BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     tile, h, b = row_program(row_tiles, heads)
     start_q, _, tq, _ = lengths(cu_seqlens_q, cu_seqlens_q, b, tq, tq)
@@ -89,12 +101,13 @@ def _hopper_postprocess_kernel(
     rows = tile * BLOCK + tl.arange(0, BLOCK)
     t = (start_q + rows).to(tl.int64)
     c = tl.arange(0, BLOCK_D)[None, :]
+    D = d_eighths * 8
     both = (rows < tq)[:, None] & (c < D)
     at = h * rows_h + first_row(b, start_q, rows_b, cu_seqlens_q is not None) + rows
     came = both
     if dq_semaphores is not None:
-        number = (b * heads + h) * row_tiles + tile * BLOCK // BLOCK_M
-        came = both & (tl.load(dq_semaphores + number * DQ_WARPS) > 0)
+        number = (b * heads + h) * row_tiles + tile * BLOCK // rows_of_semaphore
+        came = both & (tl.load(dq_semaphores + number * dq_warps) > 0)
     sums = tl.load(dq_acc + dq_line(at).to(tl.int64)[:, None] * D + c, mask=came, other=0.0)
     tl.store(_rows_of(dq, dq_b, dq_h, dq_t, b, h, t, 8) + c, (sums * scale).to(dq.dtype.element_ty), mask=both)
 

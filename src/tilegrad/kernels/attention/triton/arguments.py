@@ -7,6 +7,7 @@ below: the features of scores, sequence boundaries, strides, constexprs.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ def ieee_fp32(dtype: torch.dtype) -> bool:
 
 def score_arguments(sizes: Sizes, mask: Mask, scratch: Scratch) -> Arguments:
     """For every kernel with scores: sizes, the band, and the features that turn q·k into scores."""
-    bias, slopes, seed = mask.bias, mask.alibi_slopes, mask.seed
+    bias, slopes, seed, scale = mask.bias, mask.alibi_slopes, mask.seed, mask.scale_for(sizes.d)
     strides = dict.fromkeys(("bias_b", "bias_h", "bias_i", "bias_j", "slopes_b", "slopes_h"), 0)
     if bias is not None:
         bias = four_dims(bias.view(torch.uint8) if bias.dtype == torch.bool else bias)
@@ -42,6 +43,7 @@ def score_arguments(sizes: Sizes, mask: Mask, scratch: Scratch) -> Arguments:
     return (
         strides
         | interval_arguments(mask)
+        | band_arguments(sizes, mask)
         | {
             "bias": bias,
             "slopes": slopes,
@@ -51,12 +53,28 @@ def score_arguments(sizes: Sizes, mask: Mask, scratch: Scratch) -> Arguments:
             "group": sizes.group,
             "tq": sizes.tq,
             "tk": sizes.tk,
-            "left": sizes.left,
-            "right": sizes.right,
-            "factor": max(abs(mask.scale_for(sizes.d)), LEAST_FACTOR),
+            "factor": math.copysign(max(abs(scale), LEAST_FACTOR), scale),
             "softcap": mask.softcap or None,
         }
     )
+
+
+def is_plain(mask: Mask) -> bool:
+    """PLAIN of scores.py."""
+    return mask.softcap == 0.0 and mask.bias is None and mask.alibi_slopes is None
+
+
+def has_rare_features(mask: Mask) -> bool:
+    """Whether the scores or p need more code than usual. There are many combinations, so such calls differ in less code."""
+    return mask.dropout_p != 0.0 or not is_plain(mask)
+
+
+def band_arguments(sizes: Sizes, mask: Mask) -> Arguments:
+    """left and right, None if that side has no bound. A window has both, and so has any call with rare features."""
+    left, right = sizes.left, sizes.right
+    if left is not None or has_rare_features(mask):
+        left, right = sizes.bounds
+    return {"left": left, "right": right}
 
 
 def interval_arguments(mask: Mask) -> Arguments:
@@ -88,7 +106,7 @@ def pairs_of(mask: Mask) -> int:
 
 
 def exponent_arguments(factor: float, dtype: torch.dtype) -> Arguments:
-    """Factors of q·k in the forward: factor · log2(e) (IEEE float32: factor), and the next power of two."""
+    """Factors of q·k in the forward: a positive factor · log2(e) (IEEE float32: factor), and the next power of two."""
     log2_factor = factor if ieee_fp32(dtype) else factor * LOG2E
     return {"log2_factor": log2_factor, "coarse_factor": coarse(log2_factor)}
 
@@ -112,8 +130,21 @@ def _named(strides: dict[str, tuple[int, ...]]) -> Arguments:
     return {f"{name}_{axis}": n for name, three in strides.items() for axis, n in zip("bht", three, strict=True)}
 
 
+def column_arguments(align: int, **columns: tuple[int, int]) -> Arguments:
+    """x_steps, the columns of a tensor in steps of STEP, for each x=(columns, padded columns). None: there is no padding. The
+    steps say that masks of padded columns are aligned too."""
+    step = align if all(n % align == 0 for n, _ in columns.values()) else 1
+    return {f"{x}_steps": None if n == padded else n // step for x, (n, padded) in columns.items()} | {"STEP": step}
+
+
 def sink_arguments(mask: Mask) -> Arguments:
     return {"sinks": mask.sinks, "sinks_h": 0 if mask.sinks is None else mask.sinks.stride(0)}
+
+
+def forward_sink_arguments(mask: Mask, heads: int, lse: Tensor | None) -> Arguments:
+    """With rare features, a call without sinks has the code of one with sinks: its sinks are lse, of which it reads nothing."""
+    unread = {"sinks": lse} if mask.sinks is None and has_rare_features(mask) else {}
+    return sink_arguments(mask) | {"sink_heads": 0 if mask.sinks is None else heads} | unread
 
 
 def alignment(*tensors: Tensor | None, varlen: bool) -> int:

@@ -42,7 +42,7 @@ SIZES = [f"{x}_{axis}" for x in ("q", "k", "v", "o", "do", "lse", "dlse", "rows"
 SIZES += [f"{x}_{axis}" for x in ("bias", "dbias") for axis in "bhij"]
 SIZES += ["intervals_b", "intervals_h", "runs_b", "runs_h"]
 SIZES += ["slopes_b", "slopes_h", "sinks_h", "dsinks_h", "b_step", "h_step", "batch", "heads", "row_tiles", "col_tiles"]
-SIZES += ["first_b", "tq", "tk", "left", "right", "threshold"]
+SIZES += ["first_b", "group", "tq", "tk", "d_steps", "dv_steps", "left", "right", "threshold", "has_dlse"]
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -50,7 +50,8 @@ def _delta_kernel(
     o, do, lse, dlse, cu_seqlens_q,
     delta, row_lse,
     o_b, o_h, o_t, do_b, do_h, do_t, lse_b, lse_h, lse_t, dlse_b, dlse_h, dlse_t, rows_b, rows_h, heads, row_tiles, tq,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, ALIGN: tl.constexpr, INT64_OFFSETS: tl.constexpr,
+    dv_steps, has_dlse,
+    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, STEP: tl.constexpr, ALIGN: tl.constexpr, INT64_OFFSETS: tl.constexpr,
     IEEE_FP32: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(0) % row_tiles * BLOCK_M
@@ -59,6 +60,9 @@ def _delta_kernel(
     if cu_seqlens_q is not None and start >= tq:
         return
 
+    DV = None
+    if dv_steps is not None:
+        DV = dv_steps * STEP
     rows = start + tl.arange(0, BLOCK_M)
     inside = rows < tq
     o_offsets = tile_offsets(o_t, BLOCK_M, BLOCK_DV, ALIGN, INT64_OFFSETS)
@@ -71,9 +75,8 @@ def _delta_kernel(
 
     ACC: tl.constexpr = tl.float64 if IEEE_FP32 else tl.float32
     d = tl.sum(o_tile.to(ACC) * do_tile.to(ACC), 1)
-    if dlse is not None:
-        dlse = at(dlse, dlse_b, dlse_h, dlse_t, b, h, start_q, 1)
-        d -= tl.load(dlse + steps(rows, dlse_t, 1), mask=inside, other=0.0)
+    dlse = at(dlse, dlse_b, dlse_h, dlse_t, b, h, start_q, 1)
+    d -= tl.load(dlse + steps(rows, dlse_t, 1), mask=inside & (has_dlse != 0), other=0.0)
     some = lse_row > float("-inf")
 
     tl.store(at(delta, rows_b, rows_h, 1, b, h, start_q, 1) + rows, tl.where(some, d.to(tl.float32), 0.0), mask=inside)
@@ -86,8 +89,8 @@ def _delta_kernel(
 
 @triton.jit
 def _add_rows(
-    dk, dv, k, v, q, do, row_lse, delta, q_t, do_t, j, head, visits,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, ALIGN: tl.constexpr, INT64_OFFSETS: tl.constexpr,
+    dk, dv, k, v, q, do, row_lse, delta, q_t, do_t, j, head, visits, D, DV,
+    BLOCK_M: tl.constexpr, ALIGN: tl.constexpr, INT64_OFFSETS: tl.constexpr,
     IEEE_FP32: tl.constexpr, DUPLICATES: tl.constexpr, SAME_OFFSETS: tl.constexpr,
     DK_WANTED: tl.constexpr, DV_WANTED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -138,12 +141,13 @@ def _dkdv_kernel(
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, rows_b, rows_h,
     bias_b, bias_h, bias_i, bias_j, slopes_b, slopes_h, intervals_b, intervals_h, runs_b, runs_h,
     dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
-    first_b, group, tq, tk, left, right, threshold: tl.uint32, factor, softcap, inv_keep, scale,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    first_b, group, tq, tk, d_steps, dv_steps, left, right, threshold: tl.uint32, factor, softcap, inv_keep, scale,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    ALIGN: tl.constexpr, INT64_OFFSETS: tl.constexpr, NEGATIVE: tl.constexpr, IEEE_FP32: tl.constexpr,
+    STEP: tl.constexpr, ALIGN: tl.constexpr, INT64_OFFSETS: tl.constexpr, IEEE_FP32: tl.constexpr,
     FP64: tl.constexpr, PAIRS: tl.constexpr, DUPLICATES: tl.constexpr, SAME_OFFSETS: tl.constexpr,
 ):  # fmt: skip
+    GROUP = 1 if group is None else group  # without a loop over query heads fewer registers spill
     start = tl.program_id(0) * BLOCK_N
     kv_head = tl.program_id(1)
     b = first_b + tl.program_id(2)
@@ -151,6 +155,12 @@ def _dkdv_kernel(
     if cu_seqlens_q is not None and start >= tk:
         return
 
+    D = None
+    DV = None
+    if d_steps is not None:
+        D = d_steps * STEP
+    if dv_steps is not None:
+        DV = dv_steps * STEP
     j = start + tl.arange(0, BLOCK_N)[:, None]
     k_offsets = tile_offsets(k_t, BLOCK_N, BLOCK_D, ALIGN, INT64_OFFSETS)
     v_offsets = tile_offsets(v_t, BLOCK_N, BLOCK_DV, ALIGN, INT64_OFFSETS)
@@ -161,8 +171,6 @@ def _dkdv_kernel(
     ACC: tl.constexpr = tl.float64 if FP64 else tl.float32
     if FP64:
         k_tile, v_tile = k_tile.to(ACC), v_tile.to(ACC)
-    if NEGATIVE:
-        k_tile = -k_tile
     if seed is not None:
         seed = tl.load(seed)
     dk_acc = tl.zeros([BLOCK_N, BLOCK_D], ACC)
@@ -179,8 +187,8 @@ def _dkdv_kernel(
         intervals += steps(b, intervals_b, 1) + steps(kv_head, intervals_h, 1)
         if PAIRS == 2:
             second = intervals + 2
-    for g in range(0, group):
-        h = kv_head * group + g
+    for g in range(0, GROUP):
+        h = kv_head * GROUP + g
         q_head = at(q, q_b, q_h, q_t, b, h, start_q, ALIGN)
         do_head = at(do, do_b, do_h, do_t, b, h, start_q, ALIGN)
         lse_head = at(row_lse, rows_b, rows_h, 1, b, h, start_q, 1)
@@ -213,8 +221,8 @@ def _dkdv_kernel(
 
 @triton.jit
 def _add_columns(
-    dq, q, do, row_lse, delta, k, v, k_offsets, v_offsets, k_t, v_t, i, head, visits,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr, IEEE_FP32: tl.constexpr,
+    dq, q, do, row_lse, delta, k, v, k_offsets, v_offsets, k_t, v_t, i, head, visits, D, DV,
+    BLOCK_N: tl.constexpr, ALIGN: tl.constexpr, IEEE_FP32: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
     """Adds the masked or the unmasked column tiles to dq. WIDE saves registers as `_add_rows` does."""
@@ -243,10 +251,11 @@ def _dq_kernel(
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, rows_b, rows_h,
     bias_b, bias_h, bias_i, bias_j, slopes_b, slopes_h, intervals_b, intervals_h, runs_b, runs_h,
     dq_b, dq_h, dq_t,
-    heads, group, row_tiles, tq, tk, left, right, threshold: tl.uint32, factor, softcap, inv_keep, scale,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    heads, group, row_tiles, tq, tk, d_steps, dv_steps, left, right, threshold: tl.uint32, factor, softcap, inv_keep,
+    scale,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    ALIGN: tl.constexpr, INT64_OFFSETS: tl.constexpr, NEGATIVE: tl.constexpr, IEEE_FP32: tl.constexpr,
+    STEP: tl.constexpr, ALIGN: tl.constexpr, INT64_OFFSETS: tl.constexpr, IEEE_FP32: tl.constexpr,
     FP64: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     m, h, b = row_program(row_tiles, heads)
@@ -257,6 +266,12 @@ def _dq_kernel(
     if cu_seqlens_q is not None and start >= tq:
         return
 
+    D = None
+    DV = None
+    if d_steps is not None:
+        D = d_steps * STEP
+    if dv_steps is not None:
+        DV = dv_steps * STEP
     rows = start + tl.arange(0, BLOCK_M)
     q_offsets = tile_offsets(q_t, BLOCK_M, BLOCK_D, ALIGN, INT64_OFFSETS)
     do_offsets = tile_offsets(do_t, BLOCK_M, BLOCK_DV, ALIGN, INT64_OFFSETS)
@@ -269,8 +284,6 @@ def _dq_kernel(
     ACC: tl.constexpr = tl.float64 if FP64 else tl.float32
     if FP64:
         q_tile, do_tile = q_tile.to(ACC), do_tile.to(ACC)
-    if NEGATIVE:
-        q_tile = -q_tile
     row_lse = tl.load(at(row_lse, rows_b, rows_h, 1, b, h, start_q, 1) + rows, mask=rows < tq, other=float("inf"))
     delta = tl.load(at(delta, rows_b, rows_h, 1, b, h, start_q, 1) + rows, mask=rows < tq, other=0.0)
     slope = None
@@ -315,13 +328,19 @@ def _dbias_kernel(
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, rows_b, rows_h,
     bias_b, bias_h, bias_i, bias_j, slopes_b, slopes_h, intervals_b, intervals_h,
     dbias_b, dbias_h, dbias_i, dbias_j,
-    batch, heads, group, row_tiles, col_tiles, b_step, h_step, tq, tk, left, right, threshold: tl.uint32,
+    batch, heads, group, row_tiles, col_tiles, b_step, h_step, tq, tk, d_steps, dv_steps, left, right, threshold: tl.uint32,
     factor, softcap, inv_keep,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUM_ROWS: tl.constexpr,
-    ALIGN: tl.constexpr, INT64_OFFSETS: tl.constexpr, NEGATIVE: tl.constexpr, IEEE_FP32: tl.constexpr,
+    STEP: tl.constexpr, ALIGN: tl.constexpr, INT64_OFFSETS: tl.constexpr, IEEE_FP32: tl.constexpr,
     FP64: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
+    D = None
+    DV = None
+    if d_steps is not None:
+        D = d_steps * STEP
+    if dv_steps is not None:
+        DV = dv_steps * STEP
     own_n = tl.program_id(0) % col_tiles
     own_m = tl.program_id(0) // col_tiles % row_tiles
     own_h = tl.program_id(0) // col_tiles // row_tiles % h_step
@@ -361,8 +380,6 @@ def _dbias_kernel(
             )  # fmt: skip
             k_tile = load_tile(at(k, k_b, k_h, k_t, b, h // group, col, ALIGN), k_offsets, tk - col, D, CHECKED=True)
             v_tile = load_tile(at(v, v_b, v_h, v_t, b, h // group, col, ALIGN), v_offsets, tk - col, DV, CHECKED=True)
-            if NEGATIVE:
-                k_tile = -k_tile
             for m in range(first, last):
                 row = m * BLOCK_M
                 rows = row + tl.arange(0, BLOCK_M)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...cache import remember
 from ...cuda_launch import Launch, refusal
+from ...triton_key import set_key
 from ...triton_version import launch_options
 from ..problem import ALIGNED_BYTES, Sizes
 from .arguments import Arguments, ieee_fp32
@@ -81,10 +82,12 @@ class KernelCall(NamedTuple):
     options: Arguments
 
     def run(self) -> None:
+        set_key(self.kernel)
         self.kernel[self.programs](**self.arguments, **self.options, **launch_options())
 
     def launch(self, device: int) -> Launch | None:
         """A launch through the CUDA driver; None if only Triton can launch this kernel."""
+        set_key(self.kernel)
         compiled = self.kernel.warmup(**self.arguments, **self.options, **launch_options(), grid=self.programs)
         ordered = [self.arguments[name] for name in self.kernel.arg_names]
         return None if refusal(compiled) else Launch(compiled, self.programs, ordered, device)
@@ -94,6 +97,7 @@ def fitted(
     kernel: Any, name: str, sizes: Sizes, q: Tensor, grid: Grid, arguments: Arguments, constants: Arguments
 ) -> list[KernelCall]:
     """The call of `kernel` with the first tile for `name` that fits; no call if the grid is empty."""
+    set_key(kernel)
     tiles = tiles_for(name, sizes, q.dtype, q.device)
     if constants["ALIGN"] == 1 and q.element_size() == 2 and architecture(q.device) != INTERPRETER:
         if name == "ordered" and tiles[0] not in UNALIGNED:
@@ -109,14 +113,20 @@ def fitted(
     key = (kernel, name, q.device, q.dtype, absent, bias is not None and bias.dtype, tiles[0], *constants.values())
     fit = fits.get(key)
     if fit is None:
-        tile, compiled = _first_that_fits(kernel, tiles, grid, arguments, constants, q.device)
+        tile, compiled = _first_that_fits(kernel, tiles, grid, arguments, constants, sizes, q.device)
         fit = remember(fits, key, Fit(name, tile, compiled))
     more, programs = grid(fit.tile)
     return [KernelCall(kernel, programs, arguments | more | constants | _blocks(fit.tile), _options(fit.tile))]
 
 
 def _first_that_fits(
-    kernel: Any, tiles: tuple[Tile, ...], grid: Grid, arguments: Arguments, constants: Arguments, device: torch.device
+    kernel: Any,
+    tiles: tuple[Tile, ...],
+    grid: Grid,
+    arguments: Arguments,
+    constants: Arguments,
+    sizes: Sizes,
+    device: torch.device,
 ) -> tuple[Tile, Any]:
     if architecture(device) == INTERPRETER:
         return tiles[0], None
@@ -130,7 +140,7 @@ def _first_that_fits(
             return tile, compiled
     raise ValueError(
         f"device: got {device}, which has {shared_memory_bytes(device)} bytes of shared memory per program; accepted: "
-        f"at least {min(needed.values())} bytes for head dimension {constants['D']} (kernel='tiled' needs none)"
+        f"at least {min(needed.values())} bytes for head dimension {sizes.d} (kernel='tiled' needs none)"
     )
 
 

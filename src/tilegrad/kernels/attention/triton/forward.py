@@ -58,14 +58,15 @@ from .softmax import combine, no_column, weights, with_sink
 SIZES = [f"{x}_{axis}" for x in ("q", "k", "v", "o", "lse", "parts", "lse_parts") for axis in "bhts"]
 SIZES += ["bias_b", "bias_h", "bias_i", "bias_j", "slopes_b", "slopes_h", "sinks_h"]
 SIZES += ["intervals_b", "intervals_h", "runs_b", "runs_h"]
-SIZES += ["heads", "row_tiles", "tq", "tk", "left", "right", "threshold", "splits"]
+SIZES += ["heads", "group", "sink_heads", "row_tiles", "tq", "tk", "left", "right", "threshold", "splits"]
+SIZES += ["d_steps", "dv_steps"]
 
 
 @triton.jit
 def _attend(
     acc, row_max, row_sum, q, k, v, k_offsets, v_offsets, k_t, v_t, i, head, log2_factor, coarse_factor,
-    visits,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr, IEEE_FP32: tl.constexpr,
+    visits, D, DV,
+    BLOCK_N: tl.constexpr, ALIGN: tl.constexpr, IEEE_FP32: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
     """Adds the masked or the unmasked column tiles. For heads above 256, loop-invariant code motion is off and the masked tiles
@@ -100,12 +101,12 @@ def _attention_fwd_kernel(
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, bias_b, bias_h, bias_i, bias_j, slopes_b, slopes_h,
     intervals_b, intervals_h, runs_b, runs_h,
     o_b, o_h, o_t, o_s, lse_b, lse_h, lse_t, lse_s,
-    sinks_h, heads, group, row_tiles, tq, tk, left, right, threshold: tl.uint32, splits,
+    sinks_h, sink_heads, heads, group, row_tiles, tq, tk, d_steps, dv_steps, left, right, threshold: tl.uint32, splits,
     factor, log2_factor, coarse_factor, softcap, inv_keep,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    ALIGN: tl.constexpr, INT64_OFFSETS: tl.constexpr, NEGATIVE: tl.constexpr, IEEE_FP32: tl.constexpr,
-    FP64: tl.constexpr, PAIRS: tl.constexpr, SPLIT: tl.constexpr,
+    STEP: tl.constexpr, ALIGN: tl.constexpr, INT64_OFFSETS: tl.constexpr, IEEE_FP32: tl.constexpr,
+    FP64: tl.constexpr, PAIRS: tl.constexpr, NEGATIVE: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     m, h, b = row_program(row_tiles, heads)
     split = tl.program_id(1)
@@ -116,6 +117,12 @@ def _attention_fwd_kernel(
     if cu_seqlens_q is not None and start >= tq:
         return
 
+    D = None
+    DV = None
+    if d_steps is not None:
+        D = d_steps * STEP
+    if dv_steps is not None:
+        DV = dv_steps * STEP
     i = start + tl.arange(0, BLOCK_M)[:, None]
     q_offsets = tile_offsets(q_t, BLOCK_M, BLOCK_D, ALIGN, INT64_OFFSETS)
     k_offsets = tile_offsets(k_t, BLOCK_N, BLOCK_D, ALIGN, INT64_OFFSETS)
@@ -147,8 +154,7 @@ def _attention_fwd_kernel(
     row_sum = tl.zeros([BLOCK_M], ACC)
     row_max = no_column(row_sum, coarse_factor, PLAIN)
     if sinks is not None:
-        sink = tl.load(sinks + h * sinks_h).to(tl.float32)
-        sink = tl.where(split == 0, sink, float("-inf"))
+        sink = tl.load(sinks + h * sinks_h, mask=(h < sink_heads) & (split == 0), other=float("-inf")).to(tl.float32)
         row_max, row_sum = with_sink(row_max, sink, factor, log2_factor, coarse_factor, PLAIN, IEEE_FP32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], ACC)
 
@@ -209,8 +215,8 @@ def _combine_kernel(
     parts, lse_parts, cu_seqlens_q,
     o, lse,
     parts_b, parts_h, parts_t, parts_s, lse_parts_b, lse_parts_h, lse_parts_t, lse_parts_s, o_b, o_h, o_t, lse_b, lse_h, lse_t,
-    heads, row_tiles, tq, splits,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, IEEE_FP32: tl.constexpr,
+    heads, row_tiles, tq, dv_steps, splits,
+    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, STEP: tl.constexpr, IEEE_FP32: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(0) % row_tiles * BLOCK_M
     _, h, b = row_program(row_tiles, heads)
@@ -218,6 +224,9 @@ def _combine_kernel(
     if cu_seqlens_q is not None and start >= tq:
         return
 
+    DV = None
+    if dv_steps is not None:
+        DV = dv_steps * STEP
     rows = start + tl.arange(0, BLOCK_M)
     inside = rows < tq
     part_offsets = tile_offsets(parts_t, BLOCK_M, BLOCK_DV, 1, INT64_OFFSETS=True)

@@ -21,8 +21,11 @@ from ..problem import FEW_ROWS, Backward, Forward, Sizes, output_shapes, row_str
 from .arguments import (
     Arguments,
     addressing,
+    column_arguments,
     exponent_arguments,
+    forward_sink_arguments,
     ieee_fp32,
+    is_plain,
     list_arguments,
     lse_stride_arguments,
     pairs_of,
@@ -90,17 +93,20 @@ def _with_lists(
 
 
 def _constants(sizes: Sizes, mask: Mask, q: Tensor, *others: Tensor | None) -> Arguments:
-    """The constexprs of every kernel with scores."""
-    return addressing(q, *others, varlen=mask.varlen) | {
-        "D": sizes.d,
-        "DV": sizes.dv,
-        "BLOCK_D": sizes.block_d,
-        "BLOCK_DV": sizes.block_dv,
-        "NEGATIVE": mask.scale_for(sizes.d) < 0.0,
-        "IEEE_FP32": ieee_fp32(q.dtype),
-        "FP64": product_bits(q.dtype, q.device) == 64,
-        "PAIRS": pairs_of(mask),
-    }
+    """The constexprs of every kernel with scores, and the columns of its tiles."""
+    place = addressing(q, *others, varlen=mask.varlen)
+    columns = column_arguments(place["ALIGN"], d=(sizes.d, sizes.block_d), dv=(sizes.dv, sizes.block_dv))
+    return (
+        place
+        | columns
+        | {
+            "BLOCK_D": sizes.block_d,
+            "BLOCK_DV": sizes.block_dv,
+            "IEEE_FP32": ieee_fp32(q.dtype),
+            "FP64": product_bits(q.dtype, q.device) == 64,
+            "PAIRS": pairs_of(mask),
+        }
+    )
 
 
 Call = TypeVar("Call", Forward, Backward)
@@ -140,7 +146,9 @@ def _forward(call: Forward, scratch: Scratch) -> list[KernelCall]:
     sizes = sizes_of(q, k, v, mask)
     splits = 1 if invariant else splits_for(sizes, q.dtype, q.device)
     scores = score_arguments(sizes, mask, scratch)
-    scores |= exponent_arguments(scores["factor"], q.dtype)
+    if is_plain(mask):  # q is negated instead
+        scores["factor"] = abs(scores["factor"])
+    scores |= exponent_arguments(abs(scores["factor"]), q.dtype)
     if splits == 1:
         out = Output(o, lse, o, lse, 0, 0)
         return _attend(q, k, v, mask, sizes, scores, out, splits, scratch, invariant=invariant)
@@ -179,7 +187,7 @@ def _attend(
         {"q": q, "k": k, "v": v, "o": out.o, "lse": out.lse, "heads": sizes.hq, "splits": splits}
         | scores
         | sequence_arguments(mask)
-        | sink_arguments(mask)
+        | forward_sink_arguments(mask, sizes.hq, out.lse)
         | stride_arguments(varlen=mask.varlen, q=q, k=k, v=v, o=out.one_o)
         | lse_stride_arguments(varlen=mask.varlen, lse=out.one_lse)
         | {"o_s": out.o_s, "lse_s": out.lse_s}
@@ -190,7 +198,10 @@ def _attend(
         more = {"row_tiles": row_tiles} | list_arguments(mask, runs, row_tiles)
         return more, (row_tiles * sizes.hq * sizes.batch, splits)
 
-    constants = _constants(sizes, mask, q, k, v, out.one_o) | {"SPLIT": SPLIT if invariant else 0}
+    constants = _constants(sizes, mask, q, k, v, out.one_o) | {
+        "NEGATIVE": is_plain(mask) and mask.scale_for(sizes.d) < 0.0,
+        "SPLIT": SPLIT if invariant else 0,
+    }
     name = "ordered" if invariant else _forward_kernel(sizes)
     calls = fitted(_attention_fwd_kernel, name, sizes, q, grid, arguments, constants)
     return calls if runs is None else _with_lists(calls, scratch, sizes, mask, columns=False)
@@ -214,7 +225,7 @@ def _combine(
         row_tiles=row_tiles,
         tq=sizes.tq,
         splits=splits,
-        DV=sizes.dv,
+        **column_arguments(1, dv=(sizes.dv, sizes.block_dv)),
         BLOCK_DV=sizes.block_dv,
         BLOCK_M=FEW_ROWS,
         IEEE_FP32=ieee,
@@ -271,11 +282,13 @@ def _delta(
     row_tiles = _ceil_div(sizes.tq, rows_of_program)
     if not row_tiles * sizes.hq * sizes.batch:
         return []
+    place = addressing(o, do, varlen=mask.varlen)
     arguments = dict(
         o=o,
         do=do,
         lse=lse,
-        dlse=dlse,
+        dlse=lse if dlse is None else dlse,  # without dlse, lse is not read a second time
+        has_dlse=int(dlse is not None),
         cu_seqlens_q=mask.cu_seqlens_q,
         **rows,
         **stride_arguments(varlen=mask.varlen, o=o, do=do),
@@ -283,10 +296,10 @@ def _delta(
         heads=sizes.hq,
         row_tiles=row_tiles,
         tq=sizes.tq,
-        DV=sizes.dv,
+        **column_arguments(place["ALIGN"], dv=(sizes.dv, sizes.block_dv)),
         BLOCK_DV=sizes.block_dv,
         BLOCK_M=rows_of_program,
-        **addressing(o, do, varlen=mask.varlen),
+        **place,
         IEEE_FP32=ieee_fp32(o.dtype),
     )
     return [KernelCall(_delta_kernel, (row_tiles * sizes.hq * sizes.batch,), arguments, {})]
@@ -305,10 +318,11 @@ def _columns(
         | scores
         | sequence_arguments(mask)
         | stride_arguments(varlen=mask.varlen, dk=dk, dv=dv)
+        | {"group": None if sizes.group == 1 else sizes.group}
     )
     constants = _constants(sizes, mask, q, k, v, do, dk, dv)
     same_step = row_strides(q, varlen=mask.varlen)[2] == row_strides(do, varlen=mask.varlen)[2]
-    constants["SAME_OFFSETS"] = sizes.d == sizes.dv and same_step
+    constants["SAME_OFFSETS"] = sizes.block_d == sizes.block_dv and same_step
     for first_b in range(0, sizes.batch, MOST_SEQUENCES):
 
         def grid(

@@ -7,7 +7,7 @@ import torch
 from ...scratch import Scratch, Shapes
 from ..mask import Mask
 from ..problem import Sizes
-from .arguments import Arguments, interval_arguments, pairs_of
+from .arguments import Arguments, band_arguments, interval_arguments, pairs_of
 from .fit import KernelCall
 from .intervals import CHUNK, _edges_kernel, _last_kernel, _list_kernel
 from .scores import MOST_RUNS
@@ -71,8 +71,7 @@ def _tile_arguments(scratch: Scratch, sizes: Sizes, mask: Mask, m: int, n: int, 
         "col_tiles": _ceil_div(sizes.tk, n),
         "tq": sizes.tq,
         "tk": sizes.tk,
-        "left": sizes.left,
-        "right": sizes.right,
+        **band_arguments(sizes, mask),
         "PAIRS": pairs_of(mask),
         "BLOCK_M": m,
         "BLOCK_N": n,

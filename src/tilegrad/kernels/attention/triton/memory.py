@@ -39,18 +39,18 @@ def tile_offsets(x_t, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.const
 
 
 @triton.jit
-def load_tile(x, offsets, rows, D: tl.constexpr, CHECKED: tl.constexpr):
-    """A tile. It is 0 from column D on and, if CHECKED, from row `rows` on."""
+def load_tile(x, offsets, rows, D, CHECKED: tl.constexpr):
+    """A tile. It is 0 from column D on (None: it has no such column) and, if CHECKED, from row `rows` on."""
     ROWS: tl.constexpr = offsets.shape[0]
     BLOCK_D: tl.constexpr = offsets.shape[1]
     t = tl.arange(0, ROWS)[:, None] < rows
-    d = tl.arange(0, BLOCK_D)[None, :] < D
-    if CHECKED and D < BLOCK_D:
-        tile = tl.load(x + offsets, mask=t & d, other=0.0)
+    d = tl.arange(0, BLOCK_D)[None, :]
+    if CHECKED and D is not None:
+        tile = tl.load(x + offsets, mask=t & (d < D), other=0.0)
     elif CHECKED:
         tile = tl.load(x + offsets, mask=t, other=0.0)
-    elif D < BLOCK_D:
-        tile = tl.load(x + offsets, mask=d, other=0.0)
+    elif D is not None:
+        tile = tl.load(x + offsets, mask=d < D, other=0.0)
     else:
         tile = tl.load(x + offsets)
     return tile
@@ -71,10 +71,12 @@ def deduplicated(copies):
 
 
 @triton.jit
-def store_tile(x, offsets, tile, rows, D: tl.constexpr):
+def store_tile(x, offsets, tile, rows, D):
     ROWS: tl.constexpr = offsets.shape[0]
     BLOCK_D: tl.constexpr = offsets.shape[1]
-    inside = (tl.arange(0, ROWS)[:, None] < rows) & (tl.arange(0, BLOCK_D)[None, :] < D)
+    inside = tl.arange(0, ROWS)[:, None] < rows
+    if D is not None:
+        inside &= tl.arange(0, BLOCK_D)[None, :] < D
     tl.store(x + offsets, tile.to(x.dtype.element_ty), mask=inside)
 
 

@@ -3,11 +3,12 @@
 A tile of scores is s (M, N) or its transpose: row indices i and column indices j are tensors that broadcast to it, so every
 function here works for both.
 
-    plain                   x = q·k                       the caller multiplies by factor = |scale|
+    plain                   x = q·k                       the caller multiplies by factor
     softcap c, bias, ALiBi  x = c tanh(factor/c · q·k) + bias − slope · |i + Tk − Tq − j|
     masked                  x = −inf                      only in tiles that an edge of the band, of an interval or of k crosses
 
-A negative scale negates q (or k) on load, which is exact; so factor > 0 and max(factor · x) = factor · max(x).
+factor has the sign of the scale, but in the forward of PLAIN calls a negative scale negates q on load, which is exact; so there
+factor > 0 and max(factor · x) = factor · max(x).
 
 Every kernel rounds a score at the same steps. So the backward subtracts lse from the very bits that lse was computed from, and
 the largest score of a row has p = 1 / row_sum, however large the score is.

@@ -1,0 +1,52 @@
+"""Keys of kernels in Triton's cache on disk, so that only a change of code compiles a kernel again.
+
+Triton's own key has the text of a kernel and of every function that it calls, comments and docstrings too, and the line where
+each of them starts. A new line at the top of a file would thus compile all its kernels again. The key set here has neither. It
+also has the code of our builtins, which Triton's key lacks. A cached kernel keeps the line numbers of the version that compiled
+it: a profiler may show them.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from typing import Any
+
+OWN = __name__.partition(".")[0] + "."
+
+
+def set_key(kernel: Any) -> None:
+    """Sets the key of a kernel before Triton does. Does nothing the second time, and in the interpreter."""
+    if getattr(kernel, "hash", "") is None:
+        with kernel._hash_lock:
+            _set_key(kernel)
+
+
+def _set_key(kernel: Any) -> None:
+    source, line = kernel._src, kernel.starting_line_number
+    tree, builtins = ast.parse(source), ""
+    kernel.hash = "recursive"  # the key of a function in its own code
+    for name in sorted({node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}):
+        x = kernel.__globals__.get(name)
+        if not getattr(x, "__module__", "").startswith(OWN):
+            continue
+        if getattr(x, "__triton_builtin__", False):
+            builtins += f"\n# {name} {_code(ast.parse(textwrap.dedent(inspect.getsource(x))))!r}"
+        else:
+            set_key(x)
+    kernel._src, kernel.starting_line_number = _code(tree) + builtins, 0
+    kernel.hash = None
+    try:
+        assert kernel.cache_key  # sets kernel.hash
+    finally:
+        kernel._src, kernel.starting_line_number = source, line
+
+
+def _code(tree: ast.Module) -> str:
+    """The code of a function without comments and docstring."""
+    (function,) = tree.body
+    assert isinstance(function, ast.FunctionDef)
+    if ast.get_docstring(function) is not None:
+        function.body = function.body[1:] or [ast.Pass()]
+    return ast.unparse(tree)
