@@ -21,6 +21,7 @@ from ..kernels.attention.problem import Backward, Forward, lse_dtype, output_sha
 from ..kernels.cuda_launch import Plan
 from ..kernels.scratch import Layout
 from ..memory.types import BufferType
+from . import compile_ahead
 from .scratch import borrow
 
 GRADIENTS = ("dq", "dk", "dv", "dbias", "dsinks")
@@ -59,6 +60,11 @@ def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
 
 
+def compiles(x: Tensor) -> bool:
+    """Whether kernels are compiled for x when they first run."""
+    return x.is_cuda
+
+
 def forward_key(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, kernel: str | None, *, for_both: bool = False
 ) -> Signature | None:
@@ -75,8 +81,10 @@ def forward(
     *,
     manager: int = 0,
     for_both: bool = False,
+    backward: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Checks, allocates, runs. Returns o, lse. `key` is from `forward_key`. `for_both`: the scratch also fits the backward."""
+    """Checks, allocates, runs. Returns o, lse. `key` is from `forward_key`. `for_both`: the scratch also fits the backward.
+    `backward`: whether the backward that will follow is deterministic; None if there is none."""
     prepared, device = recall(key), q.device
     if prepared is None:
         selection = select(q, k, v, mask, {}, kernel, backward=False)
@@ -84,6 +92,8 @@ def forward(
         layout = Layout(selection.scratch)
         work_bytes = max(layout.nbytes, Layout(other).nbytes)
         o, lse = new_outputs(q, v, mask)
+        if backward is not None and compiles(q):
+            compile_ahead.start(q, k, v, mask, o, lse, kernel, deterministic=backward)
     else:
         (shape, strides, dtype), (lse_shape, lse_strides, lse_type) = prepared.outputs
         like_q = prepared.o_like_q
@@ -129,6 +139,7 @@ def backward(
         prepared = recall(key)
     gradients = dq, dk, dv, dbias, dsinks = new_gradients(q, k, v, mask, wanted)
     if prepared is None:
+        compile_ahead.wait()
         given = {"o": o, "lse": lse, "do": do, "dlse": dlse, **dict(zip(GRADIENTS, gradients, strict=True))}
         selection = select(q, k, v, mask, given, kernel, backward=True, deterministic=deterministic)
         other = select(q, k, v, mask, {}, kernel, backward=False).scratch if manager else {}

@@ -117,7 +117,8 @@ class _EagerAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, options: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, *held: Tensor | None) -> Any:
         mask, key, return_lse, deterministic, kernel, manager = options
-        o, lse = call.forward(q, k, v, mask, kernel, key, manager=manager, for_both=manager != 0)
+        both = manager != 0
+        o, lse = call.forward(q, k, v, mask, kernel, key, manager=manager, for_both=both, backward=deterministic)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, o, lse, *held)
         # The options have no tensors, because autograd saves tensors.

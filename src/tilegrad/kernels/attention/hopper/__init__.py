@@ -17,10 +17,10 @@ from ..mask import Mask
 from ..problem import sizes_of
 from ..triton.lists import edge_shapes, last_shapes, list_shapes
 from . import launch_backward, launch_forward
-from .launch_backward import prepare_bwd
+from .launch_backward import compile_bwd, prepare_bwd
 from .launch_forward import prepare_fwd
 
-__all__ = ["prepare_bwd", "prepare_fwd", "workspace"]
+__all__ = ["compile_bwd", "prepare_bwd", "prepare_fwd", "workspace"]
 
 LEAST = 64  # rows, and columns, of any tile
 

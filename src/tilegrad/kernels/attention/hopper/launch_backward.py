@@ -162,6 +162,16 @@ def prepare_bwd(call: Backward, views: Views) -> Callable[[Backward], None]:
         return Plan(launches, call, call.memory, launches[0].device)
 
 
+def compile_bwd(call: Backward, scratch: Scratch) -> tuple[Callable[[], None]]:
+    """A function that compiles the kernels of a backward, for a thread."""
+
+    def compile() -> None:
+        with current(call.q.device):
+            _prepare(call, scratch)
+
+    return (compile,)
+
+
 def _prepare(call: Backward, scratch: Scratch) -> tuple[Launch, ...]:
     q, k, v, o, lse, do, dlse, mask, dq, dk, dv, _, dsinks, _, deterministic = call
     sizes = sizes_of(q, k, v, mask)

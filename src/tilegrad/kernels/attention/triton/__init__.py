@@ -1,5 +1,5 @@
 """Attention in Triton."""
 
-from .launch import prepare_bwd, prepare_fwd, workspace
+from .launch import compile_bwd, prepare_bwd, prepare_fwd, workspace
 
-__all__ = ["prepare_bwd", "prepare_fwd", "workspace"]
+__all__ = ["compile_bwd", "prepare_bwd", "prepare_fwd", "workspace"]

@@ -85,10 +85,13 @@ class KernelCall(NamedTuple):
         set_key(self.kernel)
         self.kernel[self.programs](**self.arguments, **self.options, **launch_options())
 
+    def compile(self) -> Any:
+        set_key(self.kernel)
+        return self.kernel.warmup(**self.arguments, **self.options, **launch_options(), grid=self.programs)
+
     def launch(self, device: int) -> Launch | None:
         """A launch through the CUDA driver; None if only Triton can launch this kernel."""
-        set_key(self.kernel)
-        compiled = self.kernel.warmup(**self.arguments, **self.options, **launch_options(), grid=self.programs)
+        compiled = self.compile()
         ordered = [self.arguments[name] for name in self.kernel.arg_names]
         return None if refusal(compiled) else Launch(compiled, self.programs, ordered, device)
 

@@ -7,6 +7,7 @@ alignment of rows, not on sizes and strides. Nothing is allocated.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
@@ -139,6 +140,18 @@ def prepare_fwd(call: Forward, views: Views) -> Callable[[Forward], None]:
 
 def prepare_bwd(call: Backward, views: Views) -> Callable[[Backward], None]:
     return _prepared(call, views, _backward)
+
+
+def compile_bwd(call: Backward, scratch: Scratch) -> tuple[Callable[[], None], ...]:
+    """Functions that compile the kernels of a backward, for a thread each."""
+
+    def compile(part: Backward) -> None:
+        with torch.cuda.device_of(call.q):
+            for each in _backward(part, scratch):
+                each.compile()
+
+    parts = call._replace(dq=None), call._replace(dk=None, dv=None, dbias=None, dsinks=None)
+    return tuple(functools.partial(compile, part) for part in parts)
 
 
 def _forward(call: Forward, scratch: Scratch) -> list[KernelCall]:
