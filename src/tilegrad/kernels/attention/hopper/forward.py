@@ -271,7 +271,7 @@ def _store_rows(o, tile, start, out, COLUMN: gl.constexpr):
         rows = gl.multiple_of((tile.start_q + i).to(gl.int64) * out.o_t, [8, 8])
         inside = i >= 0
         if out.d_eighths is not None:
-            inside &= d < out.d_eighths * 8
+            inside = inside & (d < out.d_eighths * 8)
         gl.store(head + rows + d, o.slice(n, AT_ONCE, dim=0).load(COPY), mask=inside)
 
 
