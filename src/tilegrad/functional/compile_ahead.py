@@ -23,8 +23,8 @@ _pool: ThreadPoolExecutor | None = None
 def start(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, o: Tensor, lse: Tensor, kernel: str | None, *, deterministic: bool
 ) -> None:
-    """Starts to compile the backward of a call of the kernels `hopper` or `triton`, once for each set of features. o stands for
-    do, and each input for its gradient: compiled code depends on their dtypes and alignment."""
+    """Starts to compile the backward of a call of the kernels `hopper` or `triton`, once for each set of features. o takes
+    the place of do, and each input that of its gradient: code depends only on their dtypes and alignment."""
     global _pool
     learned = [x if x is not None and x.requires_grad else None for x in (q, k, v, mask.float_bias, mask.sinks)]
     features = (mask.window, mask.bias, mask.alibi_slopes, mask.sinks, mask.intervals, mask.cu_seqlens_q, *learned)

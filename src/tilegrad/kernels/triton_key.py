@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import textwrap
 from typing import Any
 
@@ -25,17 +26,17 @@ def set_key(kernel: Any) -> None:
 
 def _set_key(kernel: Any) -> None:
     source, line = kernel._src, kernel.starting_line_number
-    tree, builtins = ast.parse(source), ""
+    code, builtins = _code(source), ""
     kernel.hash = "recursive"  # the key of a function in its own code
-    for name in sorted({node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}):
+    for name in sorted(set(re.findall(r"[^\W\d]\w*", code))):
         x = kernel.__globals__.get(name)
         if not getattr(x, "__module__", "").startswith(OWN):
             continue
         if getattr(x, "__triton_builtin__", False):
-            builtins += f"\n# {name} {_code(ast.parse(textwrap.dedent(inspect.getsource(x))))!r}"
+            builtins += f"\n# {name} {_code(textwrap.dedent(inspect.getsource(x)))!r}"
         else:
             set_key(x)
-    kernel._src, kernel.starting_line_number = _code(tree) + builtins, 0
+    kernel._src, kernel.starting_line_number = code + builtins, 0
     kernel.hash = None
     try:
         assert kernel.cache_key  # sets kernel.hash
@@ -43,8 +44,9 @@ def _set_key(kernel: Any) -> None:
         kernel._src, kernel.starting_line_number = source, line
 
 
-def _code(tree: ast.Module) -> str:
+def _code(source: str) -> str:
     """The code of a function without comments and docstring."""
+    tree = ast.parse(source)
     (function,) = tree.body
     assert isinstance(function, ast.FunctionDef)
     if ast.get_docstring(function) is not None:
