@@ -10,9 +10,9 @@ magnitudes within one gradient differ by more than e4m3's 2¹⁸. In e4m3, a mag
 s; in e5m2, one below 2⁻¹⁴ s to a multiple of 2⁻¹⁶ s.
 
 cuBLAS multiplies rows by rows, so a factor is kept in one order or in both: a8 (N, C), and a8t (C, N'), whose columns after N
-are 0. `fp8_quantize_fwd` reads a once and writes both. Three ops do the same for a factor that they compute, so that it is
-never stored in bfloat16: `fp8_activation_fwd` for a = act(h), `fp8_activation_bwd` for dh = da ∘ act'(h), and `fp8_softmax_bwd`
-for the gradient of logits.
+are 0. `fp8_quantize_fwd` reads a once and writes both. Three ops do the same for a factor that they compute in float32, which
+is not stored: `fp8_activation_fwd` for a = act(h), `fp8_activation_bwd` for dh = da ∘ act'(h), and `fp8_softmax_bwd` for the
+gradient of logits.
 
     y = x8 · w8         dx = dy8 · w8t         dw = dy8t · x8t         A · B = A Bᵀ, by `fp8_product_fwd`
 
@@ -138,7 +138,7 @@ def fp8_activation_bwd(
     dh8: Tensor | None = None, dh8t: Tensor | None = None, a: Tensor | None = None, dh_sum: Tensor | None = None,
     accumulate: bool = True, state: Tensor, **where: Unpack[Where],
 ) -> None:  # fmt: skip
-    """dh = da ∘ act'(h), rounded to h's dtype   dh8 = q(dh)   dh8t = q(dh)ᵀ   a = act(h)   dh_sum += Σ_n dh; updates the
+    """dh = da ∘ act'(h)   dh8 = q(dh)   dh8t = q(dh)ᵀ   a = act(h)   dh_sum += Σ_n dh; updates the
     magnitudes of dh in state. swiglu: h = [up, gate] and dh = [dup, dgate]. a may be h; swiglu: da."""
     n, c = _check_activation(h, kind)
     check_tensor("da", da, (n, c), h.dtype, h.device)
@@ -173,7 +173,7 @@ def fp8_softmax_bwd(
     logits: Tensor, targets: Tensor, row_max: Tensor, factor: Tensor, inv_total: Tensor, softcap: float, state: Tensor, *,
     dl8: Tensor, dl8t: Tensor, kernel: str | None = None,
 ) -> None:  # fmt: skip
-    """dl = exp(l − row_max) · factor, minus inv_total in the target's column, rounded to the dtype of the logits
+    """dl = exp(l − row_max) · factor, minus inv_total in the target's column
     dl8 = q(dl)   dl8t = q(dl)ᵀ. l is the logit, capped if softcap ≠ 0: then dl is multiplied by 1 − (l / softcap)². row_max and
     factor (N,) are those of `softmax` in kernels/cross_entropy. The caller has set the scale, and no magnitudes are kept."""
     n, v = logits.shape

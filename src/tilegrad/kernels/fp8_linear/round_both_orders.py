@@ -2,11 +2,11 @@
 
 A program rounds tiles of a tensor, and stores the largest magnitude of its tiles in its own element of the state, so no atomics
 are needed. In this maximum a NaN counts as infinite, so that it is not lost. A number that is computed here (an activation, its
-gradient, the gradient of the logits) is first rounded to its input's dtype, as if another kernel had stored it. Such a tile is
-also what the compiler transposes best: from float32 it would compute every number twice, once for each order.
+gradient, the gradient of the logits) is rounded once, from float32.
 
-A thread has 32 numbers of a tile, and few registers, so that four programs share a multiprocessor: while some wait for memory,
-others compute. A tile is transposed in shared memory, so the read and both writes are whole rows of 64 or 128 bytes.
+A step with float8 products runs at the power limit, where clocks are low, so these kernels are limited by instructions as much
+as by memory. Four neighbouring rows are rounded together: `_four_rows_in_words` collects the four bytes of a column in a word,
+and words, a quarter of the elements, are what a tile transposes in shared memory. All stores are of 8 or 16 bytes a thread.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -56,106 +56,186 @@ def _keep_largest(state, part, largest):
 
 
 @triton.jit
-def _store_rounded(
-    a, inverse, bound, x8, x8t, x8t_c, rows, columns, first_column, N, C, WIDTH, PITCH, CLAMP: tl.constexpr
-):  # fmt: skip
-    """Rounds a tile of C columns into columns first_column … of x8 (N, WIDTH) and x8t (WIDTH, PITCH). The conversion
-    instruction clamps to the largest number of the format; CLAMP is for Triton's interpreter, which does not."""
+def _round_row(a, inverse, bound, x8, x8t, rows, columns, N, C, WIDTH, INTERPRETED: tl.constexpr):
+    """Rounds a (one row for each of `rows`), and stores it in x8 (N, WIDTH). Returns the rounded numbers. The conversion
+    instruction clamps to the largest number of the format; Triton's interpreter does not."""
     a *= inverse
-    if CLAMP:
+    if INTERPRETED:
         a = tl.clamp(a, -bound, bound, propagate_nan=tl.PropagateNan.ALL)
-    rows, into = rows.to(tl.int64), (columns + first_column).to(tl.int64)
     if x8 is not None:
+        a8 = a.to(x8.dtype.element_ty)
         here = (rows[:, None] < N) & (columns[None, :] < C)
-        tl.store(x8 + rows[:, None] * WIDTH + into[None, :], a.to(x8.dtype.element_ty), mask=here)
-    if x8t is not None:
-        here = (columns[:, None] < C) & (rows[None, :] < PITCH)
-        tl.store(x8t + into[:, None] * x8t_c + rows[None, :], tl.trans(a.to(x8t.dtype.element_ty)), mask=here)
+        tl.store(x8 + rows[:, None].to(tl.int64) * WIDTH + columns[None, :], a8, mask=here)
+        return a8
+    else:
+        return a.to(x8t.dtype.element_ty)
 
 
 @triton.jit
-def _activated(x, at, here, a, C, KIND: tl.constexpr, EXACT: tl.constexpr):
-    """act(h), not rounded. For swiglu, a is up, and gate is C columns after it."""
-    if KIND == "swiglu":
-        gate = tl.load(x + at + C, mask=here, other=0.0).to(tl.float32)
-        of_g, _ = sigmoids_next_to_1(gate, EXACT)
-        return gate * of_g * a
+def _four_rows_in_words(a, b, c, d, INTERPRETED: tl.constexpr):
+    """Words of four bytes, the numbers of one column in four rows. A thread has four columns of each row in a register, so this
+    is the transpose of 4 × 4 bytes, in eight instructions."""
+    if INTERPRETED:
+        low = a.to(tl.uint8, bitcast=True).to(tl.int32) | (b.to(tl.uint8, bitcast=True).to(tl.int32) << 8)
+        high = c.to(tl.uint8, bitcast=True).to(tl.int32) | (d.to(tl.uint8, bitcast=True).to(tl.int32) << 8)
+        return low | (high << 16)
     else:
-        return activate(a, KIND, EXACT)
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 ab, ab2, cd, cd2;
+            prmt.b32 ab, $4, $5, 0x5140;
+            prmt.b32 ab2, $4, $5, 0x7362;
+            prmt.b32 cd, $6, $7, 0x5140;
+            prmt.b32 cd2, $6, $7, 0x7362;
+            prmt.b32 $0, ab, cd, 0x5410;
+            prmt.b32 $1, ab, cd, 0x7632;
+            prmt.b32 $2, ab2, cd2, 0x5410;
+            prmt.b32 $3, ab2, cd2, 0x7632;
+            }""",
+            "=r,=r,=r,=r,r,r,r,r",
+            [a, b, c, d],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=4,
+        )
+
+
+@triton.jit
+def _store_columns(a, b, c, d, x8t, x8t_c, fours, columns, C, PITCH, INTERPRETED: tl.constexpr):
+    """x8t (C, PITCH) from rows 4 i, 4 i + 1, 4 i + 2 and 4 i + 3 of x8, i = `fours`."""
+    if x8t is not None:
+        words = _four_rows_in_words(a, b, c, d, INTERPRETED)
+        into = x8t.to(tl.pointer_type(tl.int32), bitcast=True)
+        pitch, stride = tl.multiple_of(PITCH // 4, 4), tl.multiple_of(x8t_c // 4, 4)
+        here = (columns[:, None] < C) & (fours[None, :] < pitch)
+        tl.store(into + columns[:, None].to(tl.int64) * stride + fours[None, :], tl.trans(words), mask=here)
+
+
+@triton.jit
+def _number(x, rows, columns, x_n, N, C, KIND: tl.constexpr):
+    """x, or act(h) if KIND is the name of an activation; swiglu: x = [up, gate], and gate is C columns after up."""
+    here = (rows[:, None] < N) & (columns[None, :] < C)
+    at = x + rows[:, None].to(tl.int64) * x_n + columns[None, :]
+    a = tl.load(at, mask=here, other=0.0).to(tl.float32)
+    exact: tl.constexpr = x.dtype.element_ty == tl.float32
+    if KIND == "swiglu":
+        gate = tl.load(at + C, mask=here, other=0.0).to(tl.float32)
+        of_g, _ = sigmoids_next_to_1(gate, exact)
+        return gate * of_g * a
+    elif KIND != "":
+        return activate(a, KIND, exact)
+    else:
+        return a
 
 
 @triton.jit
 def _quantize_kernel(
     x, state, x8, x8t, x_n, x8t_c, N, C, PITCH,
-    KIND: tl.constexpr, CLAMP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+    KIND: tl.constexpr, INTERPRETED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """x8 = q(x) and x8t = q(x)ᵀ; x is act(h) if KIND is the name of an activation. Rows N … PITCH of x count as 0."""
     part = tl.program_id(0)
     bound = tl.load(state + FORMAT)
     inverse = tl.math.div_rn(1.0, tl.load(state))
-    largest = tl.zeros([BLOCK_N, BLOCK_C // 8], tl.float32)
+    largest = tl.zeros([BLOCK_N // 4, BLOCK_C // 8], tl.float32)
     across = tl.cdiv(C, BLOCK_C)
     for tile in range(part, tl.cdiv(PITCH, BLOCK_N) * across, PARTS):
-        rows = tile // across * BLOCK_N + tl.arange(0, BLOCK_N)
+        fours = tile // across * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
         columns = tile % across * BLOCK_C + tl.arange(0, BLOCK_C)
-        here = (rows[:, None] < N) & (columns[None, :] < C)
-        at = rows[:, None].to(tl.int64) * x_n + columns[None, :]
-        a = tl.load(x + at, mask=here, other=0.0).to(tl.float32)
-        if KIND != "":
-            exact: tl.constexpr = x.dtype.element_ty == tl.float32
-            a = _activated(x, at, here, a, C, KIND, exact).to(x.dtype.element_ty).to(tl.float32)
-        largest = _wider(largest, a)
-        _store_rounded(a, inverse, bound, x8, x8t, x8t_c, rows, columns, 0, N, C, C, PITCH, CLAMP)
+        rows = fours * 4
+        a = _number(x, rows, columns, x_n, N, C, KIND)
+        b = _number(x, rows + 1, columns, x_n, N, C, KIND)
+        c = _number(x, rows + 2, columns, x_n, N, C, KIND)
+        d = _number(x, rows + 3, columns, x_n, N, C, KIND)
+        largest = _wider(_wider(_wider(_wider(largest, a), b), c), d)
+        a = _round_row(a, inverse, bound, x8, x8t, rows, columns, N, C, C, INTERPRETED)
+        b = _round_row(b, inverse, bound, x8, x8t, rows + 1, columns, N, C, C, INTERPRETED)
+        c = _round_row(c, inverse, bound, x8, x8t, rows + 2, columns, N, C, C, INTERPRETED)
+        d = _round_row(d, inverse, bound, x8, x8t, rows + 3, columns, N, C, C, INTERPRETED)
+        _store_columns(a, b, c, d, x8t, x8t_c, fours, columns, C, PITCH, INTERPRETED)
     _keep_largest(state, part, largest)
+
+
+@triton.jit
+def _gradients(da, h, a, rows, columns, N, C, KIND: tl.constexpr):
+    """dh = da ∘ act'(h) of a row, and dgate for swiglu, else dh again. Stores a = act(h) if it is given."""
+    here = (rows[:, None] < N) & (columns[None, :] < C)
+    exact: tl.constexpr = h.dtype.element_ty == tl.float32
+    row = rows[:, None].to(tl.int64)
+    grad = tl.load(da + row * C + columns[None, :], mask=here, other=0.0).to(tl.float32)
+    if KIND == "swiglu":
+        up = tl.load(h + row * (2 * C) + columns[None, :], mask=here, other=0.0).to(tl.float32)
+        gate = tl.load(h + row * (2 * C) + C + columns[None, :], mask=here, other=0.0).to(tl.float32)
+        of_g, of_minus_g = sigmoids_next_to_1(gate, exact)
+        dh = grad * gate * of_g
+        dgate = grad * up * (of_g * (1.0 + gate * of_minus_g))
+        again = gate * of_g * up
+    else:
+        of_h = tl.load(h + row * C + columns[None, :], mask=here, other=0.0).to(tl.float32)
+        dh = grad * derivative(of_h, KIND, exact)
+        dgate = dh
+        again = activate(of_h, KIND, exact)
+    if a is not None:
+        tl.store(a + row * C + columns[None, :], again.to(a.dtype.element_ty), mask=here)
+    return dh, dgate
+
+
+@triton.jit
+def _round_gradients(
+    a, b, c, d, largest, total, inverse, bound, dh8, dh8t, dh8t_c, fours, columns, first_column, N, C, WIDTH, PITCH,
+    SUMS: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Rounds a tile of C columns into columns first_column … of dh8 (N, WIDTH) and dh8t (WIDTH, PITCH). Returns `largest` and
+    the column sums of the tile's rows added to total."""
+    if SUMS:
+        total += (a + b) + (c + d)
+    largest = _wider(_wider(_wider(_wider(largest, a), b), c), d)
+    last, into, rows = first_column + C, columns + first_column, fours * 4
+    a = _round_row(a, inverse, bound, dh8, dh8t, rows, into, N, last, WIDTH, INTERPRETED)
+    b = _round_row(b, inverse, bound, dh8, dh8t, rows + 1, into, N, last, WIDTH, INTERPRETED)
+    c = _round_row(c, inverse, bound, dh8, dh8t, rows + 2, into, N, last, WIDTH, INTERPRETED)
+    d = _round_row(d, inverse, bound, dh8, dh8t, rows + 3, into, N, last, WIDTH, INTERPRETED)
+    _store_columns(a, b, c, d, dh8t, dh8t_c, fours, into, last, PITCH, INTERPRETED)
+    return largest, total
 
 
 @triton.jit
 def _quantize_activation_bwd_kernel(
     da, h, state, dh8, dh8t, a, partials, dh8t_c, N, C, PITCH,
-    KIND: tl.constexpr, CLAMP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+    KIND: tl.constexpr, INTERPRETED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """dh8 = q(dh) and dh8t = q(dh)ᵀ, dh = da ∘ act'(h). swiglu: h = [up, gate], and dh, of the same shape, is dup, then dgate.
     a = act(h), which may overwrite h (swiglu: da). Program p of a tile of columns has the row tiles p, p + P, p + 2P, … and
     writes partials[:, p] = Σ dh of its rows."""
     p, programs = tl.program_id(1), tl.num_programs(1)
-    exact: tl.constexpr = h.dtype.element_ty == tl.float32
     gated: tl.constexpr = KIND == "swiglu"
+    sums: tl.constexpr = partials is not None
     bound = tl.load(state + FORMAT)
     inverse = tl.math.div_rn(1.0, tl.load(state))
-    largest = tl.zeros([BLOCK_N, BLOCK_C // 8], tl.float32)
+    largest = tl.zeros([BLOCK_N // 4, BLOCK_C // 8], tl.float32)
     columns = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     width = 2 * C if gated else C
-    dh_sum = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
-    dgate_sum = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
+    dh_sum = tl.zeros([BLOCK_N // 4, BLOCK_C], tl.float32)
+    dgate_sum = tl.zeros([BLOCK_N // 4, BLOCK_C], tl.float32)
 
     for first in range(p * BLOCK_N, PITCH, programs * BLOCK_N):
-        rows = first + tl.arange(0, BLOCK_N)
-        here = (rows[:, None] < N) & (columns[None, :] < C)
-        row = rows[:, None].to(tl.int64)
-        grad = tl.load(da + row * C + columns[None, :], mask=here, other=0.0).to(tl.float32)
-        of_h = tl.load(h + row * width + columns[None, :], mask=here, other=0.0).to(tl.float32)
+        fours = first // 4 + tl.arange(0, BLOCK_N // 4)
+        rows = fours * 4
+        dh0, dgate0 = _gradients(da, h, a, rows, columns, N, C, KIND)
+        dh1, dgate1 = _gradients(da, h, a, rows + 1, columns, N, C, KIND)
+        dh2, dgate2 = _gradients(da, h, a, rows + 2, columns, N, C, KIND)
+        dh3, dgate3 = _gradients(da, h, a, rows + 3, columns, N, C, KIND)
+        largest, dh_sum = _round_gradients(
+            dh0, dh1, dh2, dh3, largest, dh_sum, inverse, bound, dh8, dh8t, dh8t_c, fours, columns, 0, N, C, width, PITCH,
+            sums, INTERPRETED,
+        )  # fmt: skip
         if gated:
-            gate = tl.load(h + row * width + C + columns[None, :], mask=here, other=0.0).to(tl.float32)
-            of_g, of_minus_g = sigmoids_next_to_1(gate, exact)
-            dh = grad * gate * of_g
-            again = gate * of_g * of_h
-            dgate = (grad * of_h * (of_g * (1.0 + gate * of_minus_g))).to(h.dtype.element_ty).to(tl.float32)
-            largest = _wider(largest, dgate)
-            _store_rounded(dgate, inverse, bound, dh8, dh8t, dh8t_c, rows, columns, C, N, C, width, PITCH, CLAMP)
-            if partials is not None:
-                dgate_sum += dgate
-        else:
-            dh = grad * derivative(of_h, KIND, exact)
-            again = activate(of_h, KIND, exact)
-        dh = dh.to(h.dtype.element_ty).to(tl.float32)
-        largest = _wider(largest, dh)
-        _store_rounded(dh, inverse, bound, dh8, dh8t, dh8t_c, rows, columns, 0, N, C, width, PITCH, CLAMP)
-        if partials is not None:
-            dh_sum += dh
-        if a is not None:
-            tl.store(a + row * C + columns[None, :], again.to(a.dtype.element_ty), mask=here)
+            largest, dgate_sum = _round_gradients(
+                dgate0, dgate1, dgate2, dgate3, largest, dgate_sum, inverse, bound, dh8, dh8t, dh8t_c, fours, columns, C,
+                N, C, width, PITCH, sums, INTERPRETED,
+            )  # fmt: skip
 
-    if partials is not None:
+    if sums:
         own = partials + p.to(tl.int64) * C + columns
         tl.store(own, tl.sum(dh_sum, 0), mask=columns < C)
         if gated:
@@ -164,31 +244,46 @@ def _quantize_activation_bwd_kernel(
 
 
 @triton.jit
+def _gradient_of_logits(
+    logits, targets, row_max, factor, scale, logits_n, rows, columns, N, V, SOFTCAP: tl.constexpr
+):  # fmt: skip
+    inside, here = rows < N, (rows[:, None] < N) & (columns[None, :] < V)
+    most = tl.load(row_max + rows, mask=inside, other=float("inf"))
+    of_row = tl.load(factor + rows, mask=inside, other=0.0)
+    target = tl.load(targets + rows, mask=inside, other=-1)
+    exact: tl.constexpr = logits.dtype.element_ty == tl.float32
+    x = tl.load(logits + rows[:, None].to(tl.int64) * logits_n + columns[None, :], mask=here, other=0.0)
+    x = capped(x.to(tl.float32), SOFTCAP, exact)
+    dl = tl.exp2(x * LOG2E - (most * LOG2E)[:, None]) * of_row[:, None]
+    dl = tl.where(columns[None, :] == target.to(tl.int32)[:, None], dl - scale, dl)
+    if SOFTCAP != 0.0:
+        dl *= slope(x, SOFTCAP, exact)
+    return dl
+
+
+@triton.jit
 def _quantize_softmax_bwd_kernel(
     logits, targets, row_max, factor, inv_total, state, dl8, dl8t, logits_n, dl8t_c, N, V, PITCH,
-    SOFTCAP: tl.constexpr, CLAMP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+    SOFTCAP: tl.constexpr, INTERPRETED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """dl8 = q(dl) and dl8t = q(dl)ᵀ, dl = exp(l − row_max) · factor, minus inv_total in the target's column."""
     bound = tl.load(state + FORMAT)
     inverse = tl.math.div_rn(1.0, tl.load(state))
     scale = tl.load(inv_total)
-    exact: tl.constexpr = logits.dtype.element_ty == tl.float32
     across = tl.cdiv(V, BLOCK_C)
     for tile in range(tl.program_id(0), tl.cdiv(PITCH, BLOCK_N) * across, tl.num_programs(0)):
-        rows = tile // across * BLOCK_N + tl.arange(0, BLOCK_N)
+        fours = tile // across * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
         columns = tile % across * BLOCK_C + tl.arange(0, BLOCK_C)
-        inside, here = rows < N, (rows[:, None] < N) & (columns[None, :] < V)
-        most = tl.load(row_max + rows, mask=inside, other=float("inf"))
-        of_row = tl.load(factor + rows, mask=inside, other=0.0)
-        target = tl.load(targets + rows, mask=inside, other=-1)
-        x = tl.load(logits + rows[:, None].to(tl.int64) * logits_n + columns[None, :], mask=here, other=0.0)
-        x = capped(x.to(tl.float32), SOFTCAP, exact)
-        dl = tl.exp2(x * LOG2E - (most * LOG2E)[:, None]) * of_row[:, None]
-        dl = tl.where(columns[None, :] == target[:, None], dl - scale, dl)
-        if SOFTCAP != 0.0:
-            dl *= slope(x, SOFTCAP, exact)
-        dl = dl.to(logits.dtype.element_ty).to(tl.float32)
-        _store_rounded(dl, inverse, bound, dl8, dl8t, dl8t_c, rows, columns, 0, N, V, V, PITCH, CLAMP)
+        rows = fours * 4
+        a = _gradient_of_logits(logits, targets, row_max, factor, scale, logits_n, rows, columns, N, V, SOFTCAP)
+        b = _gradient_of_logits(logits, targets, row_max, factor, scale, logits_n, rows + 1, columns, N, V, SOFTCAP)
+        c = _gradient_of_logits(logits, targets, row_max, factor, scale, logits_n, rows + 2, columns, N, V, SOFTCAP)
+        d = _gradient_of_logits(logits, targets, row_max, factor, scale, logits_n, rows + 3, columns, N, V, SOFTCAP)
+        a = _round_row(a, inverse, bound, dl8, dl8t, rows, columns, N, V, V, INTERPRETED)
+        b = _round_row(b, inverse, bound, dl8, dl8t, rows + 1, columns, N, V, V, INTERPRETED)
+        c = _round_row(c, inverse, bound, dl8, dl8t, rows + 2, columns, N, V, V, INTERPRETED)
+        d = _round_row(d, inverse, bound, dl8, dl8t, rows + 3, columns, N, V, V, INTERPRETED)
+        _store_columns(a, b, c, d, dl8t, dl8t_c, fours, columns, V, PITCH, INTERPRETED)
 
 
 @triton.jit
@@ -227,7 +322,7 @@ def _sizes(n: int, c: int, x8t: Tensor | None) -> tuple[int, int, int, int]:
 
 
 def _tile() -> dict[str, int | bool]:
-    return {"CLAMP": interpreting(), "BLOCK_N": BLOCK_N, "BLOCK_C": BLOCK_C, "num_warps": WARPS}
+    return {"INTERPRETED": interpreting(), "BLOCK_N": BLOCK_N, "BLOCK_C": BLOCK_C, "num_warps": WARPS}
 
 
 def _programs(c: int) -> int:

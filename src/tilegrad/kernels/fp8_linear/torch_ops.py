@@ -34,6 +34,7 @@ def quantize(x: Tensor, *, x8: Tensor | None, x8t: Tensor | None, state: Tensor,
 
 
 def activation(h: Tensor, kind: str, *, a8: Tensor | None, a8t: Tensor | None, state: Tensor, scratch: Scratch) -> None:
+    h = h.float()
     if kind == "swiglu":
         up, gate = h.chunk(2, dim=1)
         activations.swiglu_fwd(
@@ -49,17 +50,20 @@ def activation_bwd(
     dh8: Tensor | None, dh8t: Tensor | None, a: Tensor | None, sums: tuple[Tensor, ...], accumulate: bool, state: Tensor,
     scratch: Scratch,
 ) -> None:  # fmt: skip
-    dh = torch.empty_like(h)
+    da32, h32 = da.float(), h.float()
+    dh, a32 = torch.empty_like(h32), torch.empty_like(da32)
     if kind == "swiglu":
-        (up, gate), (dup, dgate) = h.chunk(2, dim=1), dh.chunk(2, dim=1)
+        (up, gate), (dup, dgate) = h32.chunk(2, dim=1), dh.chunk(2, dim=1)
         activations.swiglu_bwd(
-            da, gate, up, dgate=dgate, dup=dup, a=a, dgate_sum=None, dup_sum=None, accumulate=False,
-            scratch={"block": da.new_empty(2, *da.shape)},
+            da32, gate, up, dgate=dgate, dup=dup, a=a32, dgate_sum=None, dup_sum=None, accumulate=False,
+            scratch={"block": da32.new_empty(2, *da32.shape)},
         )  # fmt: skip
     else:
-        activations.bwd(da, h, kind, dh=dh, a=a, dh_sum=None, accumulate=False, scratch={})
+        activations.bwd(da32, h32, kind, dh=dh, a=a32, dh_sum=None, accumulate=False, scratch={})
+    if a is not None:
+        a.copy_(a32)
     for total, part in zip(sums, dh.chunk(len(sums), dim=1) if sums else (), strict=True):
-        total.copy_(total + part.float().sum(0) if accumulate else part.float().sum(0))
+        total.copy_(total + part.sum(0) if accumulate else part.sum(0))
     quantize(dh, x8=dh8, x8t=dh8t, state=state, scratch={})
 
 
@@ -72,7 +76,7 @@ def softmax_bwd(
     dl = torch.exp(x - row_max[:, None]) * factor[:, None]
     dl = torch.where(targets[:, None] == torch.arange(x.shape[1], device=x.device), dl - inv_total, dl)
     dl = dl * (1.0 - (x / softcap).square()) if softcap else dl
-    quantize(dl.to(logits.dtype), x8=dl8, x8t=dl8t, state=state.clone(), scratch={})
+    quantize(dl, x8=dl8, x8t=dl8t, state=state.clone(), scratch={})
 
 
 def product(
