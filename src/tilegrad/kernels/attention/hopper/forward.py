@@ -138,10 +138,10 @@ def _clear_rows(v, rows):
 
 
 @gluon.jit
-def _mask_out(x, at, span, params, BLOCK_N: gl.constexpr):
-    """x, −inf where a row does not attend to a column of block `at`."""
-    diagonal = span.diagonal + gl.arange(0, ROWS, layout=gl.SliceLayout(1, x.type.layout))
-    last = diagonal * 0 + (span.tk - 1)
+def _mask_out(x, at, diagonal, tk, params, BLOCK_N: gl.constexpr):
+    """x, −inf where the band masks out a column of block `at`. `diagonal` is the column on the diagonal of row 0."""
+    diagonal = diagonal + gl.arange(0, ROWS, layout=gl.SliceLayout(1, x.type.layout))
+    last = diagonal * 0 + (tk - 1)
     if params.right is not None:
         last = gl.minimum(last, diagonal + params.right)
     if params.left is not None:
@@ -151,21 +151,19 @@ def _mask_out(x, at, span, params, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def _mask_out_intervals(x, at, iteration, pipelines, params, W: gl.constexpr, BLOCK_N: gl.constexpr):
-    """x, −inf where an interval of a column of block `at` has the row.
+def _mask_out_intervals(x, at, start, tile, params, BLOCK_N: gl.constexpr):
+    """x, −inf where an interval of a column of block `at` has the row; row 0 of x is row `start`.
 
-    Each column has its starts and ends, counted from the warpgroup's first row and limited to 0 … ROWS, in the bytes of one
+    Each column has its starts and ends, counted from row `start` and limited to 0 … ROWS, in the bytes of one
     word. A word of 128 + i in each byte, minus that word, has the high bit of each byte with a start or end ≤ i. So a thread
     needs one register for each of its columns."""
     COLUMNS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     NUMBERS: gl.constexpr = 2 if params.second is None else 4  # numbers of a column
-    tile = read_tile(iteration, pipelines, params)
     j = at * BLOCK_N + gl.arange(0, BLOCK_N, layout=COLUMNS)
     steps = (gl.cast(tile.high, gl.int64) << 32) + (gl.cast(tile.low, gl.int64) & LOW) + j * NUMBERS
-    first = tile.start + W * ROWS
-    words = _two_bytes(params.intervals + steps, first, j < tile.tk)
+    words = _two_bytes(params.intervals + steps, start, j < tile.tk)
     if params.second is not None:
-        words += _two_bytes(params.intervals + steps + params.second, first, j < tile.tk) << 16
+        words += _two_bytes(params.intervals + steps + params.second, start, j < tile.tk) << 16
     words = gl.convert_layout(words, gl.SliceLayout(0, x.type.layout))
     i = gl.arange(0, ROWS, layout=gl.SliceLayout(1, x.type.layout)) * 0x01010101 + HIGH_BITS
     reached = i[:, None] - words[None, :]
@@ -196,12 +194,15 @@ def _softmax_step(
         scale_log2 = params.scale_log2 * 0.0 + 1.0
     elif NEGATIVE:
         x = -x
-    if EDGES:
+    if EDGES and params.intervals is None:  # noqa: SIM102 (constexpr)
         if (at < span.unmasked) | (at >= span.unmasked_end):
-            x = _mask_out(x, at, span, params, BLOCK_N)
-        if params.intervals is not None:  # noqa: SIM102 (constexpr)
-            if partial:
-                x = _mask_out_intervals(x, at, iteration, pipelines, params, W, BLOCK_N)
+            x = _mask_out(x, at, span.diagonal, span.tk, params, BLOCK_N)
+    if EDGES and params.intervals is not None:
+        tile = read_tile(iteration, pipelines, params)
+        start = tile.start + W * ROWS
+        x = _mask_out(x, at, start + tile.tk - tile.tq, tile.tk, params, BLOCK_N)
+        if partial:
+            x = _mask_out_intervals(x, at, start, tile, params, BLOCK_N)
     new_max = gl.maximum(row_max, max_of_rows(x) * scale_log2)
     p = gl.exp2(x * scale_log2 - new_max[:, None])
     alpha = gl.exp2(row_max - new_max)

@@ -45,10 +45,13 @@ TILE_CONFIGS = {  # by padded head dimension
 WINDOW_CONFIG = TileConfig(3, 64, 4, 4, 2)  # for D 96 and 128: narrow blocks waste less work at a window's two edges
 
 
-def tile_config(sizes: Sizes, programs: int, *, varlen: bool) -> TileConfig:
-    """The config of the head dimension, WINDOW_CONFIG for windows at D 96, 128. One warpgroup if all its tiles get a CTA."""
+def tile_config(sizes: Sizes, programs: int, *, varlen: bool, softcap: bool = False) -> TileConfig:
+    """The config of the head dimension, WINDOW_CONFIG for windows at D 96, 128. One warpgroup if all its tiles get a CTA; with
+    intervals and a softcap at most two, because the mask takes registers."""
     width = width_of(sizes.d)
     config = TILE_CONFIGS[width]
+    if sizes.intervals and softcap:
+        config = config._replace(warpgroups=2)
     if varlen:
         return config
     if -(-sizes.tq // ROWS.value) * sizes.hq * sizes.batch <= programs:
@@ -59,9 +62,7 @@ def tile_config(sizes: Sizes, programs: int, *, varlen: bool) -> TileConfig:
 def q_columns_in_registers(sizes: Sizes, *, varlen: bool, softcap: bool) -> int:
     """How many columns of q a warpgroup keeps in registers: all at D 96, 128 and 192 of full attention, a quarter at D 256;
     0 if the compiler leaves no registers for them."""
-    width, full = width_of(sizes.d), sizes.left is None and sizes.right is None and not varlen
-    if sizes.intervals:
-        return 0
+    width, full = width_of(sizes.d), sizes.left is None and sizes.right is None and not varlen and not sizes.intervals
     if width == 256:
         return 64 if sizes.left is None and not varlen else 0
     spared = (128,) if takes_more_registers() else (96, 128, 192)
@@ -142,7 +143,7 @@ def _prepare(call: Forward, scratch: Scratch) -> tuple[list[Launch | Zero], Laun
     q, k, v, mask, o, lse, *_ = call
     sizes = sizes_of(q, k, v, mask)
     varlen = mask.varlen
-    config = tile_config(sizes, multiprocessors(q.device), varlen=varlen)
+    config = tile_config(sizes, multiprocessors(q.device), varlen=varlen, softcap=mask.softcap != 0.0)
     width, rows = width_of(sizes.d), ROWS.value * config.warpgroups
     tile_counter = scratch["tile_counter"] if counts_tiles(sizes, varlen=varlen) else None
     row_tiles = q.shape[0] // rows + sizes.batch if varlen else -(-sizes.tq // rows)
