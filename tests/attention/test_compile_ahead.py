@@ -37,6 +37,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str]]]
     from tilegrad.kernels.attention.triton import fit, launch
 
     found: list[tuple[str, str]] = []
+    number = id(found)  # of the device, so that forms of other tests count as new
     done = SimpleNamespace(
         metadata=SimpleNamespace(shared=0), run=lambda *_: None, launch_metadata=lambda *_: None, function=None,
         packed_metadata=None,
@@ -54,7 +55,6 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str]]]
         self.device_caches[number][0][key] = done
         return done
 
-    number = id(found)  # so that forms of other tests count as new
     monkeypatch.setattr(JITFunction, "_do_compile", compile)
     monkeypatch.setattr(fit, "architecture", lambda _device: 90)
     monkeypatch.setattr(fit, "shared_memory_bytes", lambda _device: 2**18)
@@ -139,7 +139,12 @@ def started(monkeypatch: pytest.MonkeyPatch, job: Callable[[], None]) -> None:
 @pytest.mark.usefixtures("compiled")
 def test_start_does_not_wait_and_wait_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     begin, end = threading.Event(), threading.Event()
-    started(monkeypatch, lambda: (begin.set(), end.wait(60))[0])
+
+    def job() -> None:
+        begin.set()
+        end.wait(60)
+
+    started(monkeypatch, job)
     assert begin.wait(60)  # the job runs, and start has returned
     threading.Timer(0.1, end.set).start()
     compile_ahead.wait()
@@ -150,7 +155,11 @@ def test_start_does_not_wait_and_wait_leaves_no_thread(monkeypatch: pytest.Monke
 @pytest.mark.usefixtures("compiled")
 def test_a_fork_waits_for_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     end = threading.Event()
-    started(monkeypatch, lambda: end.wait(60) and None)
+
+    def job() -> None:
+        end.wait(60)
+
+    started(monkeypatch, job)
     threading.Timer(0.1, end.set).start()
     child = os.fork()
     if child == 0:

@@ -61,20 +61,8 @@ EXTRAS = {  # extra → (packages, their purpose)
 def doctor(*, build: bool = False, kernels: bool = False) -> int:
     """Print the report and return the exit code 0. If the native kernel can't be built, print the error instead and return
     1."""
-    if build:
-        try:
-            print(f"built {native_build.build()}")
-        except RuntimeError as error:
-            print(f"tilegrad: the native kernel was not built: {error}", file=sys.stderr)
-            return 1
-        native_library.library.cache_clear()
-        for what, home, time in (("the manager's hits", hit, "ten seconds"), ("eager calls", eager, "half a minute")):
-            try:
-                print(f"building {what} in C++, {time} …", flush=True)
-                print(f"built {home.MODULE.build()}")
-            except RuntimeError as error:
-                print(f"tilegrad: {what} in C++ were not built, they go through Python: {error}", file=sys.stderr)
-            home.load.cache_clear()
+    if build and not build_modules():
+        return 1
     width = max(len(name) for name, _ in report())
     for name, line in report():
         print(f"{name:<{width}}  {line}")
@@ -83,6 +71,28 @@ def doctor(*, build: bool = False, kernels: bool = False) -> int:
             for table, call in plain_calls(device, dtype):
                 print(f"\n{table.op}, {_short(dtype)} on {device}\n{table.explain(call)}")
     return 0
+
+
+def build_modules(*, only_missing: bool = False) -> bool:
+    """Build the native kernel and the other C++ modules, or only those that are missing. Returns whether the native kernel is
+    there."""
+    if not only_missing or isinstance(native_library.library(), str):
+        try:
+            print(f"built {native_build.build()}")
+        except RuntimeError as error:
+            print(f"tilegrad: the native kernel was not built: {error}", file=sys.stderr)
+            return False
+        native_library.library.cache_clear()
+    for what, home, time in (("the manager's hits", hit, "ten seconds"), ("eager calls", eager, "half a minute")):
+        if only_missing and not isinstance(home.load(), str):
+            continue
+        try:
+            print(f"building {what} in C++, {time} …", flush=True)
+            print(f"built {home.MODULE.build()}")
+        except RuntimeError as error:
+            print(f"tilegrad: {what} in C++ were not built, they go through Python: {error}", file=sys.stderr)
+        home.load.cache_clear()
+    return True
 
 
 def report() -> Iterator[tuple[str, str]]:

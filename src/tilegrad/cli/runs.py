@@ -40,6 +40,28 @@ def _train(args: argparse.Namespace) -> int:
     return _conclude(result)
 
 
+def _warm_up(args: argparse.Namespace) -> int:
+    import torch
+
+    from ..training.sections import run_from, settled
+    from ..training.warm_up import warm_up
+    from .doctor import build_modules
+
+    run = settled(run_from(given_keys(args), args.config or "flags"))
+    if torch.device(run.train.device).type == "cpu":
+        built = build_modules(only_missing=True)
+        print("On a CPU only the C++ modules are compiled" + (", and they are there" if built else ""))
+        return 0 if built else 1
+
+    def show(kernel: str, seconds: float, cached: bool) -> None:  # noqa: FBT001
+        if not cached:
+            print(f"compiled {kernel.strip('_')} in {seconds:.1f} s", flush=True)
+
+    done = warm_up(run, show)
+    print(f"{done.compiled} forms of kernels compiled, {done.cached} were in the cache: {done.seconds:.0f} s in all")
+    return 0
+
+
 def _init(args: argparse.Namespace) -> int:
     from ..training.keys import example, finetune
 
@@ -158,3 +180,10 @@ def add_runs(commands: Commands) -> None:
         help="how long a collective waits for a rank (default: %(default)s)",
     )
     add_keys(train)
+    warm = add_command(
+        commands,
+        "warm-up",
+        "compile the kernels that `train` would need with the same arguments, by a step on zeros; nothing is saved",
+        _warm_up,
+    )
+    add_keys(warm)

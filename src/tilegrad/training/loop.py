@@ -32,7 +32,7 @@ from ..memory.page import human
 from ..text.atomic import write_whole
 from ..text.environment import environment
 from .checkpointer import Checkpointer
-from .config import DTYPES, RunEnded
+from .config import DTYPES, RunConfig, RunEnded
 from .dataset import Dataset
 from .evaluation import Evaluator
 from .folder import Best, resume_command, write_run
@@ -71,6 +71,26 @@ class RunResult:
     ended_early: str | None = None
 
 
+def engine_of(config: RunConfig, ranks: Ranks) -> Engine:
+    """The engine of a run, with new weights."""
+    t = config.train
+    return Engine(
+        config.model,
+        t.batch_size,
+        t.seq_len,
+        t.device,
+        DTYPES[t.dtype],
+        t.seed,
+        t.memory_budget,
+        weight_decay=t.weight_decay,
+        max_norm=t.max_norm or math.inf,
+        deterministic=t.deterministic,
+        mesh=ranks.mesh,
+        **config.step_options,
+        **ranks.sharding,
+    )
+
+
 class Run:
     def __init__(
         self, start: Start, dataset: Dataset, show: Show, ranks: Ranks, base: BaseWeights | None = None
@@ -87,21 +107,7 @@ class Run:
             check_agreed(mesh, {**self.config.plain(), **agreed})
         _warm_up(self.device)
         self.memory_before = process_memory(self.device)
-        self.engine = Engine(
-            self.config.model,
-            t.batch_size,
-            t.seq_len,
-            t.device,
-            DTYPES[t.dtype],
-            t.seed,
-            t.memory_budget,
-            weight_decay=t.weight_decay,
-            max_norm=t.max_norm or math.inf,
-            deterministic=t.deterministic,
-            mesh=mesh,
-            **self.config.step_options,
-            **ranks.sharding,
-        )
+        self.engine = engine_of(self.config, ranks)
         self.parameters = sum(math.prod(p.master.shape) for p in self.engine.spec.declare().params.values())
         self.trained_parameters = sum(g.numel() for g in self.engine.grads.values())
         self.evaluator = Evaluator(dataset, self.engine, ranks, t)
