@@ -212,7 +212,7 @@ class _Encoder:
             raise ValueError(f"{path}: got no text; accepted: wheels with more files")
         tokens = np.concatenate(self._encoded)
         size, source = self._tokenizer.vocab_size, self._digest.hexdigest()
-        write_tokens(path, tokens, vocab_size=size, source_sha256=source, tokenizer_sha256=tokenizer_sha256)
+        write_tokens(path, [tokens], vocab_size=size, source_sha256=source, tokenizer_sha256=tokenizer_sha256)
         return Split(self._files, self._bytes, len(tokens), tokens_sha256(tokens))
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 
 import pytest
+from support.forked import CONTEXT
 
 from benchmarks import finetune
 
 
 def test_a_small_shape_runs_without_the_peer_and_a_contender_that_fails_is_named(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(multiprocessing, "get_context", {"spawn": CONTEXT}.__getitem__)  # its processes begin sooner
     tiny = ["--tiny", "--device", "cpu", "--no-peer", "--json", "--budget", "0.00001"]
     assert finetune.main([*tiny, "--only", "ours", "ours, budget", "ours, lean", "peer"]) == 1
     told = capsys.readouterr()
