@@ -844,7 +844,7 @@ def test_doctor_names_the_library_and_the_kernel(capsys: pytest.CaptureFixture[s
 @needs_compiler
 def test_no_symbol_is_shared_by_two_instruction_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The linker must not keep a function compiled for a newer processor for all of them, so each function that it could merge
-    with another's is in the namespace of its instruction set. Of the newer sets only the first and the last are compiled."""
+    with another's is in the namespace of its instruction set. Only the first and the last of the newer sets are compiled."""
     cxx = native_build.compiler()
     assert cxx is not None
     if shutil.which("nm") is None:
