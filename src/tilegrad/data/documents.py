@@ -62,11 +62,14 @@ class _Counted:
 
     def __call__(self, pieces: Iterable[str]) -> Iterator[str]:
         for piece in pieces:
-            content = piece.encode("utf-8")
-            self.sha256.update(content)
-            self.bytes += len(content)
-            self.characters += len(piece)
+            self.add(piece)
             yield piece
+
+    def add(self, text: str) -> None:
+        content = text.encode("utf-8")
+        self.sha256.update(content)
+        self.bytes += len(content)
+        self.characters += len(text)
 
     def check(self, files: Sequence[Path], sha256: str) -> None:
         if self.sha256.hexdigest() != sha256:
@@ -103,7 +106,7 @@ class Documents:
         counted = _Counted()
         for document in _documents(self.files, self.text_field, quiet):
             yield replace(document, pieces=counted(document.pieces))
-            [*counted([document.blank_line])]
+            counted.add(document.blank_line)
         counted.check(self.files, self.sha256)
 
     def text(self) -> Iterator[str]:
@@ -146,7 +149,7 @@ def read_documents(paths: Sequence[Path], text_field: str = "text", show: Show =
     counted = _Counted()
     for document in _documents(files, text_field, show):
         lengths.append(sum(len(piece) for piece in counted(document.pieces)))
-        [*counted([document.blank_line])]
+        counted.add(document.blank_line)
     if not counted.characters:
         raise ValueError(
             f"{', '.join(map(str, paths))}: got no text; accepted: files that contain text ({_accepted()})"
