@@ -138,7 +138,7 @@ def rows_outside_of_subtrees(parents: list[int]) -> Tensor:
 @pytest.mark.parametrize("name", masks_of(1000))
 def test_interval_masks_agree_with_the_oracle_and_repeat(name: str, d: int) -> None:
     call = build(replace(BASE, group=2, tq=1000, tk=1000, d=d, dv=d, causal=False, sinks=d == 64, dlse=d == 128))
-    options = {key: x.cuda() if isinstance(x, Tensor) else x for key, x in masks_of(1000)[name].items()}
+    options: dict[str, Any] = {key: x.cuda() if isinstance(x, Tensor) else x for key, x in masks_of(1000)[name].items()}
     call = replace(call, mask=replace(call.mask, **options))
     check_call(call, run(call, "hopper", deterministic=False))
     first = run(call, "hopper", deterministic=True)

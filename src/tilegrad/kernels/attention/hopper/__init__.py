@@ -7,7 +7,7 @@ address. ../table.py says which calls it refuses.
     device    forward.py, backward.py: the kernels, with their equations        forward_*.py, backward_*.py: their warps
               pipeline.py: pipelines and named barriers                         registers.py: mask, row maxima and row sums
               pieces.py: head dimensions that are no power of two               gluon_names.py: names that differ by version
-              prepost.py: the backward's pre- and postprocess
+              prepost.py: the backward's pre- and postprocess                   edges.py: which tiles intervals mask out
 """
 
 from torch import Tensor
