@@ -63,7 +63,9 @@ def interpreting() -> Iterator[None]:
     made: dict[Any, Any] = {}
 
     def interpreted(jit: Any) -> Any:
-        return made.setdefault(jit.fn, InterpretedFunction(jit.fn))
+        if jit.fn not in made:
+            made[jit.fn] = InterpretedFunction(jit.fn)
+        return made[jit.fn]
 
     with ExitStack() as changed, warnings.catch_warnings():
         for category in (DeprecationWarning, RuntimeWarning):  # warnings of numpy
@@ -221,7 +223,25 @@ def prepare_the_language(assign: Assign) -> Any:
                 return made, right
         return find_types(self, left, right, *options, **named)
 
+    def splat(x: Any, shape: Any) -> Any:
+        kind = x.handle.dtype.scalar
+        data = np.full(shape, x.handle.data, dtype=numpy_dtype(kind))
+        return core.tensor(TensorHandle(data, kind), core.block_type(x.dtype, shape))
+
+    find_shape = TritonSemantic.broadcast_impl_value
+
+    def of_one_shape(self: Any, left: Any, right: Any) -> Any:
+        blocks = left.type.is_block(), right.type.is_block()
+        if blocks == (True, False):
+            return left, splat(right, left.type.shape)
+        if blocks == (False, True):
+            return splat(left, right.type.shape), right
+        if blocks == (False, False) or left.type.shape.values == right.type.shape.values:
+            return left, right
+        return find_shape(self, left, right)
+
     assign(TritonSemantic, "binary_op_type_checking_impl", operands)
+    assign(TritonSemantic, "broadcast_impl_value", of_one_shape)
     equal, unwrap = core.dtype.__eq__, core._unwrap_if_constexpr
     assign(core.dtype, "__eq__", lambda self, other: self is other or equal(self, other))
     plain = {bool, int, float, str, type(None), core.tensor, core.dtype, core.block_type}
