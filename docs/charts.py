@@ -21,9 +21,9 @@ from tilegrad.training.schedule import DECAYS_LAST, Schedule, learning_rate
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "benchmarks"
-TRAINING, ATTENTION = "2026-11-17-training-h200.jsonl", "2026-11-17-attention-h200-fa4.jsonl"
+TRAINING, ATTENTION = "2026-11-19-training-h200.jsonl", "2026-11-17-attention-h200-fa4.jsonl"
 CASES = {  # of the training bench, with a name for readers
-    "124m-b16": "GPT-2 124M, batch 16", "124m-b64": "… batch 64", "124m-b64-fp8": "… batch 64, fp8 forward",
+    "124m-b16": "GPT-2 124M, batch 16", "124m-b64": "… batch 64", "124m-b64-fp8-all-head": "… batch 64, float8",
     "350m-b16": "GPT-2 350M, batch 16", "1.5b-b8": "GPT-2 1.5B, batch 8", "llama-125m-b16": "Llama 125M, batch 16",
     "124m-t32k": "GPT-2 124M, T 32,768",
 }  # fmt: skip
