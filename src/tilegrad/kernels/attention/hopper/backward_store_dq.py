@@ -20,6 +20,7 @@ from .backward_scheduler import (
     DK,
     DV,
     first_row,
+    read_tile,
     row_tile,
     skipped_tiles,
     stored_word,
@@ -101,7 +102,9 @@ def store_dq(
     iteration = 0
     tile = wait_for_tile(tile_info, iteration, params)
     while tile.b >= 0:
-        _add_row_tiles(W, WARPS, gradients, params, tile, dq_pipeline, BLOCK_M, BLOCK_N, D, DESCENDING)
+        _add_row_tiles(
+            W, WARPS, gradients, params, tile, iteration, dq_pipeline, tile_info, BLOCK_M, BLOCK_N, D, DESCENDING
+        )
         for part in gl.static_range(W, 4, WARPS):
             _store_dkdv(gradients, part, tile, params, dq_pipeline, tile_info, iteration, DTYPE, BLOCK_N, D)
         consumer_release(tile_info, iteration)
@@ -111,7 +114,7 @@ def store_dq(
 
 @gluon.jit
 def _add_row_tiles(
-    W: gl.constexpr, WARPS: gl.constexpr, gradients, params, tile, dq_pipeline,
+    W: gl.constexpr, WARPS: gl.constexpr, gradients, params, tile, iteration, dq_pipeline, tile_info,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DESCENDING: gl.constexpr,
 ):  # fmt: skip
     """Adds dq of every row tile of a work tile to memory. With `dq_semaphores` additions are ordered, and the first is a store.
@@ -124,6 +127,10 @@ def _add_row_tiles(
     g = tile.begin // gl.maximum(tile.count, 1)
     i = tile.begin - g * tile.count
     for _ in range(tile.begin, tile.end):
+        if params.edges is not None:
+            tile = read_tile(
+                tile_info, iteration + (i >> 30), params
+            )  # adds 0, opaque to the compiler, to save registers
         h = tile.kv_head * params.group + g
         m = row_tile(tile, i, params)
         before = 1

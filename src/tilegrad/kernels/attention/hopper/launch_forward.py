@@ -46,17 +46,18 @@ WINDOW_CONFIG = TileConfig(3, 64, 4, 4, 2)  # for D 96 and 128: narrow blocks wa
 
 
 def tile_config(sizes: Sizes, programs: int, *, varlen: bool, softcap: bool = False) -> TileConfig:
-    """The config of the head dimension, WINDOW_CONFIG for windows at D 96, 128. One warpgroup if all its tiles get a CTA; with
-    intervals and a softcap at most two, because the mask takes registers."""
+    """The config of the head dimension, WINDOW_CONFIG for windows at D 96, 128. One warpgroup if all its tiles get a CTA. With
+    intervals, a softcap or a window leaves registers for two warpgroups at D 64, and a softcap none for WINDOW_CONFIG."""
     width = width_of(sizes.d)
     config = TILE_CONFIGS[width]
-    if sizes.intervals and softcap:
+    if sizes.intervals and (softcap or sizes.left is not None):
         config = config._replace(warpgroups=2)
     if varlen:
         return config
     if -(-sizes.tq // ROWS.value) * sizes.hq * sizes.batch <= programs:
         return config._replace(warpgroups=1)
-    return WINDOW_CONFIG if width in (96, 128) and sizes.left is not None else config
+    narrow = width in (96, 128) and sizes.left is not None and not (sizes.intervals and softcap)
+    return WINDOW_CONFIG if narrow else config
 
 
 def q_columns_in_registers(sizes: Sizes, *, varlen: bool, softcap: bool) -> int:
