@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -37,8 +37,9 @@ from tilegrad.text.table import table
 from .step_cost import Demand
 
 OTHER = "other"
+PRODUCTS = "all products"
 GROUPS = (
-    "GEMM forward", "GEMM dgrad", "GEMM wgrad", "head forward", "head dgrad", "head wgrad", "attention forward",
+    PRODUCTS, "GEMM forward", "GEMM dgrad", "GEMM wgrad", "head forward", "head dgrad", "head wgrad", "attention forward",
     "attention backward", "rope", "norms forward", "norms backward", "activation forward", "activation backward", "loss",
     "optimizer", "embeddings", "bias sums", "fp8 scaling", "dropout", "copies", OTHER,
 )  # fmt: skip
@@ -71,6 +72,9 @@ _WORDS = (  # words in the names of torch's kernels; the first match counts
     (r"float8|fp8|e4m3|amax|abs_max", ("fp8 scaling",)),
     (r"^memcpy|copy_kernel|CatArray|direct_copy|bfloat16_copy", ("copies",)),
 )  # fmt: skip
+
+
+LARGEST_KERNELS, LONGEST_NAME = 15, 110  # in the report
 
 
 class Rates(NamedTuple):
@@ -197,22 +201,27 @@ def _with_their_gemm(names: Sequence[str], groups: list[str]) -> list[str]:
 # ── times ──
 
 
-def floors(demands: Mapping[str, Sequence[Demand]], rates: Rates, *, fp8: bool = False) -> dict[str, float]:
-    """group → its floor in milliseconds. fp8: the forward of the linear layers of the blocks runs at the float8 rate."""
-    return {
-        group: 1e3
-        * sum(
-            max(d.flops / (rates.fp8 if fp8 and group == "GEMM forward" else rates.flops), d.bytes / rates.bytes)
-            for d in of_group
-        )
-        for group, of_group in demands.items()
-    }
+def floors(demands: Mapping[str, Sequence[Demand]], rates: Rates, fp8: Collection[str] = ()) -> dict[str, float]:
+    """group → its floor in milliseconds. fp8: the groups whose products are in float8. The kernels of these products have one
+    layout, so their names do not tell the groups apart: with any of them, all products are one group."""
+    found: defaultdict[str, float] = defaultdict(float)
+    for group, of_group in demands.items():
+        flops = rates.fp8 if group in fp8 else rates.flops
+        floor = 1e3 * sum(max(d.flops / flops, d.bytes / rates.bytes) for d in of_group)
+        found[PRODUCTS if fp8 and _is_product(group) else group] += floor
+    return dict(found)
+
+
+def _is_product(group: str) -> bool:
+    return group.startswith(("GEMM ", "head "))
 
 
 def break_down(launches: Sequence[Launch], floors_ms: Mapping[str, float], steps: int = 1) -> Breakdown:
     """The time of each group per step, from the launches of `steps` back-to-back steps."""
     ordered = sorted(launches, key=lambda launch: launch.start_us)
     groups = groups_of([launch.name for launch in ordered])
+    if PRODUCTS in floors_ms:
+        groups = [PRODUCTS if _is_product(group) else group for group in groups]
     ms: defaultdict[str, float] = defaultdict(float)
     names: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     counts = Counter(groups)
@@ -248,6 +257,9 @@ def report(breakdown: Breakdown, rates: Rates) -> str:
         table(("group", "ms", "floor ms", "of floor", "kernels"), rows),
         f"floor = Σ over ops of max(FLOPs / {rates.flops / 1e12:g} TFLOP/s, bytes / {rates.bytes / 1e12:g} TB/s)",
     ]
+    names = Counter({name: ms for of_group in breakdown.kernels.values() for name, ms in of_group.items()})
+    text.append("the largest kernels:")
+    text += [f"  {ms:8.3f} ms  {name[:LONGEST_NAME]}" for name, ms in names.most_common(LARGEST_KERNELS)]
     if breakdown.unknown:
         text.append("other, by name:")
         text += [f"  {ms:8.3f} ms  {name}" for name, ms in breakdown.unknown.items()]

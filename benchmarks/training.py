@@ -245,6 +245,13 @@ def parameter_count(config: ModelConfig) -> int:
     return sum(torch.Size(p.master.shape).numel() for p in params)
 
 
+def float8_products(case: Case) -> frozenset[str]:
+    """The groups of a breakdown whose products are in float8."""
+    of_linear = {"plain": (), "fp8": ("forward", "dgrad"), "fp8-all": ("forward", "dgrad", "wgrad")}[case.linear]
+    of_head = ("forward", "dgrad", "wgrad") if case.head == "fp8" else ()
+    return frozenset((*(f"GEMM {kind}" for kind in of_linear), *(f"head {kind}" for kind in of_head)))
+
+
 def measure_breakdown(case: Case, settings: Settings) -> Breakdown:
     worker = Worker(Entry("ours", case))
     try:
@@ -258,7 +265,7 @@ def measure_breakdown(case: Case, settings: Settings) -> Breakdown:
     demands = step_demands(
         problem.config, problem.batch_size, problem.seq_len, element_bytes, parameter_count(problem.config)
     )
-    return break_down(launches, floors(demands, settings.rates, fp8=case.linear != "plain"), PROFILED_STEPS)
+    return break_down(launches, floors(demands, settings.rates, float8_products(case)), PROFILED_STEPS)
 
 
 def _answered(worker: Worker, limit_s: float) -> Any:

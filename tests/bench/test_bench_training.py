@@ -25,6 +25,7 @@ from benchmarks.training import (
     Row,
     Settings,
     bench_training,
+    float8_products,
     parameter_count,
     publish,
     ratios,
@@ -397,8 +398,16 @@ def test_break_down_counts_every_launch():
     assert found.gaps_ms == pytest.approx(2 * (2 * len(STEP) - 1) / 2e3)
     assert found.unknown == {"never seen": pytest.approx(21.0 / 2e3)}
     assert found.floor_ms == pytest.approx(0.51)
+    merged = {group.group for group in break_down(launches, {"all products": 0.1}, steps=2).groups}
+    assert "all products" in merged and not any(group.startswith(("GEMM", "head")) for group in merged)
     text = breakdown_report(found, Rates())
-    assert "never seen" in text and "690 TFLOP/s" in text and "4.3 TB/s" in text and "gaps" in text
+    assert (
+        "the largest kernels" in text
+        and "never seen" in text
+        and "690 TFLOP/s" in text
+        and "4.3 TB/s" in text
+        and "gaps" in text
+    )
 
 
 def test_floors_are_those_of_the_design():
@@ -415,7 +424,12 @@ def test_floors_are_those_of_the_design():
         assert ms[group] == pytest.approx(value, abs=0.02), group
     assert ms["optimizer"] == pytest.approx(0.87 + 0.12, abs=0.02)
     assert ms["rope"] == 0 and set(ms) <= set(GROUPS)
-    assert floors(demands, Rates(), fp8=True)["GEMM forward"] < 0.6 * ms["GEMM forward"]
+    fp8 = float8_products(CASES["124m-b64-fp8-all"])
+    merged = floors(demands, Rates(), fp8)
+    of_head, of_blocks = (sum(t for group, t in ms.items() if group.startswith(kind)) for kind in ("head", "GEMM"))
+    assert of_head + 0.5 * of_blocks <= merged["all products"] < of_head + 0.6 * of_blocks
+    assert "GEMM dgrad" not in merged and merged["rope"] == 0
+    assert len(float8_products(CASES["124m-b64-fp8-all-head"])) == 6 and not float8_products(CASES["124m-b64"])
     assert floors(demands, Rates(flops=345e12))["head forward"] == pytest.approx(2 * ms["head forward"], rel=1e-3)
 
 
