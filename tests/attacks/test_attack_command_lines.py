@@ -106,7 +106,7 @@ VALID: dict[str, tuple[str, ...]] = {  # valid values of a key or an argument, b
     "batch_size": ("1", "4"), "seq_len": ("8", "16"), "train.log": ("none", "auto"),
     "out": ("new", "deep/new"), "max_shard_size": ("1KB", "5GB"),
     "kernel": ("tiled", "native"), "device": ("cpu",), "dtype": ("float32", "fp32"), "kernels": ("tiled",),
-    "peers": ("sdpa",), "repeats": ("2",), "shape": ("1,1,8,8", "1,2,9,8,causal"),
+    "peers": ("sdpa",), "repeats": ("2",), "shapes": ("1,1,8,8", "1,2,9,8,causal"),
 }  # fmt: skip
 RUNS = (
     "run-cut",

@@ -6,8 +6,9 @@
 Saved: h; x (the norm's output) and a unless recomputed.       x, y (N, C)   a (N, F)   h (N, F), for swiglu (N, 2·F) with g
 
 The activation's backward is the last to read h. It forms up's bias gradient Σ dh, and writes a recomputed a over h. For swiglu
-it writes [dh, dg] over [h, g], and a over da. So the order is: dgrad of down, activation, wgrad of down, dgrad of up. The wgrad
-of up, `backward_weight`, runs after the norm's backward, which may recompute x. If only float8 products read dh, the
+it writes [dh, dg] over [h, g], and a over da. So the order is: dgrad of down, activation, wgrad of down, dgrad of up. (In
+float8 a is rounded from h; if that happens again in the backward, it comes with the wgrad of down before the activation.) The
+wgrad of up, `backward_weight`, runs after the norm's backward, which may recompute x. If only float8 products read dh, the
 activation's backward rounds it as it is formed, and dh itself is not stored.
 """
 
@@ -71,21 +72,25 @@ class FeedForward:
         )
 
     def forward(self, x: Buffer, *, y: Buffer) -> None:
-        """Rounds a to float8 as it is formed, if only float8 products read it."""
-        only = self.down.fp8 is not None and (not self.keeps_a or not self.down.reads_x)
-        if only and self.down_adapter is None:
-            self.form_h(x)
+        self.form_h(x)
+        if self.rounds_a:
+            if self.keeps_a and self.reads_a:
+                self.form_a()
             self.down.forward_activation(self.h, self.activation, y=y)
-        else:
-            self.recompute(x)
-            adapter = self.down_adapter
-            if adapter is not None:
-                adapter.forward(self.a)
-            self.down.forward(self.a, y=y, adapter=adapter.of(0) if adapter is not None else None)
+            return
+        self.form_a()
+        adapter = self.down_adapter
+        if adapter is not None:
+            adapter.forward(self.a)
+        self.down.forward(self.a, y=y, adapter=adapter.of(0) if adapter is not None else None)
 
     def recompute(self, x: Buffer) -> None:
-        """x → h and a, which the backward reads."""
+        """x → h and a, if the backward reads it."""
         self.form_h(x)
+        if self.reads_a:
+            self.form_a()
+
+    def form_a(self) -> None:
         if self.gated:
             swiglu_fwd(self.h, a=self.a, invariant=self.invariant)
         else:
@@ -103,8 +108,13 @@ class FeedForward:
         if self.down_adapter is not None:
             self.down_adapter.backward(dy)
         self.down.backward_input(dy, dx=self.da, adapter=self.down_adapter)
-        self.backward_activation(a=again)
-        self.down.backward_weight(dy, a, bias_grad=bias_grad)
+        if self.rounds_a_again and self.down.fp8 is not None:
+            self.down.fp8.x.of_activation(self.h, self.activation, rows=False)
+            self.down.backward_weight(dy, None, bias_grad=bias_grad)
+            self.backward_activation(a=again)
+        else:
+            self.backward_activation(a=again)
+            self.down.backward_weight(dy, a, bias_grad=bias_grad)
         if self.down_adapter is not None:
             self.down_adapter.backward_weight(a)
         if self.adapter is not None:
@@ -147,9 +157,21 @@ class FeedForward:
         return self.activation == "swiglu"
 
     @property
+    def rounds_a(self) -> bool:
+        """Whether the forward rounds act(h) to float8 from h."""
+        return self.down.fp8 is not None and self.down_adapter is None
+
+    @property
+    def rounds_a_again(self) -> bool:
+        """Whether the backward does so too, for the weight gradient of down, because a in float8 was not kept."""
+        fp8 = self.down.fp8
+        return self.rounds_a and fp8 is not None and fp8.weight_gradient and not fp8.keeps
+
+    @property
     def reads_a(self) -> bool:
         """Whether the backward reads a."""
-        return self.down.reads_x or (self.down_adapter is not None and self.down_adapter.a.grad is not None)
+        adapted = self.down_adapter is not None and self.down_adapter.a.grad is not None
+        return adapted or (self.down.reads_x and not self.rounds_a_again)
 
     @property
     def reads_x(self) -> bool:

@@ -52,9 +52,10 @@ class Rounded:
         x8, x8t = self.rows if rows else None, self.columns if columns else None
         fp8_quantize_fwd(x, x8=x8, x8t=x8t, state=self.state)
 
-    def of_activation(self, h: Buffer, kind: str, *, columns: bool) -> None:
+    def of_activation(self, h: Buffer, kind: str, *, rows: bool = True, columns: bool = True) -> None:
         """Rounds act(h), which is not kept."""
-        fp8_activation_fwd(h, kind, a8=self.rows, a8t=self.columns if columns else None, state=self.state)
+        a8, a8t = self.rows if rows else None, self.columns if columns else None
+        fp8_activation_fwd(h, kind, a8=a8, a8t=a8t, state=self.state)
 
     def of_activation_backward(
         self, da: Buffer, h: Buffer, kind: str, *, a: Buffer | None, dh_sum: Buffer | None, accumulate: bool, scratch: Scratch

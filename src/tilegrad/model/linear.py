@@ -149,8 +149,9 @@ class LinearLayer:
         if adapter is not None:
             adapter.backward_dropped(dx=dx)
 
-    def backward_weight(self, dy: Buffer, x: Buffer, *, bias_grad: bool = True) -> None:
-        """dW += dy' x   db += Σ dy if `bias_grad`, otherwise another op computes db. Frozen parameters get no gradient."""
+    def backward_weight(self, dy: Buffer, x: Buffer | None, *, bias_grad: bool = True) -> None:
+        """dW += dy' x   db += Σ dy if `bias_grad`, otherwise another op computes db. Frozen parameters get no gradient. x=None:
+        xᵀ is rounded to float8 already."""
         run, db = (
             per_head_linear_bwd_weight if self.per_head else linear_bwd_weight,
             self.bias_grad if bias_grad else None,
@@ -164,13 +165,14 @@ class LinearLayer:
             if in_fp8:
                 self._backward_weight_fp8(x)
             return
+        assert x is not None
         run(dy, x, self.w.value, dw=self.w.grad, db=db, accumulate=accumulate, scratch=scratch)
         self.w.keep()
 
-    def _backward_weight_fp8(self, x: Buffer) -> None:
+    def _backward_weight_fp8(self, x: Buffer | None) -> None:
         fp8, dw, accumulate = self.fp8, self.w.grad, self.w.accumulate
         assert fp8 is not None and dw is not None
-        if not fp8.keeps and not fp8.shares:
+        if x is not None and not fp8.keeps and not fp8.shares:
             fp8.x.of(x, rows=False)
         dy8t, x8t, scratch = fp8.dy.columns, fp8.x.columns, self.added_scratch["dw"] if accumulate else {}
         assert dy8t is not None and x8t is not None
