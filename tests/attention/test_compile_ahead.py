@@ -66,6 +66,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str]]]
     for module in (launch, launch_forward, launch_backward):
         monkeypatch.setattr(module, "multiprocessors", lambda _device: 132)
     monkeypatch.setattr(compile_ahead, "_started", set())
+    monkeypatch.setattr(compile_ahead, "PARSES_IN_THREADS", True)  # only keys are parsed here, one at a time
     yield found
     driver._active = None
 
@@ -150,6 +151,15 @@ def test_start_does_not_wait_and_wait_leaves_no_thread(monkeypatch: pytest.Monke
     compile_ahead.wait()
     assert end.is_set()
     assert not [x for x in threading.enumerate() if x.name.startswith("tilegrad-compile")]
+
+
+@pytest.mark.usefixtures("compiled")
+def test_no_thread_compiles_where_the_parser_of_python_allows_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[bool] = []
+    monkeypatch.setattr(compile_ahead, "PARSES_IN_THREADS", False)
+    started(monkeypatch, lambda: ran.append(True))
+    compile_ahead.wait()
+    assert not ran
 
 
 @pytest.mark.usefixtures("compiled")

@@ -1,12 +1,14 @@
 """Compilation of a backward in threads, while its forward compiles.
 
 Triton's passes, LLVM and ptxas release Python's lock. `wait` comes before the first use of a backward, and before a fork. No
-error is reported here: the backward compiles what a thread did not, and meets the error itself.
+error is reported here: the backward compiles what a thread did not, and meets the error itself. Before Python 3.11.8 and 3.12.2
+`ast.parse`, which Triton calls, may fail if two threads run it (python/cpython#106905), so nothing compiles in a thread there.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 from torch import Tensor
@@ -16,6 +18,7 @@ from ..kernels.attention.mask import Mask
 from ..kernels.attention.problem import Backward
 from ..kernels.scratch import new_scratch
 
+PARSES_IN_THREADS = sys.version_info >= (3, 12, 2) or (3, 11, 8) <= sys.version_info < (3, 12)
 _started: set[tuple[object, ...]] = set()
 _pool: ThreadPoolExecutor | None = None
 
@@ -26,6 +29,8 @@ def start(
     """Starts to compile the backward of a call of the kernels `hopper` or `triton`, once for each set of features. o takes
     the place of do, and each input that of its gradient: code depends only on their dtypes and alignment."""
     global _pool
+    if not PARSES_IN_THREADS:
+        return
     learned = [x if x is not None and x.requires_grad else None for x in (q, k, v, mask.float_bias, mask.sinks)]
     features = (mask.window, mask.bias, mask.alibi_slopes, mask.sinks, mask.intervals, mask.cu_seqlens_q, *learned)
     numbers = (mask.causal, mask.softcap != 0.0, mask.dropout_p != 0.0, deterministic, kernel)

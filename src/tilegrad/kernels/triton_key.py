@@ -12,16 +12,19 @@ import ast
 import inspect
 import re
 import textwrap
+import threading
 from typing import Any
 
+_ONE_THREAD = threading.RLock()  # `ast.parse` may fail if two threads run it (functional/compile_ahead.py)
 OWN = __name__.partition(".")[0] + "."
 
 
 def set_key(kernel: Any) -> None:
     """Sets the key of a kernel before Triton does. Does nothing the second time, and in the interpreter."""
     if getattr(kernel, "hash", "") is None:
-        with kernel._hash_lock:
-            _set_key(kernel)
+        with _ONE_THREAD, kernel._hash_lock:
+            if kernel.hash is None:
+                _set_key(kernel)
 
 
 def _set_key(kernel: Any) -> None:
