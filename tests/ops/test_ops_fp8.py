@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from types import ModuleType
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -341,6 +341,18 @@ def test_interpreted_gradients_of_activations_are_rounded_once(kind: str) -> Non
 
     da, h = of_activation(kind, 150, 80)
     check_backward_of_activation(backward_of_activation(da, h, kind, scaled_mm), da, h, kind, carries=False)
+
+
+def test_an_activation_with_more_columns_than_the_state_has_room_for_is_refused() -> None:
+    from tilegrad.kernels.fp8_linear import scaled_mm
+    from tilegrad.kernels.fp8_linear.round_both_orders import BLOCK_C
+    from tilegrad.kernels.fp8_linear.state import PARTS
+
+    x = torch.empty(1, PARTS * BLOCK_C + 1, dtype=torch.bfloat16)
+    x8, state = torch.empty(x.shape, dtype=GRADIENT), torch.zeros(STATE)
+    options: dict[str, Any] = {"dh8t": None, "a": None, "sums": (), "accumulate": True, "state": state, "scratch": {}}
+    with pytest.raises(ValueError, match=rf"da: got {x.shape[1]} columns; accepted: at most {x.shape[1] - 1}"):
+        scaled_mm.activation_bwd(x, x, "gelu", dh8=x8, **options)
 
 
 def gradient_of_logits(

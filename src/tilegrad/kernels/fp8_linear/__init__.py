@@ -39,10 +39,9 @@ from ..checks import check_columns, check_given, check_param, check_tensor
 from ..op import op
 from ..scratch import Form, Shapes, TensorLike
 from ..table import Kernel, Table, Where, takes_all
-from .state import FIRST, FORMAT, LARGEST, PARTS, STATE
+from .state import FIRST, FORMAT, LARGEST, STATE
 
 FP8, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
-BLOCK_C = 64  # columns of a tile that is rounded at once
 EVEN = 16  # the sizes of a product are multiples of this
 Factor = Literal["x", "w", "dy"]
 
@@ -146,8 +145,6 @@ def fp8_activation_bwd(
     _check_rounded(h.device, (n, h.shape[1]), dh8, dh8t, state)
     if not da.is_contiguous() or not (a is None or a.is_contiguous()):
         raise ValueError("da, a: got other strides than those of a contiguous tensor; accepted: contiguous tensors")
-    if c > (widest := PARTS * BLOCK_C):
-        raise ValueError(f"da: got {c} columns; accepted: at most {widest}")
     sums = () if dh_sum is None else dh_sum.chunk(_sums(kind))
     FP8_LINEAR.run(
         "activation_bwd", Problem(da, None, None, len(sums)), da, h, kind,

@@ -25,10 +25,9 @@ from ..column_sum.triton_ops import add_partials
 from ..cross_entropy.triton_ops import capped, slope
 from ..gpu import ceil_div, interpreting, launch
 from ..scratch import Scratch, Shapes, TensorLike
-from . import BLOCK_C
 from . import state as states
 
-BLOCK_N, WARPS = 128, 8  # rows of the tile that a program rounds at once
+BLOCK_N, BLOCK_C, WARPS = 128, 64, 8  # the tile that a program rounds at once
 PADDED = 2048  # a power of two above PARTS
 
 FIRST_PART = tl.constexpr(states.FIRST_PART)
@@ -343,6 +342,10 @@ def activation_bwd(
 ) -> None:  # fmt: skip
     """sums: Σ dh, or nothing; swiglu: Σ dup and Σ dgate."""
     n, c = da.shape
+    if c > (widest := states.PARTS * BLOCK_C):
+        raise ValueError(
+            f"da: got {c} columns; accepted: at most {widest}, with an element of the state for each program"
+        )
     partials = scratch["partials"] if sums else None
     grid = (ceil_div(c, BLOCK_C), _programs(c))
     given = (da, h, state, dh8, dh8t, a, partials, *_sizes(n, c, dh8t))
