@@ -60,9 +60,7 @@ def _delta_kernel(
     if cu_seqlens_q is not None and start >= tq:
         return
 
-    DV = None
-    if dv_steps is not None:
-        DV = dv_steps * STEP
+    DV = None if dv_steps is None else dv_steps * STEP
     rows = start + tl.arange(0, BLOCK_M)
     inside = rows < tq
     o_offsets = tile_offsets(o_t, BLOCK_M, BLOCK_DV, ALIGN, INT64_OFFSETS)
@@ -155,12 +153,8 @@ def _dkdv_kernel(
     if cu_seqlens_q is not None and start >= tk:
         return
 
-    D = None
-    DV = None
-    if d_steps is not None:
-        D = d_steps * STEP
-    if dv_steps is not None:
-        DV = dv_steps * STEP
+    D = None if d_steps is None else d_steps * STEP
+    DV = None if dv_steps is None else dv_steps * STEP
     j = start + tl.arange(0, BLOCK_N)[:, None]
     k_offsets = tile_offsets(k_t, BLOCK_N, BLOCK_D, ALIGN, INT64_OFFSETS)
     v_offsets = tile_offsets(v_t, BLOCK_N, BLOCK_DV, ALIGN, INT64_OFFSETS)
@@ -266,12 +260,8 @@ def _dq_kernel(
     if cu_seqlens_q is not None and start >= tq:
         return
 
-    D = None
-    DV = None
-    if d_steps is not None:
-        D = d_steps * STEP
-    if dv_steps is not None:
-        DV = dv_steps * STEP
+    D = None if d_steps is None else d_steps * STEP
+    DV = None if dv_steps is None else dv_steps * STEP
     rows = start + tl.arange(0, BLOCK_M)
     q_offsets = tile_offsets(q_t, BLOCK_M, BLOCK_D, ALIGN, INT64_OFFSETS)
     do_offsets = tile_offsets(do_t, BLOCK_M, BLOCK_DV, ALIGN, INT64_OFFSETS)
@@ -335,12 +325,8 @@ def _dbias_kernel(
     STEP: tl.constexpr, ALIGN: tl.constexpr, INT64_OFFSETS: tl.constexpr, IEEE_FP32: tl.constexpr,
     FP64: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    D = None
-    DV = None
-    if d_steps is not None:
-        D = d_steps * STEP
-    if dv_steps is not None:
-        DV = dv_steps * STEP
+    D = None if d_steps is None else d_steps * STEP
+    DV = None if dv_steps is None else dv_steps * STEP
     own_n = tl.program_id(0) % col_tiles
     own_m = tl.program_id(0) // col_tiles % row_tiles
     own_h = tl.program_id(0) // col_tiles // row_tiles % h_step

@@ -117,12 +117,8 @@ def _attention_fwd_kernel(
     if cu_seqlens_q is not None and start >= tq:
         return
 
-    D = None
-    DV = None
-    if d_steps is not None:
-        D = d_steps * STEP
-    if dv_steps is not None:
-        DV = dv_steps * STEP
+    D = None if d_steps is None else d_steps * STEP
+    DV = None if dv_steps is None else dv_steps * STEP
     i = start + tl.arange(0, BLOCK_M)[:, None]
     q_offsets = tile_offsets(q_t, BLOCK_M, BLOCK_D, ALIGN, INT64_OFFSETS)
     k_offsets = tile_offsets(k_t, BLOCK_N, BLOCK_D, ALIGN, INT64_OFFSETS)
@@ -224,9 +220,7 @@ def _combine_kernel(
     if cu_seqlens_q is not None and start >= tq:
         return
 
-    DV = None
-    if dv_steps is not None:
-        DV = dv_steps * STEP
+    DV = None if dv_steps is None else dv_steps * STEP
     rows = start + tl.arange(0, BLOCK_M)
     inside = rows < tq
     part_offsets = tile_offsets(parts_t, BLOCK_M, BLOCK_DV, 1, INT64_OFFSETS=True)
