@@ -179,11 +179,15 @@ def test_a_fork_waits_for_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("compiled")
 def test_an_error_of_the_thread_is_left_to_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+
     def job() -> None:
+        threads.append(threading.current_thread().name)
         raise ValueError("from the thread")
 
     started(monkeypatch, job)
     compile_ahead.wait()
+    assert len(threads) == 1 and threads[0].startswith("tilegrad-compile"), "it ran, and wait raises nothing"
 
 
 def test_a_forward_with_a_gradient_starts_it_and_the_backward_waits(monkeypatch: pytest.MonkeyPatch) -> None:
