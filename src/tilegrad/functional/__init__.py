@@ -154,11 +154,12 @@ def sdpa(
 ) -> Tensor:
     """torch.nn.functional.scaled_dot_product_attention with tilegrad's kernels: the same arguments and results.
 
-    query (…, Hq, L, E), key (…, H, S, E), value (…, H, S, Ev) → (…, Hq, L, Ev). Dimensions before the last two broadcast; with
-    enable_gqa Hq is a multiple of H. attn_mask broadcasts to (…, Hq, L, S): bool, True = attends, or added to the scores.
+    query (…, Hq, L, E), key (…, H, S, E), value (…, H, S, Ev) → (…, Hq, L, Ev). Dimensions before the last two
+    broadcast; with enable_gqa Hq is a multiple of H. attn_mask broadcasts to (…, Hq, L, S). A bool mask is True where a
+    pair attends; a mask of numbers is added to the scores.
 
-    `attention` differs in two ways. is_causal is aligned at the top left (row i attends to columns j ≤ i), and causal of
-    `attention` at the bottom right; both are equal if L = S. `attention` does not broadcast dimensions.
+    `attention` differs in two ways. Its causal is aligned at the bottom right, but is_causal at the top left (row i
+    attends to columns j ≤ i). They are equal if L = S. And `attention` does not broadcast dimensions.
 
     >>> import torch, tilegrad
     >>> q, k, v = torch.randn(3, 2, 4, 16, 32)
@@ -181,7 +182,7 @@ def sdpa(
         _check_attn_mask(bias, (*batch, q.shape[1], rows, k.shape[2]))
     if bias is not None and bias.ndim > 3 and len(batch) != 1:
         bias = bias.expand(*batch, *bias.shape[-3:]).reshape(-1, *bias.shape[-3:])
-    if is_causal:  # row i attends to columns j ≤ i < L: drop later columns, then shift the bottom-right alignment
+    if is_causal:  # no row attends to columns j ≥ L; `window` moves the alignment to the top left
         k, v = k[:, :, :rows], v[:, :, :rows]
         window = (None, rows - k.shape[2])
     o = attention(q, k, v, bias=bias, window=window, scale=scale, dropout_p=dropout_p)
@@ -222,10 +223,10 @@ def explain(
     o: Tensor | None = None, do: Tensor | None = None, dq: Tensor | None = None, dk: Tensor | None = None,
     dv: Tensor | None = None, **unknown: Never,
 ) -> Explanation:  # fmt: skip
-    """Which kernel would run this call of `attention` (with cu_seqlens: `attention_varlen`), and why the others would not.
+    """Says which kernel runs this call of `attention` (with cu_seqlens: `attention_varlen`), and why the others do not.
 
-    `deterministic` has no effect. It is accepted so that the arguments of a call can be copied. o, do, dq, dk and dv are for
-    calls of `attention_fwd` or `attention_bwd` on your own buffers, because not every kernel can read or write every layout.
+    `deterministic` has no effect. It is accepted so that the arguments of a call can be copied. Give o, do, dq, dk and
+    dv if you call `attention_fwd` or `attention_bwd` on your own buffers: few kernels read and write every layout.
 
     >>> import torch, tilegrad
     >>> found = tilegrad.explain(*torch.randn(3, 1, 4, 16, 32), dropout_p=0.1, kernel="tiled")
@@ -262,7 +263,7 @@ _THEIR_NAMES = {
 
 
 def _refuse(unknown: Mapping[str, object], function: Callable[..., object]) -> NoReturn:
-    """Raises for the first unknown option, with the option that was probably meant."""
+    """Raises TypeError for the first unknown option, and suggests the option that was probably meant."""
     options = [name for name, x in inspect.signature(function).parameters.items() if x.kind is x.KEYWORD_ONLY]
     name, value = next(iter(unknown.items()))
     ours, face = _ELSEWHERE.get(name, (None, None))

@@ -84,7 +84,7 @@ def forward(
     backward: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Checks, allocates, runs. Returns o, lse. `key` is from `forward_key`. `for_both`: the scratch also fits the backward.
-    `backward`: whether the backward that will follow is deterministic; None if there is none."""
+    `backward`: whether the backward that follows is deterministic; None if none follows."""
     prepared, device = recall(key), q.device
     if prepared is None:
         selection = select(q, k, v, mask, {}, kernel, backward=False)
@@ -133,7 +133,7 @@ def backward(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Checks, allocates, runs. Returns dq, dk, dv, dbias, dsinks, or None if not wanted. `key` is from `backward_key`."""
     prepared, device = recall(key), q.device
-    if prepared is None and not rows_aligned(do):  # not every kernel reads unaligned rows, but a prepared one does
+    if prepared is None and not rows_aligned(do):  # not every kernel reads unaligned rows; a prepared one reads these
         do = do.clone(memory_format=torch.contiguous_format)
         key = backward_key(q, k, v, o, lse, do, dlse, mask, wanted, kernel, deterministic, manager)
         prepared = recall(key)
@@ -176,7 +176,7 @@ def _register_fast_path(
     q, mask, run = call.q, call.mask, prepared.run
     if fast_path is None or mask.has_tensors or not isinstance(run, NativeRun | Plan):
         return
-    if q.is_cuda and q.dtype is torch.float32:  # torch has an option for the precision of float32 products
+    if q.is_cuda and q.dtype is torch.float32:  # the keys of eager.cpp lack torch's precision of float32 products
         return
     wanted = sum(1 << i for i, x in enumerate(new) if x is not None)
     if fast_path.add_program(

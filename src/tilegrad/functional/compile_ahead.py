@@ -1,8 +1,9 @@
 """Compilation of a backward in threads, while its forward compiles.
 
-Triton's passes, LLVM and ptxas release Python's lock. `wait` comes before the first use of a backward, and before a fork. No
-error is reported here: the backward compiles what a thread did not, and meets the error itself. Before Python 3.11.8 and 3.12.2
-`ast.parse`, which Triton calls, may fail if two threads run it (python/cpython#106905), so nothing compiles in a thread there.
+Triton's passes, LLVM and ptxas release the GIL. `wait` runs before the first use of a backward, and before a fork. A
+thread reports no error: the backward compiles again what a thread could not compile, and raises the error. Before
+Python 3.11.8 and 3.12.2 `ast.parse`, which Triton calls, may fail if two threads run it (python/cpython#106905), so
+nothing compiles in a thread there.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ _pool: ThreadPoolExecutor | None = None
 def start(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, o: Tensor, lse: Tensor, kernel: str | None, *, deterministic: bool
 ) -> None:
-    """Starts to compile the backward of a call of the kernels `hopper` or `triton`, once for each set of features. o takes
-    the place of do, and each input that of its gradient: code depends only on their dtypes and alignment."""
+    """Starts to compile the backward of a call of the kernels `hopper` or `triton`, once for each set of features. o is
+    passed as do, and each input as its own gradient, because the code depends only on their dtypes and alignment."""
     global _pool
     if not PARSES_IN_THREADS:
         return

@@ -121,7 +121,7 @@ class _EagerAttention(torch.autograd.Function):
         o, lse = call.forward(q, k, v, mask, kernel, key, manager=manager, for_both=both, backward=deterministic)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, o, lse, *held)
-        # The options have no tensors, because autograd saves tensors.
+        # Autograd saves the tensors of the mask, so the options hold only its numbers.
         ctx.options = (numbers_of(mask) if held else mask, deterministic, kernel, manager)
         return (o, lse) if return_lse else o
 

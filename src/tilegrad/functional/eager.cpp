@@ -3,7 +3,7 @@
 // program. For a call that has no program, or that is traced or transformed, `attend` returns None, and dispatch.py runs the
 // call.
 //
-//   Call      everything of a call besides q, k and v: its mask, the requested kernel, the table of kernels
+//   Call      what a call has besides q, k and v: its mask, the requested kernel, the table of kernels
 //   Program   one signature in one direction: what it allocates, and how its kernel is launched
 //               native   a function of the CPU library, called with one structure into which addresses are written
 //               plan     functions of the CUDA driver, bound by Python (kernels/cuda_launch.py) to addresses and a stream; cached
@@ -108,7 +108,7 @@ struct Program {
 template <class Value>
 using Under = std::unordered_map<Words, Value, Hash>;
 // never destroyed, because at exit no interpreter is left to release objects
-auto& calls = *new Under<CallPtr>;  // under the GIL; never removed, because autograd nodes and program keys have their addresses
+auto& calls = *new Under<CallPtr>;  // under the GIL; never removed: autograd nodes and program keys hold addresses
 std::mutex mutex;                   // for both maps below; a thread that has it never waits for the GIL
 auto& programs = *new Under<std::shared_ptr<Program>>;
 auto& bound = *new Under<std::shared_ptr<Bound>>;
@@ -185,8 +185,8 @@ void Program::run(const std::vector<Tensor>& tensors) const {
         if (!code) continue;
         with_python([&] { plan->get().attr("answered")(code); });  // raises, or creates a context
         code = each.function(a[0], a[1], a[2], a[3]);
-        // One string, because TORCH_CHECK joins several with a stream. This crashes if the compiler links libstdc++ statically:
-        // the process then has two copies of libstdc++, which share the identifiers of locales.
+        // One string, because TORCH_CHECK joins several strings with a C++ stream, which crashes if the compiler links
+        // libstdc++ statically: the process then has two copies of libstdc++, which share the identifiers of locales.
         TORCH_CHECK(!code, "CUDA: a launch returned " + std::to_string(code) + " again");
     }
 }

@@ -3,9 +3,9 @@
     tilegrad::attention_fwd(q, k, v, …mask) → (o, lse)
     tilegrad::attention_bwd(q, k, v, o, lse, do, dlse, …mask) → (dq, dk, dv, dbias, dsinks)      empty if not wanted
 
-An op takes a mask as the flat list of its fields, because a schema has only tensors and numbers. torch.func transforms
-(differentiable.py) run the backward for grad and jacrev. vmap folds its dimension into B, or makes one call per sample if a
-tensor of the mask has that dimension.
+An op takes a mask as the flat list of its fields, because a schema has only tensors and numbers. grad and jacrev of
+torch.func run attention_bwd (differentiable.py). vmap folds its dimension into B, or makes one call per sample
+(`_vmap`).
 """
 
 from __future__ import annotations
@@ -154,7 +154,8 @@ _keep_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a
 
 
 def _vmap(op: Callable[..., Any], tensors: int) -> Callable[..., Any]:
-    """Folds samples if q, k and v all have the vmap dimension, but no tensor of the mask and no gradient of one has it."""
+    """Folds samples into B if q, k and v all have the vmap dimension, and no tensor of the mask has it or has B. With
+    sinks, a seed, cu_seqlens or gradients of the mask, each sample is a separate call."""
 
     def folds(in_dims: tuple[Any, ...], arguments: tuple[Any, ...]) -> bool:
         bias, alibi_slopes, sinks, seed, cu_seqlens_q, _, intervals = arguments[tensors : tensors + 7]

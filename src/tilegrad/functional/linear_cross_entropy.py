@@ -28,7 +28,7 @@ def linear_cross_entropy(
 ) -> Tensor:
     """F.cross_entropy(softcap(F.linear(x, w, bias)), targets, …) with exact gradients, without ever storing all logits.
 
-    x (…, C), w (V, C), bias (V,), targets (…) int64. With l = x wᵀ + bias, after the cap, ε = label_smoothing and
+    x (…, C), w (V, C), bias (V,), targets (…) int64. With l = softcap(x wᵀ + bias), ε = label_smoothing and
     lse = log Σ exp l, a row with target t has the loss
 
         (1 − ε) (lse − l[t]) + ε (lse − mean l) + z_loss · lse²

@@ -7,10 +7,10 @@
 A row's gradient is g_n times a gradient that the forward can compute. With "mean" and "sum" g is one number, so the backward
 only multiplies finished gradients. For a mean over n rows the forward multiplies by 2ᵏ = 2^⌊log₂ 1/n⌋, the backward by g and by
 m = 2⁻ᵏ / n. A factor 1 / n in the forward would make (p − 1) / n about −1 / n for every improbable target, and rounding that to
-bfloat16 would scale the whole gradient by up to 1 ± 2⁻⁸; −2ᵏ is exact. With "none" the sum over rows that gives dw depends on
-all of g, so the backward computes the logits again. For float16 it always does, because gradients without the loss scale
-underflow in float16. dw and dbias are accumulated in float32 (float64 for float64), multiplied by g, and rounded once. w, bias
-and targets are saved too, but these are the caller's tensors.
+bfloat16 would scale the whole gradient by up to 1 ± 2⁻⁸; −2ᵏ is exact. With "none" the sum over rows that gives dw
+depends on all of g, so the backward computes the logits again. In float16 the backward always does so, because
+gradients underflow there without the loss scale. dw and dbias are accumulated in float32 (float64 for float64),
+multiplied by g, and rounded once. w, bias and targets are saved too, but these are the caller's tensors.
 """
 
 from __future__ import annotations
@@ -138,7 +138,8 @@ def _cast(y: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _times(y: Tensor, g: Tensor, dtype: torch.dtype) -> Tensor:
-    """y · g, rounded once, to `dtype`. g is viewed with the dimensions of y, so the product has the wider dtype of both."""
+    """y · g, rounded once, to `dtype`. g is viewed with as many dimensions as y, because type promotion ignores the
+    dtype of a 0-d tensor."""
     return torch.mul(y, g.view((1,) * y.ndim), out=torch.empty(y.shape, dtype=dtype, device=y.device))
 
 

@@ -1,4 +1,4 @@
-"""Dilated attention: in each segment of a sequence, every r-th position attends to the others.
+"""Dilated attention: in each segment of a sequence, every r-th position attends to the other such positions.
 
 pattern.py      a branch as strided views of q, k and v
 run.py          forward and backward on plain tensors: a plan and its jobs

@@ -33,7 +33,7 @@ def _check_absent(**options: object) -> None:
 def _checked_pattern(
     q: Tensor, k: Tensor, lengths: Sequence[int], rates: Sequence[int], mode: Mode
 ) -> tuple[list[int], list[int]]:
-    """The pattern, after a check of it and of the sizes of q and k."""
+    """Checks the pattern and the sizes of q and k. Returns lengths and rates as lists."""
     pattern = check_pattern(lengths, rates, mode)
     branches = len(pattern[0])
     require(k.shape[2] == q.shape[2], "k", f"{k.shape[2]} positions, but q has {q.shape[2]}", "as many as q", show=str)
@@ -63,15 +63,17 @@ def dilated_attention(
     kernel: str | None = None,
     manager: AttentionBufferManager | None = None,
 ) -> Tensor:
-    """Attention inside segments among every r-th position, with exact gradients; cost linear in T.       q, k, v (B, H, T, D)
+    """Attention among every r-th position of each segment of q, k, v (B, H, T, D), with exact gradients. The cost is
+    linear in T.
 
     segment_lengths   s of each branch; the last segment may be shorter; lengths above T count as T
     dilation_rates    r of each branch
-    mode              "head_groups": one contiguous group of heads per branch; the first groups get the remainder. Group g
-                      attends among positions (g mod r) :: r of its segments and gives 0 at the others. The result is divided
-                      by the number of branches.
-                      "longnet": every branch covers all heads, head h begins at h mod r. At each position branches are mixed
-                      by the softmax of their logsumexps. A position that no branch covers gives 0
+    mode              "head_groups": one contiguous group of heads per branch; the first groups get the remainder. In
+                      group g positions (g mod r) :: r of a segment attend to each other, and the result at other
+                      positions is 0. The result is divided by the number of branches.
+                      "longnet": every branch covers all heads; head h begins at position h mod r of a segment. At each
+                      position the branches are mixed by the softmax of their logsumexps. A position that no branch
+                      covers gives 0
     causal            no position attends to a later one
     scale             factor of the scores; None: 1/√D
     dropout_p         drops probabilities once, after the softmax; the mask is a pure function of seed and shapes

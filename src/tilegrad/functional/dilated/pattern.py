@@ -2,12 +2,12 @@
 
 A branch (s, r) cuts T positions into segments of s. The last segment may be shorter, and s is at most T. Inside each segment
 the positions offset, offset + r, … attend to each other. Nothing is gathered: with x (B, H, T, D) and strides
-(x_b, x_h, x_t, 1), moving along an axis of a branch is a constant step in (b, h, t):
+(x_b, x_h, x_t, 1), a move along an axis of a branch is a constant step in (b, h, t):
 
     rows of a segment        (0, 0, r)     L = ⌈(s − offset) / r⌉ of them
     segments                 (0, 0, s)
     heads of one offset      (0, 1, 0)
-    heads h = c·r + j of offset h mod r = j:     j (0, 1, 1), one head and one position, and c (0, r, 0)
+    heads h = c·r + j, whose offset is j     j steps by (0, 1, 1), one head and one position; c steps by (0, r, 0)
     sequences                (1, 0, 0)
 
 Attention takes two axes besides the rows. Two axes can be merged if, in every tensor, the outer stride is the inner stride
@@ -26,7 +26,7 @@ from torch import Tensor
 
 Mode = Literal["head_groups", "longnet"]
 MODES: tuple[str, ...] = get_args(Mode)
-ROWS_PER_CALL = 1 << 19  # rows of all heads: limits the scratch of a call; far fewer rows keep a GPU busy
+ROWS_PER_CALL = 1 << 19  # rows of all heads of a call, to limit its scratch; far fewer rows keep a GPU busy
 
 Step = tuple[int, int, int]  # over (b, h, t)
 
@@ -37,7 +37,7 @@ class Axis(NamedTuple):
 
 
 class View(NamedTuple):
-    """The place of a call's elements in any tensor with the same strides."""
+    """Where a call's elements are in any tensor of these strides."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""The oracle of dilated attention, with whole T×T masks, a softmax per branch and gradients by autograd; and its bounds.
+"""The oracle of dilated attention: whole T×T masks, a softmax per branch, gradients by autograd; and its error bounds.
 
 Position t is in segment t div s at place t mod s. A branch covers place p if p ≥ offset and r divides p − offset.
 
@@ -7,13 +7,13 @@ The bounds of attention apply (kernels/attention/bounds.py), because dilated att
 
     y     "head_groups": o before it is divided by G. "longnet": part_b = softmax_b(lse_b) o_b of every branch but the first,
           and the mix of the branches so far
-    delta the same roundings of y times do; "head_groups": also the rounding of o = G y
+    delta reads y and do, so it has the roundings of y; "head_groups": also the rounding of o = G y
     do    "head_groups": dy / G
     dq …  "longnet": the term of every branch but the first, and the sum so far
 
 A product or quotient by a power of two is exact.
 
-lse has the error of the worst branch, plus 4 a per mix.
+lse has the error of the worst branch, plus four roundoffs of the accumulation dtype per mix.
 """
 
 from __future__ import annotations
@@ -171,7 +171,8 @@ def _roundings(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
 def _roundings_of_do(
     var: Tensor, p: Tensor, q: Tensor, k: Tensor, v: Tensor, exact: dict[str, Tensor], scale: float
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Effect of roundings of do, with variance `var`, on each result: (σ², variance along the slope). With c a column of do,
+    """How rounding errors δ of do, with variance `var`, change each result: (σ², variance along the slope). c is a
+    column of do:
 
     dv_jc errs by Σᵢ pᵢⱼ δᵢc          dsᵢⱼ by pᵢⱼ Σ_c δᵢc (v_jc − o_ic)
     """

@@ -74,7 +74,7 @@ class Job(NamedTuple):
     prepared: dict[object, Run]
 
     def run(self, call: Forward | Backward, temp: Tensor) -> None:
-        """Prepares the kernel at the first call with these outputs and this alignment of `temp`."""
+        """Runs the kernel, which is prepared at the first call with these outputs and this alignment of `temp`."""
         backward = isinstance(call, Backward)
         wanted = (call.dq is None, call.dk is None, call.dv is None) if isinstance(call, Backward) else None
         key = wanted, temp.data_ptr() % ALIGNED_BYTES
