@@ -37,7 +37,8 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of a table: the number of buffers, their bytes at the peak of the program, and their most bytes at any moment."""
+    """One row of a table: the number of buffers, their bytes at the program's peak, and their bytes at their own
+    peak."""
 
     name: str
     buffers: int

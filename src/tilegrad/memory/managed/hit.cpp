@@ -1,8 +1,9 @@
-// Cache hits of the buffer manager in C++: `allocate` that finds a cached buffer of its key or size class, and `deallocate` by
-// the only holder. manager.py is the reference, and its lists, dicts and counters are the only state: this file reads and
-// writes the fields of those objects. No Python code runs between the first change and the last, so neither an interrupt nor
-// another thread can see a partial change. Every other call is forwarded unchanged to the Python function: a miss, another
-// holder, another dtype, a full cache, zeroing, a scope, a profile, debug, freed CUDA buffers, misuse.
+// Cache hits of the buffer manager in C++: an `allocate` that finds a cached buffer of its key or of a fitting size,
+// and a `deallocate` of a buffer that only the caller references. manager.py is the reference, and its lists, dicts and
+// counters are the only state: this file reads and writes the fields of those objects. No Python code runs between the
+// first change and the last, so neither an interrupt nor another thread can see a partial change. Every other call is
+// forwarded unchanged to the Python function: a miss, another reference, another dtype, a full cache, zeroing, a scope,
+// a profile, debug, freed CUDA buffers, misuse.
 #include <Python.h>
 #ifdef Py_GIL_DISABLED
 #error "hit.cpp reads fields of Python objects under the GIL; this Python is built without it"
@@ -136,8 +137,8 @@ bool sum_in_use(PyObject* here, int64_t& bytes) {
     return true;
 }
 
-// The same as `_best_fit` of cache.py, without its 5 %: the smallest cached buffer of nbytes to 1.25 nbytes, below the
-// high-water mark.
+// The same as `_best_fit` of cache.py, but without its tolerance of 5 %: the smallest cached buffer of nbytes to 1.25
+// nbytes, if the bytes in use stay below the high-water mark.
 PyObject* best_fit(PyObject* here, PyObject* list, PyObject* free) {
     PyObject *best = nullptr, *each, *tensor;
     int64_t nbytes, least, size, most_held, high_water, in_use;
@@ -369,7 +370,7 @@ PyObject* fall_back(PyObject*, PyObject* args) {
     Py_RETURN_NONE;
 }
 
-// allocate and deallocate as method descriptors of the manager's class, the kind C types have: Dynamo can call those.
+// allocate and deallocate as method descriptors of the manager's class, as C types have them: Dynamo can call these.
 PyObject* methods(PyObject*, PyObject*) {
     static PyMethodDef both[] = {
         {"allocate", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(allocate)), METH_FASTCALL | METH_KEYWORDS,

@@ -57,7 +57,7 @@ class AttentionBufferManager:
     """Allocates typed buffers and caches freed ones; the module docstring has the rules.
 
     enable_preallocation   a buffer of the typical size of each type is cached from the start
-    lightweight            no profiling, no stats per scope; using a freed tensor whose buffer was reused is not an error
+    lightweight            no profiling, no stats per scope, no error if a tensor is used after its buffer was reused
     debug                  freed buffers are filled with NaN or 0xCB, and `allocate` raises if one was written afterwards
     pressure               device → the used share of its memory, in [0, 1]; see `tilegrad.memory.managed.pressure`
     """
@@ -385,7 +385,7 @@ class AttentionBufferManager:
                 self._profile.end(slot, began_ns=None)
 
     def _look_again(self, slot: Slot, tensor: Tensor, *, named: bool) -> tuple[Slot, Tensor, bool]:
-        """(slot, tensor, whether they came from the cache): the buffer to hand out after a check of a suspect cached buffer.
+        """Checks a suspect cached buffer. Returns (slot, tensor, whether they came from the cache) to hand out.
 
         If the bytes of the cached buffer moved (a resize_ that grew), or something references them after the free, the buffer
         is quarantined and a new one is made. `named`: a variable still refers to its tensor. Then a new tensor over the same
@@ -442,7 +442,7 @@ def create_attention_buffer_manager(
     enable_profiling: bool = False,
     lightweight: bool = True,
 ) -> AttentionBufferManager:
-    """A manager for everyday use. Profiling needs tracking: `enable_profiling=True` makes a tracked manager."""
+    """A manager for everyday use. `enable_profiling=True` turns `lightweight` off, because a profile needs tracking."""
     return AttentionBufferManager(
         enable_reuse=enable_reuse,
         enable_preallocation=enable_preallocation,

@@ -31,8 +31,8 @@ def memory_pressure(device: torch.device, root: Path = Path("/")) -> float:
 
 
 def memory_limit(device: torch.device, root: Path = Path("/")) -> int | None:
-    """Total memory of a device for this process: that of the machine, or the smallest limit of a control group. None if
-    unknown."""
+    """The most memory of a device that this process may use. On a CPU this is the smallest of the machine's memory and
+    the limits of the control groups. None if unknown."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     if device.type != "cpu":
@@ -44,7 +44,8 @@ def memory_limit(device: torch.device, root: Path = Path("/")) -> int | None:
 
 
 def memory_available(device: torch.device, root: Path = Path("/")) -> int | None:
-    """Free memory of a device for this process now: that of the machine, or of the fullest control group. None if unknown."""
+    """The memory of a device that this process may still take. On a CPU this is the least that the machine or a control
+    group has free. None if unknown."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + unused

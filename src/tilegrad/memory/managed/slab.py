@@ -1,9 +1,9 @@
 """Slabs: regions of memory that are cut into blocks, each with a storage of its own.
 
-A block is a uint8 tensor over a part of its region, and its *storage* has only this part. So the use count of the storage says
-whether something still references this block, not the slab. On a CPU a region is reserved address space: a page takes memory
-once it is written, and a freed block returns its whole pages to the system (MADV_DONTNEED). Otherwise (CUDA, pinned) a region
-is one real allocation, which is kept until its last block is freed.
+A block is a uint8 tensor over a part of its region, and its *storage* has only this part. So the use count of the
+storage counts references to this block, not to the slab. On a CPU a region is reserved address space: a page takes
+memory once it is written, and a freed block returns its whole pages to the system (MADV_DONTNEED). Otherwise (CUDA,
+pinned) a region is one real allocation, which is kept until its last block is freed.
 
 `idle_bytes` are bytes that a slab has from the system but that are in no block. The manager counts them as reserved.
 """
@@ -144,8 +144,8 @@ _WHOLE_PAGES_FROM = 1 << 16
 
 
 def size_class(nbytes: int) -> int:
-    """The smallest size class ≥ nbytes, which wastes under 1/16: multiples of 64 bytes up to 1 KiB, then 32 classes per
-    doubling. From 64 KiB on a class is also a multiple of a page, because a lazy region can return whole pages."""
+    """The smallest size class ≥ nbytes: multiples of 64 bytes up to 2 KiB, then 32 classes per doubling. From 64 KiB on
+    a class is also a multiple of a page, because a lazy region returns only whole pages."""
     if nbytes <= 1024:
         return max(64, round_up(nbytes, 64))
     step = max(64, 1 << ((nbytes - 1).bit_length() - 6))
@@ -153,17 +153,17 @@ def size_class(nbytes: int) -> int:
 
 
 def _dead(blocks: tuple[Block, ...]) -> list[Block]:
-    """The blocks whose storage is dead. Only C code runs here, because another thread could count a reference of Python
-    code."""
+    """The blocks whose storage no longer exists. Only C code runs here: a reference that Python code held to a storage
+    would be counted by another thread."""
     return list(compress(blocks, map(_IS_NONE, map(call, map(_STORAGE, blocks)))))
 
 
 class Slab:
     """Blocks cut from the smallest gap that fits.
 
-    The only state is the layout of each region, which one assignment replaces, and a block ends with its storage. So nothing
-    needs to be undone after an interrupt: the next `sweep` finds the blocks without references. The caller runs one change at a
-    time.
+    The only state is the layout of each region, which one assignment replaces, and a block lasts as long as its
+    storage. So nothing needs to be undone after an interrupt: the next `sweep` finds the blocks without references. The
+    caller runs one change at a time.
     """
 
     strategy: ClassVar[str]

@@ -51,7 +51,8 @@ class Handle(weakref.ref[Tensor]):
 
 @dataclass(slots=True, eq=False)
 class Pool:
-    """The cached buffers of one (type, device), least recently freed first. Removing one from `free` takes its tensor over."""
+    """The cached buffers of one (type, device), least recently freed first. To take one out of `free` is to own its
+    tensor."""
 
     type: BufferType
     device: torch.device

@@ -6,8 +6,8 @@ ranges even the optimum may be larger than L: if a, b and c are alive in pairs, 
 three addresses. The optimum is NP-hard to find, so `plan` packs greedily in several orders and keeps the best result:
 
     pack      place each request, in the given order, into the lowest (or the tightest) gap between conflicting requests
-    orders    sort by area, size, duration, breadth and first use: different measures of what is hard to place
-    repair    move a request that ended on top, or a random one, earlier in the order; keep the result unless it is worse
+    orders    sort by size × duration, size, duration, breadth and first use: measures of what is hard to place
+    repair    move a request at the arena's top, or a random one, earlier in the order; keep the result if not worse
 
 The search stops at the bound, or when its work (requests² per pass) is used up, never after a time. So the same requests give
 the same plan on every machine. This module uses only the standard library.
@@ -26,7 +26,7 @@ from types import MappingProxyType
 
 _WORK = 20_000_000  # the most work of one plan, in requests² summed over passes: about a second
 _REPAIRS = 20  # passes of repair for each percent above the bound
-_STRIDE = 64  # moments for each precomputed union of live items
+_STRIDE = 64  # how many moments each precomputed union of live items covers
 _BOOLS = bytes.maketrans(b"01", b"\0\1")
 
 
@@ -125,7 +125,7 @@ class _Item:
     conflicts: int
     first: int
     duration: int
-    breadth: int  # the most bytes that all items have at one moment of its life
+    breadth: int  # the most bytes of all items alive at one moment of its life
 
 
 @dataclass(frozen=True, slots=True)
