@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["IntervalMask", "documents", "from_block_mask", "from_bool", "prefix", "shared_question"]
 
-CHUNK = 1 << 22  # pairs of a bool matrix that are read at a time; a column has Tq in each head
-MOST = 2  # intervals of a column
+CHUNK = 1 << 22  # how many pairs of a bool matrix are read at a time, but at least one column
+MOST = 2  # the most intervals of a column
 Integers = Tensor | Sequence[int] | Sequence[Sequence[int]]
 
 
@@ -122,7 +122,8 @@ def shared_question(lengths: Integers, *, device: torch.device | str | None = No
 
 def from_bool(mask: Tensor) -> IntervalMask:
     """The exact intervals of a bool matrix, True = attends, as in a bool bias. Raises an error that names the first column with
-    more than two runs of rows that do not attend. mask is (Tq, Tk), (H, Tq, Tk) or (B, H, Tq, Tk), with all Tq rows.
+    more than two runs of rows that do not attend. mask is (Tq, Tk), (H, Tq, Tk) or (B, H, Tq, Tk), and never
+    has one row for all.
 
     causal is True in the result if no row attends to a later token. A column may then have two runs below the diagonal. A tree
     whose nodes are in depth-first order has one run, and so has a window with tokens at the start that are never evicted:

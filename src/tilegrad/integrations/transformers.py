@@ -4,10 +4,10 @@ transformers needs two functions under one name. It calls the mask function once
 attend to which columns (causal, window, packed, padding). Each layer calls the attention function with the result of the mask
 function. In tilegrad this result is an `Attends`, which has no T×T matrix:
 
-    band   (left, right), the largest distance to a column on either side to which a row attends
-    runs   padding and packing as cumulative lengths over the B·T rows, for `attention_varlen`, without copies. Padding is
-           rows without columns and columns without rows, so it has no effect
-    bias   for all other masks: (B, 1, 1, Tk) for padding if queries and keys differ, (B, 1, Tq, Tk) for an unknown closure
+    band   (left, right): the distance to the farthest column on each side to which a row attends
+    runs   padding and packing as cumulative lengths over the B·T rows, for `attention_varlen`, without copies. A padded
+           row is in a run without columns, a padded column in a run without rows
+    bias   for all other masks: (B, 1, 1, Tk) for padding that runs can't express, (B, 1, Tq, Tk) for an unknown closure
 
 The first layer that reads a bool bias (B, 1, Tq, Tk), even one from the caller, converts it to intervals, if each column has at
 most two (masks.py). All layers then skip the pairs that are masked out, and no layer reads T² elements.
@@ -37,7 +37,8 @@ from ..kernels.attention.problem import FEW_ROWS
 from ..masks import IntervalMask, intervals_of_bool
 from .transformers_loss import use_linear_cross_entropy
 
-# (cumulative lengths of rows, of columns, longest run of rows, of columns); None: as long as the queries, or keys, of the layer
+# (cumulative lengths of rows, the same of columns, longest run of rows, the same of columns). None for a longest run:
+# all queries, or all keys, of a sequence in the layer
 Runs = tuple[Tensor, Tensor, int | None, int | None]
 _OUTSIDE = (
     "attn_implementation: got 'tilegrad' for a model that computes attention itself, without transformers' "
@@ -73,7 +74,7 @@ class Attends:
     band: Window = (None, None)
     runs: Runs | None = None
     bias: Tensor | None = None
-    before: int | None = None  # number of columns before the first row's own, if a static cache has unused columns
+    before: int | None = None  # number of columns before the column of the first row; None if all columns are in use
     columns: int | None = None  # number of keys of the layer, including unused keys of a static cache
     shape = (1, 1, 1, 1)  # with four dimensions, so that transformers knows that the mask is complete
     ndim = 4
@@ -368,10 +369,10 @@ _read_bias: tuple[Callable[[], Tensor | None], int, IntervalMask | None] = (lamb
 def _intervals(bias: Tensor, q: Tensor, k: Tensor) -> IntervalMask | None:
     """The intervals of a bool bias (B, 1 or H, Tq, Tk), which replace the bias; None if a column has more than two intervals.
 
-    They are computed once per forward, because all layers get the same tensor. The result is also None if a change of the
-    tensor would go unnoticed (inference tensors have no version), if its values can't be read (compilation, tracing, fake
-    tensors) or can be read only by waiting for a GPU, for heads that share k but not the bias, and for few rows, which need no
-    intervals.
+    They are computed once per forward, because all layers get the same tensor. The result is also None in these cases:
+    a change of the tensor would go unnoticed (inference tensors have no version); its values can't be read
+    (compilation, tracing, fake tensors); reading them would wait for a GPU; heads share k but not the bias; the call
+    has few rows and needs no intervals.
     """
     global _read_bias
     form = (bias.dtype, bias.shape[2:]) == (torch.bool, (q.shape[2], k.shape[2])) and bias.ndim == 4

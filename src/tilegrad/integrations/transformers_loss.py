@@ -5,7 +5,8 @@ multiplied. A model may scale or cap logits and select rows of them; a `Logits` 
 `cross_entropy` of a `Logits` is `tilegrad.linear_cross_entropy`. So the loss function of transformers runs unchanged: it shifts
 labels, ignores −100 and divides by num_items_in_batch. Without labels, or in evaluation mode, logits are computed as usual.
 
-For this, the forward of every class named …ForCausalLM or …LMHeadModel is wrapped, even of classes that are defined later.
+For this, `_wrap` wraps the forward of every class named …ForCausalLM or …LMHeadModel, even of one that is defined
+later.
 """
 
 from __future__ import annotations

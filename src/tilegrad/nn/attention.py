@@ -114,9 +114,9 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, None]:
         """(y, None). key=None: self-attention. Masks are as in MultiheadAttention: key_padding_mask (B, S), attn_mask (L, S) or
         (B·H, L, S). A bool mask has True where a pair is masked out; any other mask is added to the scores. is_causal needs no
-        mask. `intervals` are intervals as in `tilegrad.attention`, from `tilegrad.masks`; with them, is_causal is the `causal`
-        of the mask, and attn_mask masks out more pairs. With a cache, the keys and values of earlier calls precede those of
-        this call, and attention is causal. A nested query (B, jagged, C) also means self-attention."""
+        mask. `intervals` are as in `tilegrad.attention`; `tilegrad.masks` makes them. With intervals, is_causal means
+        `causal` of `tilegrad.attention`, and attn_mask masks out more pairs. With a cache, attention is causal, and
+        keys and values of earlier calls come first. A nested query (B, jagged, C) also means self-attention."""
         if isinstance(query, Tensor) and query.is_nested:
             given = (key, value, key_padding_mask, attn_mask, intervals, cache)
             return self._nested(query, given, is_causal=is_causal, need_weights=need_weights), None
@@ -133,7 +133,7 @@ class Attention(nn.Module):
                 f"is_causal: got {q.shape[2]} rows, {k.shape[2]} keys; accepted: as many rows as keys, or a cache"
             )
         window = None if self.window is None else (self.window - 1, None)
-        hint = is_causal and intervals is None  # attn_mask then is the causal mask
+        hint = is_causal and intervals is None  # attn_mask is then the causal mask, which is not read
         bias = self._bias(key_padding_mask, None if hint else attn_mask, q, k)
         dropout_p = self.dropout if self.training else 0.0
         if self.manager is None or torch.compiler.is_compiling():  # a compiled graph plans its own memory

@@ -1,6 +1,6 @@
 """Modules for dilated attention, with buffers from a manager. The docstring of `dilated_attention` has the equations.
 
-The specification calls `DilatedAttention` `ImprovedDilatedAttentionV2`.
+`ImprovedDilatedAttentionV2` is the name of `DilatedAttention` in the specification.
 """
 
 from __future__ import annotations
