@@ -103,7 +103,8 @@ def _module(kind: str, part: str, block: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AdapterFile:
-    """A folder of PEFT's adapters. Its configuration and the names of its tensors have been read, its tensors have not."""
+    """A folder with adapters of PEFT, of which the configuration and the names of tensors have been read, no
+    tensors."""
 
     file: Path
     kind: str  # family of the base weights
@@ -118,7 +119,7 @@ class AdapterFile:
                 params[place.ours][place.rows].copy_(opened.get_tensor(place.theirs))
 
     def check(self, params: Mapping[str, Tensor]) -> None:
-        """Refuse a file with other shapes or dtypes than those of `params`."""
+        """Refuse a file whose shapes differ from `params`, or with a dtype that is not in STORED_DTYPES."""
         with open_tensors(self.file) as opened:
             for place in places(self.kind, self.config, self.lora):
                 found, accepted = opened.get_slice(place.theirs), tuple(params[place.ours][place.rows].shape)

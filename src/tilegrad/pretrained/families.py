@@ -103,8 +103,8 @@ def config_of(origin: Config) -> ModelConfig:
 
 
 def _value(c: Config, name: str, kind: type[T], accepted: str, default: T | None) -> T:
-    """The value of a key, of type `kind`. If it is null or missing, `default` is returned, or if that is None, ValueError is
-    raised."""
+    """The value of a key, of type `kind`, or `default` if the key is null or missing. Without a default, that
+    raises."""
     value = c.get(name)
     if value is None and default is not None:
         return default
@@ -218,7 +218,7 @@ def _llama(c: Config, kind: str) -> ModelConfig:
 
 
 def _rope(c: Config) -> Config:
-    """The value of rope_parameters, or that of rope_scaling in older files."""
+    """The value of rope_parameters, which older files call rope_scaling."""
     return next(filter(None, (_value(c, n, dict, "an object", {}) for n in ("rope_parameters", "rope_scaling"))), {})
 
 

@@ -4,9 +4,9 @@
     source.load(engine.params)                 checks every name, shape and dtype before it writes a parameter
     write_weights(folder, params, config)      writes a folder that transformers loads, whole or not at all
 
-families.py has the names and config.json. All files, even those that an export copies, are opened by the rules of
-text/untrusted.py: names and links stay in the folder, except for links in the cache of Hugging Face. A pickle (.bin, .pt) is
-never read.
+families.py translates names of tensors and config.json. All files, even those that an export copies, are opened by the
+rules of text/untrusted.py: names and links stay in the folder, except for links in the cache of Hugging Face. A pickle
+(.bin, .pt) is never read.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Weights:
                 place.copy_(opened[self.files[there[name]]].get_tensor(there[name]))
 
     def check(self, params: Mapping[str, Tensor]) -> None:
-        """Refuse files with other names, shapes or dtypes than those of `params`."""
+        """Refuse files whose names or shapes differ from `params`, or with a dtype that is not in STORED_DTYPES."""
         config, there = self.config, self._there(params)
         missing = sorted(name for name, own in there.items() if own not in self.files)
         known = {*there.values(), *(["lm_head.weight"] if config.tie_embeddings else [])}
@@ -97,7 +97,7 @@ class Weights:
         return {name: name if name in self.files else name.removeprefix(prefix) for name in names}
 
     def keep_origin(self, origin: Path) -> None:
-        """Copy config.json and the tokenizer files, which an export writes again."""
+        """Copy config.json and the tokenizer files into the folder `origin`, from which an export copies them."""
         origin.mkdir(parents=True, exist_ok=True)
         (origin / "config.json").write_text(json.dumps(self.origin, indent=2) + "\n", encoding="utf-8")
         for path in {path for pattern in _COPIED for path in origin.glob(pattern)}:
@@ -137,7 +137,8 @@ def forms(config: ModelConfig, dtype: torch.dtype = torch.float32) -> dict[str, 
 
 
 def allocate(forms: Mapping[str, Tensor], where: str = "") -> dict[str, Tensor]:
-    """Memory for weights of these forms on the CPU. The error for more than the machine has begins with `where`."""
+    """Tensors of these forms on the CPU. If they need more memory than the machine has, the error begins with
+    `where`."""
     size, limit = sum(form.nbytes for form in forms.values()), memory_limit(torch.device("cpu"))
     if limit is not None and size > limit:
         got = f"{human(size)} in {str(next(iter(forms.values())).dtype).removeprefix('torch.')}"

@@ -162,8 +162,8 @@ def _rope_from(container: Container, own: Mapping[str, Value]) -> dict[str, obje
 
 
 def _llama3_from(container: Container, own: Mapping[str, Value]) -> dict[str, object]:
-    """The scaling by the keys that an export of tilegrad writes; if they are missing, the scaling of Llama 3. ROPE_TENSOR must
-    agree with it."""
+    """The scaling of rope, from the keys that tilegrad's export writes. If they are missing, it is Llama 3's own
+    scaling. ROPE_TENSOR must agree with it."""
     size, theta = own.get("attention.key_length"), own.get("rope.freq_base", 10000.0)
     if size is None and type(width := own.get("embedding_length")) is int:
         heads = own.get("attention.head_count")
@@ -218,7 +218,7 @@ def metadata_of(content: Config, config: ModelConfig) -> dict[str, Value]:
 
 
 def _check_runs(arch: str, c: ModelConfig) -> None:
-    """Refuse a model that llama.cpp's code for the architecture does not compute."""
+    """Refuse a model for which llama.cpp's code of this architecture would compute something else."""
     s = c.rope_scaling
     wanted = {
         "rope_scaling.kind": (s and s.kind, "linear or yarn", arch == "llama" or s is None or s.kind != "llama3"),

@@ -23,7 +23,7 @@ _SPACES: Json = {"type": "Sequence", "normalizers": [_PREFIX, _SPACE]}
 
 
 def _splits(token: str, vocab: Mapping[str, int]) -> list[list[str]]:
-    """The pairs of tokens in `vocab` that joined are `token`."""
+    """The pairs of tokens in `vocab` that, joined, give `token`."""
     if len(token) > _MOST_CHARACTERS:
         raise ValueError(f"got the token {shown(token)}; accepted: at most {_MOST_CHARACTERS} characters")
     pairs = [[token[:at], token[at:]] for at in range(1, len(token))]

@@ -21,7 +21,7 @@ from .sentencepiece import Json, is_sentencepiece, parts_of, values_of
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED = 1, 2, 3, 4, 5
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # tokenizer_config.json → GGUF
-_NO_EOS = "ÿ"  # EOS of a tokenizer without EOS: byte 0xff, which UTF-8 never has; llama.cpp would take token 11
+_NO_EOS = "ÿ"  # EOS of a tokenizer without EOS: byte 0xff, which UTF-8 never has. The default of llama.cpp is token 11
 _NO_MERGE = "␀ ␀"  # the merge of a tokenizer without merges: llama.cpp needs a merge, and this merge joins no bytes
 _LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
