@@ -45,7 +45,7 @@ class DocumentFile:
 def write_documents(
     path: Path, ends: Tokens, trained: Mask | None, *, source_sha256: str, tokenizer_sha256: str
 ) -> None:
-    """Write the file whole or not at all. The digests are those of the tokens.bin to which the file belongs."""
+    """Write the file whole or not at all. The digests are the ones in the header of its tokens.bin."""
     parts = [
         ends.astype("<i8").tobytes(),
         b"" if trained is None else np.packbits(trained, bitorder="little").tobytes(),

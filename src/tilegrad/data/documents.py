@@ -1,6 +1,6 @@
 """Reads documents from files and folders. Files with other suffixes are refused, so that no model trains on binary data.
 
-.txt .md …    the file is one document, unchanged; so is a file without a suffix that is given by its own path
+.txt .md …    the file is one document, unchanged; a file without a suffix is one too, if it is given by its own path
 .jsonl        each line is a document or a conversation; the text of a document is in one field
 .gz           a compressed file of these kinds
 a folder      all files with these suffixes in it and below it, in sorted order; its other files are counted as left out
@@ -9,8 +9,8 @@ EOS ends each document. If the tokenizer has no EOS, a blank line ends each docu
 the text of a file.
 
 A text is never in memory as a whole: it is read once to check and count it, and again each time that it is used, in blocks
-or, if it is a .jsonl, in lines. A line may have at most half of the memory of the machine. A .gz is decompressed in the same
-way, and refused if the text exceeds both 16 MiB and 100 times the compressed size.
+or, if it is a .jsonl, in lines. A line may take at most half of the memory of the machine. A .gz is decompressed in the
+same way, and refused if the text exceeds both 16 MiB and 100 times the compressed size.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Place: TypeAlias = tuple[Path, int]  # a file and the number of a line; line 0 i
 
 
 class _Counted:
-    """Counts the text that passes through a call."""
+    """Counts and hashes the text that passes through it."""
 
     def __init__(self) -> None:
         self.sha256, self.bytes, self.characters = hashlib.sha256(), 0, 0

@@ -13,12 +13,12 @@ A document of L tokens has L − 1 positions: position j reads token j and predi
     drop      it is left out
     refuse    it is an error
 
-So a document gives one piece, none, or with split several. A piece without a trained target is left out too. What is left out
-is counted.
+So a document gives one piece or none, or with split several pieces. A piece without a trained target is left out too.
+`Pieces` counts what is left out.
 
-Rows are filled first-fit: each piece, in an order drawn from the seed for each epoch, goes into the first open row that has
-room. A row is closed when it is full, when it has documents − 1 pieces (padding may be one more), or when it is the oldest
-of OPEN rows and a new one is needed.
+Rows are filled first-fit: each piece, in an order drawn from the seed for each epoch, goes into the first open row that
+has room. A row is closed when it is full, when it is the oldest of OPEN rows and a new one is needed, or when it has
+documents − 1 pieces: `documents` is the most documents of a row, and its padding may be one of them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Row: TypeAlias = Tokens  # the indices of the pieces of a row, or the number of 
 Order: TypeAlias = "Tokens | list[Row]"  # (rows, 1), or rows of unequal length
 TooLong = Literal["cut", "split", "drop", "refuse"]
 
-OPEN = 1024  # the most rows that are open, which first-fit searches
+OPEN = 1024  # the most open rows; first-fit searches only these
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,13 +6,13 @@
     tokens.bin               every token
     documents.bin            ends of documents and trained tokens
     tokenizer.json           the tokenizer
-    tokenizer_config.json    its EOS and its chat template, where it has them
+    tokenizer_config.json    its EOS and its chat template, if it has them
 
 Documents are encoded one by one if the tokenizer has an EOS, which is added to each document, or if rows are packed. Otherwise
 all texts are joined and encoded as one text, and there is no documents.bin.
 
-Tokens are written as documents are read, so memory does not grow with the text, but for 8 bytes a document and a byte a token
-of a conversation. A tokenizer.json that does not split texts as GPT-2 does needs a whole document at once.
+Tokens are written as documents are read, so memory grows only by 8 bytes for each document, and by a byte for each
+token of a conversation. A tokenizer.json that does not split texts as GPT-2 does needs a whole document at once.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _prepare_texts(
         found = _write(folder, digest, made, source, ((parts, None) for parts in encoded), separate=separate)
     counts: Numbers = {"files": len(read.files), "documents": len(read.lengths), "left_out": read.left_out}
     counts |= {"bytes": read.bytes, "tokens": len(found[0].tokens)}
-    named = kind not in ("bytes", "bpe")  # a tokenizer.json: the event says if it names no EOS
+    named = kind not in ("bytes", "bpe")  # with a tokenizer.json the event has `eos` even if it is None
     eos = found[1].decode([source.eos]) if source.eos is not None else None
     show("data", counts | ({"eos": eos} if eos or named else {}))
     return found

@@ -1,8 +1,8 @@
 """Jinja2's sandbox for chat templates, which are untrusted code. Each text that a template writes has two limits:
 
     MAX_LINES    the most lines of code that run
-    MAX_SIZE     the most size of all strings and lists that are made, even temporary ones; a character has size 1, an element
-                 of a list 8
+    MAX_SIZE     the largest sum of the sizes of all strings and lists that are made, even temporary ones; a character
+                 has size 1, an element of a list 8
 
 Operators, calls and filters whose result can be much larger than their arguments are checked before they run, by an upper bound
 on the size of the result. Afterwards the size of every result is counted: the value of each operator, call, filter, ~, slice

@@ -142,8 +142,8 @@ class BpeTokenizer:
 
     @cached_property
     def _cuttable(self) -> bool:
-        """Whether the tokens of a text are those of its pieces: whether it is split as in GPT-2, and nothing else reads or
-        changes the text around a split."""
+        """Whether the pieces of a text can be encoded one by one. This needs the split of GPT-2, and nothing else may
+        read or change the text around a split."""
         content = json.loads(self.json())
         split, after = content["pre_tokenizer"] or {}, content["post_processor"] or {}
         return (
@@ -345,9 +345,9 @@ def decode_known(tokenizer: Tokenizer, tokens: list[int]) -> str:
 
 
 class TextStream:
-    """Decodes tokens one by one. `add` returns the new text that later tokens cannot change, and `rest` the remaining text at
-    the end. All these texts joined are `decode_known` of the tokens. A character whose bytes span several tokens is returned
-    with the last of them.
+    """Decodes tokens one by one. `add` returns the new text that later tokens cannot change, and `rest` the remaining
+    text at the end. Joined, these texts equal `decode_known` of the tokens. A character whose bytes span several tokens
+    is returned with the last of them.
 
     An incomplete character decodes to one � at the end, so only a � at the end can still change.
     """
