@@ -6,7 +6,7 @@ call. After a clear, entries that are still in use are computed again. A call of
     mask.py          masks without tensors, by their numbers
     attention/api    prepared calls, by the signature of a call
     eager.cpp        prepared calls in C++, if eager.cpp was built
-    cuda_launch.py   launches bound to addresses and a stream; eager.cpp caches those of its own calls
+    cuda_launch.py   launches bound to addresses and a stream; eager.cpp caches the launches of its own calls
     hopper, triton   compiled kernels, by what changes their code
 
 Constants of a process or a device (functools.cache) do not count as caches here.

@@ -100,9 +100,9 @@ def emitter() -> Observer | None:
 def op(
     *, accumulates: tuple[str, ...] = (), adds: tuple[str, ...] = (), one_kernel: bool = False
 ) -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """Marks a function as an op. Written arguments are overwritten, except two kinds: those named in `accumulates` (parameter
-    gradients) are accumulated unless the call passes accumulate=False, and those named in `adds` (the residual stream) always.
-    one_kernel: after its checks, the op only calls `Table.run` or `run_and_list`, once."""
+    """Marks a function as an op. Written arguments are overwritten, with two exceptions. The op adds to those named in
+    `accumulates` (parameter gradients), unless the call passes accumulate=False. It always adds to those named in
+    `adds` (the residual stream). one_kernel: after its checks, the op calls `Table.run` or `run_and_list` once."""
 
     def mark(fn: Callable[P, None]) -> Callable[P, None]:
         @functools.wraps(fn)

@@ -13,10 +13,10 @@ passes since 3.7, this ptxas spills more, although the kernels then keep less of
     bytes stored and loaded   hopper: backward at D 96: 116, at D 256: 108; forward at D 128: 148, at D 256: 280
     bytes of the stack        triton: dk and dv at D 64: 16, at D 128: 48; forward at D 256: 56; norm's backward at C 8192: 24
 
-At ptxas's default level, 4, this ptxas spills less. Before the backward at D 64 kept less in registers, level 4 made its full
-attention 4 % faster (benchmarks/2026-11-17-triton.md). Triton chose 2 because of a bug in CUDA 13's ptxas. Level 4 was close to
-the reference in three calls on an H200. No other calls were compared, so level 4 is not used. Triton 3.9 also warns if a launch
-does not say whether multiply-adds are fused.
+At ptxas's default level, 4, this ptxas spills less. While the backward at D 64 still kept more in registers, level 4
+made full attention 4 % faster there (benchmarks/2026-11-17-triton.md). Triton chose 2 because of a bug in CUDA 13's
+ptxas. Level 4 was close to the reference in three calls on an H200. No other calls were compared, so level 4 is not
+used. Triton 3.9 also warns if a launch does not say whether multiply-adds are fused.
 """
 
 from __future__ import annotations

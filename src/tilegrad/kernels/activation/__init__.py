@@ -32,7 +32,7 @@ from ..scratch import Shapes, TensorLike, accumulation_dtype
 from ..table import Kernel, Table, Where
 
 KINDS = ("gelu", "tanh", "relu", "relu2")
-NATIVE_KINDS = ("gelu", "relu2")  # forward and backward; tanh and swiglu: the forward of invariant problems
+NATIVE_KINDS = ("gelu", "relu2")  # native forward and backward; tanh and swiglu: only the forward, if invariant
 FORWARD = {"backward": False, "sums": False}  # options of a `workspace`
 
 

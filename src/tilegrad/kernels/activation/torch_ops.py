@@ -45,7 +45,7 @@ def bwd(
     elif kind == "tanh":  # softplus_backward(g, h, β, ·) = g σ(β h)
         _aten.softplus_backward.grad_input(da, h, 2.0, _SATURATED, grad_input=dh)
         _aten.softplus_backward.grad_input(dh, h, -2.0, _SATURATED, grad_input=dh).mul_(4.0)
-    elif kind == "relu2":  # an infinite product where h < 0 becomes 0
+    elif kind == "relu2":  # where h < 0 the product may be infinite; threshold_backward writes 0 there
         _aten.threshold_backward.grad_input(torch.mul(da, h, out=dh), h, 0.0, grad_input=dh).mul_(2.0)
     else:
         _aten.threshold_backward.grad_input(da, h, 0.0, grad_input=dh)
@@ -63,8 +63,8 @@ def swiglu_bwd(
     dgate: Tensor, dup: Tensor, a: Tensor | None, dgate_sum: Tensor | None, dup_sum: Tensor | None, accumulate: bool,
     scratch: Scratch, forward: Callable[..., object] | None = None,
 ) -> None:  # fmt: skip
-    """In blocks of rows, because dgate may be gate, dup may be up, and a may be da. forward: computes a, with the forward's
-    bits."""
+    """Runs in blocks of rows, because dgate may be gate, dup may be up, and a may be da. `forward` computes a with the
+    bits of the forward."""
     silus, again = scratch["block"]
     for i in blocks(da.shape[0], silus.shape[0]):
         silu, of_a = silus[: i.stop - i.start], again[: i.stop - i.start]

@@ -186,7 +186,7 @@ def _summed_tile(c: int) -> tuple[int, int]:
 
 
 def _programs(h: TensorLike) -> int:
-    """P. It never decreases with more rows, so scratch for many rows also fits fewer."""
+    """The number P of programs. It never decreases with more rows, so scratch for many rows also fits fewer."""
     (n, c), (rows, columns) = h.shape, _summed_tile(h.shape[1])
     most = PROGRAMS * multiprocessors(h.device) // ceil_div(c, columns)
     return max(1, min(ceil_div(n, rows), most))

@@ -64,7 +64,7 @@ def adamw_workspace(params: TensorLike, *, lean: bool = False, kernel: str | Non
 
 
 class Update(NamedTuple):
-    """What all ranges of a step are updated by."""
+    """The inputs of a step that all ranges share."""
 
     norm: Tensor
     learning_rate: float | Tensor
@@ -76,7 +76,7 @@ class Update(NamedTuple):
 
 
 class Range(NamedTuple):
-    """One range of the arenas: (P,) each."""
+    """One range of the arenas. Each tensor is (P,)."""
 
     params: Tensor
     grads: Tensor

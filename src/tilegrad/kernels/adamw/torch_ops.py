@@ -3,8 +3,8 @@
 The fused kernel accepts a float32 clipping factor, but with one it takes 1.3 times as long on aarch64. On aarch64, and for
 float64, a separate pass scales grads first. On a CPU a factor of 1 is skipped. grads is clipped in place.
 
-Lean states are updated in blocks: each is copied to float32, updated by the equations, and rounded. If norm is not finite, both
-β are 1 and both rates 0, so a block is written back unchanged.
+Lean states are updated in blocks: each is copied to float32, updated by the equations, and rounded. If norm is not
+finite, both β count as 1, and learning rate and weight decay as 0, so a block is written back unchanged.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def _words(seed, step, index, STREAM: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def stochastic(x, bits):
-    """r(x), as float32. bits: uint32 below 2¹⁶"""
+    """x rounded stochastically to bfloat16, as float32: r(x) of kernels/rounding.py. bits: uint32 below 2¹⁶"""
     given = x.to(tl.uint32, bitcast=True)
     size = given & 0x7FFFFFFF
     up = (given + tl.where(size > 0x7F7F0000, 0, bits)) & 0xFFFF0000

@@ -132,8 +132,8 @@ def _gather(k: Tensor, v: Tensor, group: Ranks, buffers: Scratch) -> None:
 
 
 def _scatter(dk: Tensor, dv: Tensor, group: Ranks, buffers: Scratch) -> None:
-    """dk, dv = the gradients of this rank's rows, summed over ranks and runs. The last run has the
-    columns of the first too."""
+    """dk, dv = the gradients of this rank's rows, summed over ranks and runs. The last run also attends to the columns
+    of the first."""
     dparts, c = buffers["dparts"], dk.shape[2] // 2
     first, last = runs_of(group.rank, group.world)
     sources = ((buffers["dk"], buffers["run_dk"]), (buffers["dv"], buffers["run_dv"]))

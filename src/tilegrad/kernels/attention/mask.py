@@ -112,7 +112,7 @@ class Mask:
 
     @property
     def band(self) -> Window:
-        """(left, right): the largest distance attended to on either side of the diagonal."""
+        """(left, right): how far from the diagonal a row attends on each side; None: no limit."""
         left, right = self.window or (None, None)
         return left, 0 if self.causal else right
 

@@ -137,7 +137,7 @@ class Sizes(NamedTuple):
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """(left, right) as numbers: a side without a bound has one that no pair exceeds."""
+        """(left, right) as numbers. A side without a bound has a number that the distance of no pair exceeds."""
         rows, columns = self.total_q or self.tq, self.total_k or self.tk
         return columns if self.left is None else self.left, rows if self.right is None else self.right
 

@@ -29,7 +29,7 @@ from .context import Ranks, gather_attention_bwd, gather_attention_fwd, gather_a
 from .mask import Mask
 from .problem import FEW_ROWS, Problem
 
-_LENGTHS = (FEW_ROWS, table.SHORT, 1 << 31)  # rows of packed sequences up to which the table may select another kernel
+_LENGTHS = (FEW_ROWS, table.SHORT, 1 << 31)  # for each range of lengths the table may select another kernel
 
 
 def _heads(x: Any, n_head: int, *, packed: bool) -> Any:

@@ -427,8 +427,8 @@ def _bwd(
 def _bwd_delta(
     slab: Slab, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, *, lse_rows: Tensor, delta: Tensor
 ) -> None:
-    """delta = rowsum(do ∘ o) − dlse, and 0 in rows that attend to nothing. lse_rows is lse with the lowest finite number for
-    −inf."""
+    """delta = rowsum(do ∘ o) − dlse, and 0 in rows that attend to nothing. lse_rows is lse, but the lowest finite
+    number replaces −inf."""
     every = range(slab.tq)
     lse_rows.copy_(slab.rows(lse, every))
     for i in _tiles(every):

@@ -72,7 +72,7 @@ def _tile(c: int) -> tuple[int, int]:
 
 
 def _programs(x: TensorLike) -> int:
-    """P. It never decreases with more rows, so scratch for many rows also fits fewer."""
+    """The number P of programs. It never decreases with more rows, so scratch for many rows also fits fewer."""
     (n, c), (rows, columns) = x.shape, _tile(x.shape[1])
     return max(1, min(ceil_div(n, rows), PROGRAMS * multiprocessors(x.device) // ceil_div(c, columns)))
 

@@ -1,1 +1,1 @@
-"""Building and loading of the native CPU library."""
+"""The native CPU library: its C++ sources, its structures and its loading. `native/build.py` compiles it."""

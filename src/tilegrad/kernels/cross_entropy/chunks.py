@@ -11,7 +11,8 @@ _EVEN = 256  # a chunk limit above this is rounded down to a multiple of it
 
 
 def most_rows(n: int, v: int, itemsize: int, size: int, even: int = _EVEN) -> int:
-    """Most rows of a chunk in `size` bytes. It never decreases with n, so scratch for a large batch also fits a small one."""
+    """The most rows of a chunk with `size` bytes of logits. It never decreases with n, so scratch for a large batch
+    also fits a small one."""
     rows = size // (max(v, 1) * itemsize)
     return max(1, min(n, rows - rows % even if rows > even else rows))
 

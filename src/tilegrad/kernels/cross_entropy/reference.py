@@ -21,7 +21,7 @@ from ..scratch import accumulation_dtype
 from . import CROSS_ENTROPY, Problem
 from .terms import PLAIN, Terms
 
-TANH = 6.0  # units that c · tanh(l / c) errs by
+TANH = 6.0  # error of c · tanh(l / c), in units of a
 
 
 def losses(x: Tensor, w: Tensor, targets: Tensor, bias: Tensor | None = None, terms: Terms = PLAIN) -> Tensor:

@@ -1,4 +1,4 @@
-"""The cap of logits that are read, as in the loss: y = c · tanh(x / c).
+"""The softcap of logits for sampling and log-probabilities, as in the loss: y = c · tanh(x / c).
 
 The op `activation` computes the tanh, so an invariant problem has the same bits wherever an element is.
 """

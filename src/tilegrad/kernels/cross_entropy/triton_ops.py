@@ -92,7 +92,7 @@ def _gradient(x, row_max, factor, constant, SOFTCAP: tl.constexpr, SMOOTHING: tl
 
 @triton.jit
 def _add_exponentials(group_max, group_sum, x):
-    """The largest numbers of the groups with those of x (groups, EACH), and group_sum = Σ exp(x − group_max), rescaled."""
+    """Adds the numbers of x (groups, EACH) to group_max and to group_sum = Σ exp(x − group_max), which is rescaled."""
     larger = tl.maximum(group_max, tl.max(x, 1))
     terms = tl.exp2(x * LOG2E - (larger * LOG2E)[:, None])
     return larger, group_sum * tl.exp2((group_max - larger) * LOG2E) + tl.sum(terms, 1)
@@ -228,7 +228,8 @@ def workspace(
 
 
 def _tile(v: int, *, gradient: bool) -> dict[str, int | bool]:
-    """TILE logits at once, by one thread for each EACH neighbours: without a gradient half as many threads are faster."""
+    """A program loads TILE logits at once, a thread EACH neighbours. Without a gradient, half the threads are
+    faster."""
     tile = min(padded(v), TILE)
     warps = max(4, tile >> (9 if gradient else 10))
     return {"GRADIENT": gradient, "TILE": tile, "EACH": max(1, tile // (32 * warps)), "num_warps": warps}

@@ -18,9 +18,9 @@ from ..gpu import ceil_div, launch, multiprocessors, padded
 from ..scratch import Scratch, Shapes, TensorLike
 
 TILE, WARPS = 8192, 4  # elements of a tile of w
-LARGE, LARGE_TILE, LARGE_WARPS = 1 << 23, 4096, 2  # if w has at least LARGE elements: more programs run at once
+LARGE, LARGE_TILE, LARGE_WARPS = 1 << 23, 4096, 2  # if w has at least LARGE elements, so that more programs run at once
 MOST_OUTPUTS, LEAST_OUTPUTS = 4, 2  # outputs of a program
-PROGRAMS = 2  # per multiprocessor; if there were fewer programs, each gets fewer outputs, at least LEAST_OUTPUTS
+PROGRAMS = 2  # wanted per multiprocessor: programs have fewer outputs, down to LEAST_OUTPUTS, until there are as many
 
 
 @triton.jit
@@ -59,7 +59,7 @@ def workspace(x: TensorLike, w: TensorLike, invariant: bool = False, backward: b
 
 
 def _outputs(m: int, x: TensorLike) -> int:
-    """BLOCK_M."""
+    """BLOCK_M, the number of outputs of a program."""
     outputs = MOST_OUTPUTS
     while outputs > LEAST_OUTPUTS and ceil_div(m, outputs) < PROGRAMS * multiprocessors(x.device):
         outputs //= 2

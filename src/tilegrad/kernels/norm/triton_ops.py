@@ -154,7 +154,7 @@ def _tile(tiles: dict[int, Tile], c: int) -> Tile:
 
 
 def _programs(x: TensorLike, tile: Tile) -> int:
-    """P of the backward. It never decreases with more rows, so scratch for many rows also fits fewer."""
+    """P, the programs of the backward. It never decreases with more rows, so scratch for many rows also fits fewer."""
     return max(1, min(ceil_div(x.shape[0], tile.rows), tile.programs * multiprocessors(x.device)))
 
 

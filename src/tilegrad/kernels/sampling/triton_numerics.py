@@ -1,4 +1,5 @@
-"""Exact numbers of sampling in Triton: exp and log with the bits of elementary.py, masses as integers, thresholds by bits."""
+"""Sampling's numbers in Triton, with the bits of the other kernels: exp and log of elementary.py, integer masses, and
+thresholds that are found bit by bit."""
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 from __future__ import annotations

@@ -59,7 +59,7 @@ def _scaled_sum_bwd_kernel(dy, x, x0, a, b, dx, dx0, partials, n, tiles, TILE: t
 
 
 def _programs(x: TensorLike) -> int:
-    """P. It never decreases with more rows, so scratch for many rows also fits fewer."""
+    """The number P of programs. It never decreases with more rows, so scratch for many rows also fits fewer."""
     n, c = x.shape
     return max(1, min(ceil_div(n * c, TILE), PROGRAMS * multiprocessors(x.device)))
 

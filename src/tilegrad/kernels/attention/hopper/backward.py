@@ -8,8 +8,8 @@
     postprocess  dq = scale · dq_acc, in the tensor's dtype
 
 scale_log2 = scale · log2(e), with magnitude at least 1e-30. With a softcap c: t = tanh(sᵀ · scale / c),
-pᵀ = exp2(c·log2(e)·t + neg_lse2), and ds is multiplied by 1 − t². Beyond D 128 neg_lse2 is stored divided by scale_log2 and
-multiplied back; up to D 128 this would be 1 to 2 % slower.
+pᵀ = exp2(c·log2(e)·t + neg_lse2), and ds is multiplied by 1 − t². Beyond D 128 neg_lse2 is stored divided by
+scale_log2, and the main loop multiplies it back; up to D 128 this would be 1 to 2 % slower.
 
 **Warp specialisation.** A CTA of the main kernel has two MMA warpgroups (backward_mma.py; beyond D 128 with different tasks,
 backward_wide.py), a producer warp (backward_load.py) and one or two dQ store warps (backward_store_dq.py). They communicate

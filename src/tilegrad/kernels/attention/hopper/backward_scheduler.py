@@ -31,7 +31,7 @@ LAST = gl.constexpr(2)  # flag: the last row tile of the work tile
 GAP_WORD = gl.constexpr(24)  # in tile info, the first word of the gaps
 TESTED = gl.constexpr(32)  # column tiles that a dQ store warp tests at a time
 FLAG_BITS = gl.constexpr(2)  # row info is (index << FLAG_BITS) + flags; with intervals there is one more flag
-PARTIAL = gl.constexpr(4)  # that flag: an interval of a column has one of the rows
+PARTIAL = gl.constexpr(4)  # that flag: an interval of a column contains one of the rows
 
 # Arguments that all work tiles share. left, right: None where that side is unbounded.
 #   all_heads           batch · kv_heads
@@ -39,7 +39,7 @@ PARTIAL = gl.constexpr(4)  # that flag: an interval of a column has one of the r
 #   heads_per_section   kv heads whose tiles are taken together, an L2 section
 #   splits              CTAs that share the rows of a work tile; None: one
 #   intervals           column 0 of the first kv head; strides in elements
-#   second              numbers from the first interval of a column to the second; None if there is one
+#   second              numbers from the first interval of a column to the second; None if a column has one interval
 #   edges, last_tiles   what ../triton/intervals.py computes for tiles; strides between sequences and kv heads, in tiles
 Params = namedtuple(
     "Params",
@@ -188,7 +188,8 @@ def _gaps(b, kv_head, n, first, last, tq, params, BLOCK_M: gl.constexpr):
 
 @gluon.jit
 def skipped_tiles(m, tile, params, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """How many column tiles after tile.n row tile m skips until one that it visits; there must be one."""
+    """How many column tiles row tile m skips between tile.n and the next one that it visits. There must be a next
+    one."""
     SPREAD: gl.constexpr = gl.BlockedLayout([1], [TESTED], [gl.num_warps()], [0])
     NUMBERS: gl.constexpr = 4 if params.second is None else 8
     start = m * BLOCK_M

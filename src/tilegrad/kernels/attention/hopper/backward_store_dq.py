@@ -1,8 +1,9 @@
 """The dQ store warps of Hopper's backward: they add dq of every row tile to global memory by TMA, and store dk and dv.
 
 There is one warp for both MMA warpgroups, or one for each. Deterministic calls add to a tile of dq in the order of the tile
-scheduler: semaphores in global memory, one per row tile and dQ store warp, count the work tiles that have added to dq, and
-those before them that the intervals skip. A CTA waits only for work tiles taken before its own, so there is no deadlock.
+scheduler: semaphores in global memory, one per row tile and dQ store warp, count the work tiles that have added to dq
+and, with intervals, the skipped work tiles before them. A CTA waits only for work tiles taken before its own, so there
+is no deadlock.
 
 The rows of dq are permuted in groups of eight, in shared memory and therefore in dq_acc: row 4c + d is at line 2d + c. Without
 the permutation, stores to shared memory would have two-way bank conflicts.
@@ -211,8 +212,8 @@ def earlier_tiles(m, tile, params, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
 
 @gluon.jit
 def _skipped_before(m, before, tile, params, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """How many of the column tiles that come before tile.n, descending, row tile m has skipped since it visited one; all if it
-    has visited none."""
+    """Column tiles come in descending order. Returns how many of the `before` tiles before tile.n row tile m has
+    skipped since the last one that it visited: all of them if it has visited none."""
     own = tile.b * params.last_tiles_b + tile.kv_head * params.last_tiles_h + m
     skipped = before
     if gl.load(params.last_tiles + own) != tile.n:

@@ -1,6 +1,8 @@
-"""The edges of the intervals in a tile of columns, as ../triton/intervals.py computes them: least start, largest start, least
-end, largest end of each interval. `params` of either direction has `edges`, their strides between sequences and kv heads, in
-tiles, and `second`, None if a column has one interval."""
+"""The edges of the intervals in a tile of columns, as ../triton/intervals.py computes them: least start, largest start,
+least end, largest end of each interval.
+
+`params`, of the forward or of the backward, has a pointer `edges`, its strides edges_b and edges_h in tiles, and
+`second`, which is None if a column has one interval."""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ def edges_of(b, kv_head, n, params):
 
 @gluon.jit
 def masks_all(edges, start, stop, params):
-    """Whether one interval has rows start … stop in every column, so that the tile is skipped."""
+    """Whether one interval contains all rows start … stop in every column. The tile is then skipped."""
     gone = (gl.load(edges + 1) <= start) & (gl.load(edges + 2) >= stop)
     if params.second is not None:
         gone |= (gl.load(edges + 5) <= start) & (gl.load(edges + 6) >= stop)
@@ -26,7 +28,7 @@ def masks_all(edges, start, stop, params):
 
 @gluon.jit
 def masks_some(edges, start, stop, params):
-    """Whether an interval of a column has one of the rows start … stop, so that their elements are tested."""
+    """Whether an interval of a column contains a row of start … stop. Each element of the tile is then tested."""
     some = (gl.load(edges) < stop) & (start < gl.load(edges + 3))
     if params.second is not None:
         some |= (gl.load(edges + 4) < stop) & (start < gl.load(edges + 7))

@@ -53,7 +53,7 @@ def takes_turns(warpgroups, width):
 #   scale_log2          |scale| · log2(e)
 #   softcap_log2        c · log2(e)
 #   intervals           column 0 of the first kv head; strides in elements
-#   second              numbers from the first interval of a column to the second; None if there is one
+#   second              numbers from the first interval of a column to the second; None if a column has one interval
 #   edges, runs         what ../triton/intervals.py computes for blocks, and the lists (scores.own_list); strides between
 #                       sequences and kv heads, in blocks or lists
 Params = namedtuple(

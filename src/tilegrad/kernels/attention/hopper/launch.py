@@ -30,7 +30,8 @@ def launches_of(calls: list[KernelCall], device: int) -> list[Launch]:
 
 
 def right_of(sizes: Sizes, *, softcap: bool) -> int | None:
-    """right for a kernel: a number in every call with a window or a softcap, so that these differ in less code."""
+    """The argument `right` of a kernel: with a window or a softcap always a number, so that fewer kernels are
+    compiled."""
     return sizes.bounds[1] if softcap or sizes.left is not None else sizes.right
 
 

@@ -27,7 +27,7 @@ from .tma import Descriptor, row_descriptor, rows_descriptor, tile_descriptor, v
 
 PADDING = 128  # rows of neg_lse2 and delta are padded to a multiple of this
 BLOCK = 64  # rows per program of the pre- and postprocess
-SPLIT_TILES = 66  # more work tiles than this are not split among CTAs
+SPLIT_TILES = 66  # with more work tiles than this, none is split among CTAs
 MOST_SPLITS = 32
 MANY = 24  # with more work tiles per CTA, any order is balanced
 START = 6  # prologue and epilogue of a work tile, in units of row tiles
@@ -45,7 +45,7 @@ class TileConfig(NamedTuple):
     dq_warps: int = 1  # dQ store warps of a deterministic call
 
 
-SPARE = not takes_more_registers()  # there are registers for v
+SPARE = not takes_more_registers()  # whether the compiler leaves registers for v
 TILE_CONFIGS = {  # by padded head dimension
     64: TileConfig(128, 128, 2, 64, v_in_regs=16 if SPARE else 0),
     96: TileConfig(64, 128, 2, 64, do_first=True, v_in_regs=64, dq_warps=2),

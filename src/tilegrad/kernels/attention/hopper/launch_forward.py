@@ -46,8 +46,9 @@ WINDOW_CONFIG = TileConfig(3, 64, 4, 4, 2)  # for D 96 and 128: narrow blocks wa
 
 
 def tile_config(sizes: Sizes, programs: int, *, varlen: bool, softcap: bool = False) -> TileConfig:
-    """The config of the head dimension, WINDOW_CONFIG for windows at D 96, 128. One warpgroup if all its tiles get a CTA. With
-    intervals, a softcap or a window leaves registers for two warpgroups at D 64, and a softcap none for WINDOW_CONFIG."""
+    """The config of the head dimension, or WINDOW_CONFIG for windows at D 96 and 128. There is one warpgroup if then
+    every tile has a CTA of its own. With intervals and a softcap or a window, registers suffice for only two warpgroups
+    at D 64. With intervals and a softcap, they do not suffice for WINDOW_CONFIG."""
     width = width_of(sizes.d)
     config = TILE_CONFIGS[width]
     if sizes.intervals and (softcap or sizes.left is not None):

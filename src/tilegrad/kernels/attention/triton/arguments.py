@@ -65,12 +65,13 @@ def is_plain(mask: Mask) -> bool:
 
 
 def has_rare_features(mask: Mask) -> bool:
-    """Whether the scores or p need more code than usual. There are many combinations, so such calls differ in less code."""
+    """Whether the scores or p need more code than usual. Such calls share more of the compiled kernels, because there
+    are many combinations."""
     return mask.dropout_p != 0.0 or not is_plain(mask)
 
 
 def band_arguments(sizes: Sizes, mask: Mask) -> Arguments:
-    """left and right, None if that side has no bound. A window has both, and so has any call with rare features."""
+    """left and right, None if that side has no bound. A call with a window or with rare features has both."""
     left, right = sizes.left, sizes.right
     if left is not None or has_rare_features(mask):
         left, right = sizes.bounds
@@ -131,8 +132,8 @@ def _named(strides: dict[str, tuple[int, ...]]) -> Arguments:
 
 
 def column_arguments(align: int, **columns: tuple[int, int]) -> Arguments:
-    """x_steps, the columns of a tensor in steps of STEP, for each x=(columns, padded columns). None: there is no padding. The
-    steps say that masks of padded columns are aligned too."""
+    """x_steps, the columns of a tensor in steps of STEP, for each x=(columns, padded columns). None: there is no
+    padding. A number of steps, instead of columns, tells Triton that masks of padded columns are aligned too."""
     step = align if all(n % align == 0 for n, _ in columns.values()) else 1
     return {f"{x}_steps": None if n == padded else n // step for x, (n, padded) in columns.items()} | {"STEP": step}
 
@@ -142,7 +143,8 @@ def sink_arguments(mask: Mask) -> Arguments:
 
 
 def forward_sink_arguments(mask: Mask, heads: int, lse: Tensor | None) -> Arguments:
-    """With rare features, a call without sinks has the code of one with sinks: its sinks are lse, of which it reads nothing."""
+    """With rare features, a call without sinks runs the kernel with sinks. It passes lse as sinks, and the kernel reads
+    none of it."""
     unread = {"sinks": lse} if mask.sinks is None and has_rare_features(mask) else {}
     return sink_arguments(mask) | {"sink_heads": 0 if mask.sinks is None else heads} | unread
 

@@ -1,9 +1,10 @@
 """Interval masks on the device: two small kernels, before a kernel with scores, list the tiles that each tile visits.
 
-    edges   of each tile of columns, for each of the intervals of a column: least start, largest start, least end, largest end
+    edges   for each tile of columns and each interval of a column: least start, largest start, least end, largest end
             (mask.interval_edges)
-    list    of each tile of rows, the tiles of columns that it visits; or of each tile of columns, the tiles of rows
-    last    of each tile of rows, the last tile of columns that it visits: only for Hopper's backward, which has no lists
+    list    for each tile of rows, the tiles of columns that it visits; or for each tile of columns, the tiles of rows
+    last    for each tile of rows, the last tile of columns that it visits. Only Hopper's backward needs it: it has no
+    list
 
 A pair of a tile of rows [start, stop) and a tile of columns is masked out, and not in the list, if the band masks it out or if
 one of the n intervals contains all these rows in every column: largest start ≤ start and stop ≤ least end. The pair is unmasked
@@ -50,8 +51,8 @@ def _edges_kernel(
 
 @triton.jit
 def _kinds(edges, cols, starts, stops, n, unmasked, unmasked_end, visited, PAIRS: tl.constexpr):
-    """The kind of each tile n of the other axis: 0 not visited, 1 unmasked, 2 masked. cols, starts and stops describe the
-    pair."""
+    """The kind of each tile n of the other axis: 0 not visited, 1 unmasked, 2 masked. The pair has tile `cols` of
+    columns, and rows starts … stops."""
     whole = n < 0
     some = (n < unmasked) | (n >= unmasked_end)
     for pair in tl.static_range(PAIRS):

@@ -143,7 +143,7 @@ def prepare_bwd(call: Backward, views: Views) -> Callable[[Backward], None]:
 
 
 def compile_bwd(call: Backward, scratch: Scratch) -> tuple[Callable[[], None], ...]:
-    """Functions that compile the kernels of a backward, for a thread each."""
+    """Functions that compile the kernels of a backward, each for one thread."""
 
     def compile(part: Backward) -> None:
         with torch.cuda.device_of(call.q):

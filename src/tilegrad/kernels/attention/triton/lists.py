@@ -43,8 +43,8 @@ def edge_shapes(sizes: Sizes, mask: Mask, least: int) -> Shapes:
 def list_calls(
     scratch: Scratch, sizes: Sizes, mask: Mask, m: int, n: int, *, columns: bool, first_row: int = 0
 ) -> list[KernelCall]:
-    """The calls that list the tiles that each tile of m rows visits, or each tile of n columns. Tiles of rows begin at
-    first_row ≤ 0. None without intervals."""
+    """The calls that list the tiles that each tile of m rows visits or, with `columns`, each tile of n columns. Tiles
+    of rows begin at first_row ≤ 0. There is no call without intervals."""
     if mask.intervals is None:
         return []
     row_tiles, own = _ceil_div(sizes.tq - first_row, m), mask.intervals.shape[:2].numel()

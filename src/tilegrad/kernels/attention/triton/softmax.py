@@ -1,8 +1,8 @@
 """The running softmax of rows: the weights of a tile of scores, and the combination of two parts of a row's columns.
 
     tile      new_max = max(row_max, max x)   p = exp(x − new_max)      alpha = exp(row_max − new_max)
-    combine   new_max = max(row_max, part's)  alpha = exp(row_max − new_max)   w = exp(part's − new_max)
-              row_sum = alpha · row_sum + w · part's       acc = alpha · acc + w · part's
+    combine   new_max = max(row_max, part_max)   alpha = exp(row_max − new_max)   w = exp(part_max − new_max)
+              row_sum = alpha · row_sum + w · part_sum   acc = alpha · acc + w · part
 
 forward.py and cache_attention/triton_ops.py both use these functions, so a row has the same bits in both. The fma of `combine`
 is explicit, because the compiler may fuse either of two products into a sum.

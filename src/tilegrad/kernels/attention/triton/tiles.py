@@ -53,7 +53,7 @@ UNALIGNED = (Tile(32, 32, 4, 1), Tile(16, 16, 4, 1))
 # tuned; SPLIT must be a multiple of every n. For sm_90 no kernel spills. With n = 64 the forward would spill for heads above
 # 64.
 SPLIT = 256
-ORDERED = {  # largest head dimension → tile of half precision, of float32
+ORDERED = {  # largest head dimension → (tile of half precision, tile of float32)
     64: (Tile(64, 64, 4, 3), Tile(16, 32, 4, 2)),
     128: (Tile(64, 32, 4, 3), Tile(16, 32, 8, 1)),
     256: (Tile(64, 32, 8, 3), Tile(16, 32, 8, 1)),
@@ -62,7 +62,8 @@ ORDERED = {  # largest head dimension → tile of half precision, of float32
 
 
 def ordered(bits: int, d: int, dv: int) -> Tile:
-    """The tile for head dimensions. Half-precision heads whose rows can't be 16-byte aligned have UNALIGNED's tile."""
+    """The tile for these head dimensions. Half-precision heads whose rows can't be 16-byte aligned have a tile of
+    UNALIGNED."""
     if bits == 16 and (d % 8 or dv % 8):
         return UNALIGNED[0]
     of_16_bits, of_float32 = ORDERED[min(n for n in ORDERED if n >= max(d, dv))]

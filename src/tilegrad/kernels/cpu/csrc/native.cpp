@@ -77,7 +77,7 @@ int64_t supported() {
     return isa;
 }
 
-// The kernels of an instruction set, in which attention's are for float32 and bfloat16.
+// The kernels of an instruction set. Its attention kernels take every dtype but float64.
 struct AllKernels {
     Kernels attention;
     NormGeluKernels norm_gelu;
@@ -218,7 +218,7 @@ EXPORT void tilegrad_native_lean_adamw(const tilegrad::LeanAdamW* call) {
 
 EXPORT void tilegrad_native_gemm(const tilegrad::Gemm* call) { tilegrad::gemm(*call); }
 
-// Scratch bytes of one thread of a product of many rows that are enough for every instruction set of this machine.
+// Scratch bytes per thread of a product of many rows, enough for every instruction set of this machine.
 EXPORT int64_t tilegrad_native_panel_bytes() {
     int64_t most = 0;
     for (int64_t isa = 0; tilegrad::supported() >> isa; ++isa) {

@@ -190,7 +190,7 @@ struct Product {
             UNROLL for (int c = 0; c < C; ++c) acc[r][at + c] = sum[r][c];
     }
 
-    // Computes R rows of y from n on, and COLUMNS columns from m on, but none after `last`. x is row n of x.
+    // Computes R rows of y from n on, and COLUMNS columns from m on, but none after `last`. x is row n of call.x.
     template <int R, class E>
     static __attribute__((noinline)) void stream_rows(
         const FixedOrder& call, const E* x, int64_t stride, int64_t n, int64_t m, int64_t last) {
@@ -201,7 +201,7 @@ struct Product {
             put(call, n + r, m, at_most(COLUMNS, last + 1 - m), sums(acc[r][0], acc[r][1], acc[r][2], acc[r][3]));
     }
 
-    // x has the rows of x, in their own dtype or in float32.
+    // x has the rows of call.x, in their own dtype or in float32.
     template <class E>
     static void stream_pieces(const FixedOrder& call, const E* x, int64_t stride, int64_t* next) {
         for (Piece piece; piece.take(call, next);)

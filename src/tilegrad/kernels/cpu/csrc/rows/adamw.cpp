@@ -45,7 +45,7 @@ void read(float* to, const char* from, int64_t dtype, int64_t at, int n) {
         memcpy(to, reinterpret_cast<const float*>(from) + at, sizeof(float) * n);
 }
 
-// Rounded stochastically to bfloat16, with 16 bits of each word from bit `shift` on; or as float32.
+// Writes x as float32, or rounded stochastically to bfloat16 with the 16 bits of each word from bit `shift` on.
 void write(char* to, int64_t dtype, int64_t at, const float* x, int n, const uint32_t* words, int shift) {
     if (dtype != BFLOAT16) {
         memcpy(reinterpret_cast<float*>(to) + at, x, sizeof(float) * n);

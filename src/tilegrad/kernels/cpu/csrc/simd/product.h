@@ -21,7 +21,7 @@ constexpr int MR = 4, NV = 2, TILE = 64;
 #endif
 
 // Packed rows. Rows of more than SLICE elements are stored in slices of SLICE columns, one slice after the other. The rows of a
-// block are then in fewer pages and in more sets of the caches. A sum along a row is the sum of its slices' sums.
+// block are then in fewer pages and in more sets of the caches. A sum along a row adds the sums of its slices.
 constexpr int64_t SLICE = 256;
 
 template <class T>
