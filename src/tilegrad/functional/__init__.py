@@ -62,7 +62,7 @@ def attention(
     intervals: Tensor | None = None, dropout_p: float = 0.0, seed: int | Tensor | None = None, return_lse: bool = False,
     deterministic: bool | None = None, kernel: str | None = None, **unknown: object,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """softmax(scale · q kᵀ + …) v with exact gradients for q, k, v, bias, sinks, and through lse.
+    """softmax(scale · q kᵀ + …) v with exact gradients of q, k, v, bias and sinks, also through lse.
 
     q (B, Hq, Tq, D), k (B, Hkv, Tk, D), v (B, Hkv, Tk, Dv), any strides with the last one 1, Hq a multiple of Hkv; the
     result is (B, Hq, Tq, Dv), in the memory layout of q. Options are applied to the scores in this order:
@@ -226,7 +226,7 @@ def explain(
     """Says which kernel runs this call of `attention` (with cu_seqlens: `attention_varlen`), and why the others do not.
 
     `deterministic` has no effect. It is accepted so that the arguments of a call can be copied. Give o, do, dq, dk and
-    dv if you call `attention_fwd` or `attention_bwd` on your own buffers: few kernels read and write every layout.
+    dv if you call `attention_fwd` or `attention_bwd` on your own buffers: not every kernel can use every layout.
 
     >>> import torch, tilegrad
     >>> found = tilegrad.explain(*torch.randn(3, 1, 4, 16, 32), dropout_p=0.1, kernel="tiled")

@@ -30,8 +30,8 @@ def register(
     *,
     casts: bool = True,
 ) -> tuple[Op, Op]:
-    """Registers both ops, whose schemas are already defined. Returns each op in an autograd.Function, for torch.func
-    transforms. With `casts`, the first arguments of both ops are q, k and v, and autocast casts those of the forward.
+    """Registers both ops, whose schemas are already defined. Returns both, each in an autograd.Function for torch.func
+    transforms. With `casts`, the first arguments of both ops are q, k and v, and autocast casts them in the forward.
 
     `kernels`, `fakes` and `vmaps` are (forward, backward) pairs of functions. `save(ctx, inputs, output)` and
     `gradient(ctx, *grads)` are the forward op's setup_context and backward for autograd.

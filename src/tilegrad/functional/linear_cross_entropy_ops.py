@@ -4,13 +4,14 @@
     "mean", "sum"   loss, dx, dw, dbias in one pass: 3 products    a multiplication by g m         dx (N, C), dw (V, C), dbias
     "none"          the losses: 1 product                          logits, dx, dw: 3 products      x
 
-A row's gradient is g_n times a gradient that the forward can compute. With "mean" and "sum" g is one number, so the backward
-only multiplies finished gradients. For a mean over n rows the forward multiplies by 2ᵏ = 2^⌊log₂ 1/n⌋, the backward by g and by
-m = 2⁻ᵏ / n. A factor 1 / n in the forward would make (p − 1) / n about −1 / n for every improbable target, and rounding that to
-bfloat16 would scale the whole gradient by up to 1 ± 2⁻⁸; −2ᵏ is exact. With "none" the sum over rows that gives dw
-depends on all of g, so the backward computes the logits again. In float16 the backward always does so, because
-gradients underflow there without the loss scale. dw and dbias are accumulated in float32 (float64 for float64),
-multiplied by g, and rounded once. w, bias and targets are saved too, but these are the caller's tensors.
+g is the gradient of the loss. A row's gradient is g_n times a gradient that the forward can compute. With "mean" and
+"sum" g is one number, so the backward only multiplies finished gradients. For a mean over n rows the forward multiplies
+by 2ᵏ = 2^⌊log₂ 1/n⌋, the backward by g and by m = 2⁻ᵏ / n. If the forward multiplied by 1 / n, (p − 1) / n would be
+about −1 / n for every improbable target, and rounding this number to bfloat16 would scale the whole gradient by up to
+1 ± 2⁻⁸; −2ᵏ is exact. With "none" the sum over rows that gives dw depends on all of g, so the backward computes the
+logits again. In float16 the backward always does so, because gradients underflow there without the loss scale. dw and
+dbias are accumulated in float32 (float64 for float64), multiplied by g, and rounded once. w, bias and targets are saved
+too, but these are the caller's tensors.
 """
 
 from __future__ import annotations
