@@ -230,7 +230,8 @@ PyObject* take(PyObject* self, PyObject* (&given)[5]) {
     if (!read(free_list::shape(list), sizes)) return nullptr;
     if (count ? !impl->sizes().equals(sizes) || !impl->is_contiguous() : !can_reshape(found, list, impl)) return nullptr;
     if (manager::tracked(self) == Py_True) {
-        if (Py_REFCNT(tensor.object) != 2 || !held_alone(found, tensor.object)) return nullptr;  // the pool's and ours
+        // two references: from the pool and from `tensor`
+        if (Py_REFCNT(tensor.object) != 2 || !held_alone(found, tensor.object)) return nullptr;
         Owned scope(nullptr);
         if (PyContextVar_Get(manager::scope(self), nullptr, &scope.object) < 0 || scope.object != Py_None) return nullptr;
     }

@@ -1,7 +1,7 @@
 """The pattern of allocations in one iteration, learned from earlier iterations.
 
-An iteration is a sequence of events (key, +1) and (key, −1). Two numbers per key matter for the next iteration: how many
-buffers were taken, and how many were in use at once at most, without those in use at the start:
+An iteration is a sequence of events (key, +1) and (key, −1). Two numbers per key matter for the next iteration: how
+many buffers were taken, and the most that were in use at once, not counting those in use at the start:
 
     peak(key) = max over time of Σ ±1
 

@@ -43,7 +43,7 @@ class Key(NamedTuple):
 
 
 class Handle(weakref.ref[Tensor]):
-    """The manager's weak reference to a tensor in use. When the tensor dies, it is appended to the dropped buffers."""
+    """The manager's weak reference to a tensor in use. When the tensor dies, `dropped` of BufferCache gets this handle."""
 
     __slots__ = ("slot",)
     slot: Slot
@@ -51,7 +51,7 @@ class Handle(weakref.ref[Tensor]):
 
 @dataclass(slots=True, eq=False)
 class Pool:
-    """The cached buffers of one (type, device), least recently freed first. To take one out of `free` is to own its
+    """The cached buffers of one (type, device), least recently freed first. Whoever takes one out of `free` owns its
     tensor."""
 
     type: BufferType
@@ -153,8 +153,9 @@ class Slot:
         self.ident, self.handle = id(tensor), handle
 
     def is_dying(self, tensor: Tensor) -> bool:
-        """Whether a finalizer frees the tensor of this slot after the garbage collector has cleared the weak reference to it.
-        The collector clears weak references before it calls the finalizers of a cycle. The buffer then counts as dropped."""
+        """Whether `tensor` is the tensor of this slot, but the weak reference to it is already cleared. This happens in
+        a finalizer that frees it: the garbage collector clears the weak references to a cycle before it calls
+        finalizers. The buffer then counts as dropped."""
         return self.handle is not None and self.handle() is None and tensor.untyped_storage() is self.storage_object()
 
     def held_elsewhere(self, tensor: Tensor) -> bool:
@@ -178,7 +179,7 @@ class Slot:
             tensor.set_(tensor.untyped_storage(), 0, shape, contiguous_strides(shape))
 
     def retarget(self, old: Tensor, free_list: FreeList) -> Tensor:
-        """A tensor of another shape or dtype over the same bytes: `old` itself, or a new object, which must be watched."""
+        """A tensor of another shape or dtype over the same bytes: `old` itself, or a new tensor for `watch`."""
         same_dtype = free_list.dtype is self.free_list.dtype
         self.free_list, self.slack = free_list, self.nbytes - free_list.nbytes
         if same_dtype and not old.requires_grad:
