@@ -122,8 +122,8 @@ def shared_question(lengths: Integers, *, device: torch.device | str | None = No
 
 def from_bool(mask: Tensor) -> IntervalMask:
     """The exact intervals of a bool matrix, True = attends, as in a bool bias. Raises an error that names the first column with
-    more than two runs of rows that do not attend. mask is (Tq, Tk), (H, Tq, Tk) or (B, H, Tq, Tk), and never
-    has one row for all.
+    more than two runs of rows that do not attend. mask is (Tq, Tk), (H, Tq, Tk) or (B, H, Tq, Tk). Its rows
+    do not broadcast.
 
     causal is True in the result if no row attends to a later token. A column may then have two runs below the diagonal. A tree
     whose nodes are in depth-first order has one run, and so has a window with tokens at the start that are never evicted:

@@ -3,7 +3,7 @@
     import torch, tilegrad.integrations.torch
     tilegrad.integrations.torch.register()
     torch.nn.attention.activate_flash_attention_impl("tilegrad")      # the flash backend of SDPA is tilegrad
-    torch.nn.attention.restore_flash_attention_impl()                 # the flash backend of SDPA is FlashAttention
+    torch.nn.attention.restore_flash_attention_impl()                 # the flash backend is torch's kernel again
 
 torch first selects the backend of SDPA by its own rules: calls that it gives to the math backend (a bool mask with a gradient,
 dropout on a CPU) or to cuDNN never reach tilegrad. is_causal is aligned at the top left, as in SDPA.

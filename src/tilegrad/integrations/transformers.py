@@ -37,8 +37,8 @@ from ..kernels.attention.problem import FEW_ROWS
 from ..masks import IntervalMask, intervals_of_bool
 from .transformers_loss import use_linear_cross_entropy
 
-# (cumulative lengths of rows, the same of columns, longest run of rows, the same of columns). None for a longest run:
-# all queries, or all keys, of a sequence in the layer
+# (cumulative lengths of rows, cumulative lengths of columns, longest run of rows, longest run of columns). None as a
+# longest run means that it has all rows, or all columns, of a sequence.
 Runs = tuple[Tensor, Tensor, int | None, int | None]
 _OUTSIDE = (
     "attn_implementation: got 'tilegrad' for a model that computes attention itself, without transformers' "

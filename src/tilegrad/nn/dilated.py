@@ -25,7 +25,7 @@ class DilatedAttention(nn.Module):
     dropout                           the dropout of probabilities, in training only
     enable_buffer_manager             False: torch's allocator
     enable_buffer_reuse               False: the manager caches nothing
-    enable_preallocation              a buffer of the typical size of each type is cached from the start
+    enable_preallocation              True: one buffer of each type, in its typical size, is cached from the start
     manager                           a manager to share with other modules; None: the module creates a manager
 
     A copy of the module creates a manager of its own.
@@ -112,8 +112,8 @@ ImprovedDilatedAttentionV2 = DilatedAttention
 class MultiheadDilatedAttention(Attention):
     """Dilated self-attention over (B, T, C), or (T, B, C) with batch_first=False, for the common uses of MultiheadAttention.
 
-    Parameters have the names and shapes of MultiheadAttention, so its state_dict loads. `DilatedAttention` documents the other
-    arguments.
+    Parameters have the names and shapes of the parameters of MultiheadAttention, so its state_dict loads.
+    `DilatedAttention` documents the other arguments.
 
     >>> import torch, tilegrad.nn
     >>> attention = tilegrad.nn.MultiheadDilatedAttention(64, 4, [16, 64], [1, 4], batch_first=True)
