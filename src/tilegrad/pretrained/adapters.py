@@ -43,7 +43,7 @@ _NEUTRAL: tuple[object, ...] = (None, False, {}, [])  # an option with this valu
 
 
 class Place(NamedTuple):
-    """An A or B in PEFT's file, and the rows of the tensor in tilegrad that it fills. `theirs` and `ours` are the names."""
+    """An A or B named `theirs` in PEFT's file, and the rows that it fills of the tensor named `ours` in tilegrad."""
 
     theirs: str
     ours: str
@@ -103,8 +103,7 @@ def _module(kind: str, part: str, block: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AdapterFile:
-    """A folder with adapters of PEFT, of which the configuration and the names of tensors have been read, no
-    tensors."""
+    """A folder with adapters of PEFT. Its configuration and the names of its tensors have been read, no tensor yet."""
 
     file: Path
     kind: str  # family of the base weights

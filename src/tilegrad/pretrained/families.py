@@ -62,7 +62,7 @@ _TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 
 
 def heights(config: ModelConfig, layer: str) -> list[int]:
-    """The number of rows of each part of a layer that is several layers in Hugging Face: qkv or up_gate."""
+    """How many rows of `layer`, qkv or up_gate, belong to each of the Hugging Face layers that are stacked in it."""
     if layer == "up_gate":
         return [config.ffn] * 2
     return [heads * config.head_dim for heads in (config.n_head, config.kv_heads, config.kv_heads)]
@@ -103,8 +103,7 @@ def config_of(origin: Config) -> ModelConfig:
 
 
 def _value(c: Config, name: str, kind: type[T], accepted: str, default: T | None) -> T:
-    """The value of a key, of type `kind`, or `default` if the key is null or missing. Without a default, that
-    raises."""
+    """The value of a key, of type `kind`. If the key is null or missing: `default`, or an error if that is None."""
     value = c.get(name)
     if value is None and default is not None:
         return default

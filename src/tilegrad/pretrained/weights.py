@@ -137,8 +137,7 @@ def forms(config: ModelConfig, dtype: torch.dtype = torch.float32) -> dict[str, 
 
 
 def allocate(forms: Mapping[str, Tensor], where: str = "") -> dict[str, Tensor]:
-    """Tensors of these forms on the CPU. If they need more memory than the machine has, the error begins with
-    `where`."""
+    """Tensors of these forms on the CPU. Raises if the machine has less memory; the error begins with `where`."""
     size, limit = sum(form.nbytes for form in forms.values()), memory_limit(torch.device("cpu"))
     if limit is not None and size > limit:
         got = f"{human(size)} in {str(next(iter(forms.values())).dtype).removeprefix('torch.')}"
