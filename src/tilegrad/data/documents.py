@@ -45,7 +45,7 @@ TEXT = (".txt", ".text", ".md", ".rst", ".tex")
 LINES = (".jsonl",)
 _GZIP_GROWTH, _GZIP_SMALL = 100, 1 << 24  # the text of a .gz has at most 100 times its bytes, or 16 MiB if that is more
 _BLOCK = 1 << 20  # bytes that are read at once
-_FORMAT_LINES, _LONGEST = 20, 1 << 28  # lines of a .jsonl that are read to find its format; the most bytes of a line
+_FORMAT_LINES, _LONGEST = 20, 1 << 28  # lines of a .jsonl that are read to find its format; most bytes of such a line
 _REMEDIES = {".json": "write each object into a line of its own, as .jsonl"}
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
