@@ -38,7 +38,7 @@ class Bound(NamedTuple):
 
     sigma: Tensor  # standard deviation of each number's error, float64, shaped as the output
     accumulated: Tensor  # a B, in the same shape
-    slope: Tensor | None = None  # sd⟨e, x64⟩; None if no two numbers share a rounding: √(Σ σ² x64²)
+    slope: Tensor | None = None  # sd⟨e, x64⟩; None if no two numbers share a rounding: then √(Σ σ² x64²)
 
 
 def roundoff(dtype: torch.dtype) -> float:

@@ -54,8 +54,8 @@ def _refusal(version: str, known: tuple[Version, Version]) -> str | None:
 
 
 def takes_more_registers() -> bool:
-    """Whether the ptxas of the installed Triton leaves fewer registers to main loops. With 3.9 they spill values that fit in
-    registers with 3.6 to 3.8."""
+    """Whether the ptxas of the installed Triton leaves fewer registers to main loops. With Triton 3.9 main loops spill
+    values that fit in registers with 3.6 to 3.8."""
     return (_number(installed()) or (0, 0)) >= (3, 9)
 
 
@@ -65,7 +65,7 @@ def launch_options() -> dict[str, Any]:
 
 
 def gluon_refusal() -> str | None:
-    """Why no Gluon kernel runs with the installed Triton; None if they do."""
+    """Why no Gluon kernel runs with the installed Triton; None if Gluon kernels run."""
     return _refusal(installed(), GLUON)
 
 

@@ -92,7 +92,7 @@ ACTIVATION = Table(
 def activation_workspace(
     h: TensorLike, kind: str, *, sums: bool = True, invariant: bool = False, kernel: str | None = None
 ) -> Shapes:
-    """Name → (shape, dtype) of the scratch of a backward, with column sums or without; "swiglu" is also a kind here; h
+    """Name → (shape, dtype) of the scratch of a backward. sums: it writes column sums. kind may also be "swiglu"; h
     then has the shape of a."""
     return ACTIVATION.workspace(Problem(h, kind, (), invariant), kernel=kernel, backward=True, sums=sums)
 

@@ -96,7 +96,7 @@ class Range(NamedTuple):
         return torch.bfloat16 in (self.params.dtype, self.m.dtype)
 
     def parts(self) -> Iterator[tuple[Range, int]]:
-        """The range from each place to the next, and the number of its first element."""
+        """The part of the range from each place to the next, and the number of the part's first element."""
         ends = [*(place.start for place in self.places[1:]), len(self.params)]
         for (start, first), stop in zip(self.places, ends, strict=True):
             i, rounded = slice(start, stop), self.rounded

@@ -163,7 +163,7 @@ def select(
     deterministic: bool = False,
     invariant: bool = False,
 ) -> Selection:
-    """Checks the tensors of a call and selects its kernel. `given`: the call's other tensors by name, or None."""
+    """Checks the tensors of a call and selects its kernel. `given` has the call's other tensors, or None, by name."""
     check_options(q, k, v, mask)
     check_tensors(q, k, v, mask)
     if given:

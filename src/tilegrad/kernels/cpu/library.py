@@ -147,8 +147,8 @@ def run_native(function: Callable[[bytes], None], structure: bytes) -> NativeCal
 
 
 def merge_native(calls: Calls) -> Calls:
-    """Merge successive native calls into one. Between products that read large weights, a call from Python takes about 50 µs,
-    and the kernel of a norm only 8 µs."""
+    """Merge successive native calls into one. After a product with large weights a call from Python takes about 50 µs.
+    The kernel of a norm takes only 8 µs."""
     merged: Calls = []
     for _, group in itertools.groupby(calls, lambda call: isinstance(call, NativeCall)):
         listed = list(group)

@@ -52,7 +52,7 @@ def _triton_refuses(problem: Problem) -> str | None:
 
 
 class Inputs(NamedTuple):
-    """What a loss reads, and how it is computed."""
+    """Inputs of a loss. invariant: as in `linear_fwd`."""
 
     x: Tensor
     w: Tensor

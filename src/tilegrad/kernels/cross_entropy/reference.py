@@ -1,11 +1,13 @@
 """The oracle of cross-entropy, with whole matrices and gradients by autograd; and its bounds (kernels/closeness.py).
 
-For bfloat16, d = dl / inv_total, inv_total x and d w are rounded. Before them, torch's kernel rounds the logits on a CPU, and
-Triton's kernel rounds x wᵀ, without the bias. Where products are written in bfloat16, torch's kernel also rounds x wᵀ before it
-adds the bias, and each chunk's dw is rounded. Triton's kernel rounds dl = inv_total d instead of d. If all rows have one
-inv_total that is no bfloat16, targets with small p share that rounding: a factor of all gradients, which these bounds do not
-allow. Roundings ρ of a row of logits, with s = 1 − (l / c)² and D = (1 + 2 z lse) p − (1 − ε) onehot − ε / V, change Σ k d,
-d = s D, by Σ ρ (A k − B Σ p s k):
+For bfloat16, d = dl / inv_total, inv_total x and d w are rounded. Before that, torch's kernel rounds the logits on a
+CPU, and Triton's kernel rounds x wᵀ, without the bias. Where products are written in bfloat16, torch's kernel also
+rounds x wᵀ before it adds the bias, and each chunk's dw is rounded. Triton's kernel rounds dl = inv_total d instead of
+d. If all rows have the same inv_total and it is no bfloat16, the targets with small p have dl ≈ −inv_total, and all get
+the same rounding. It multiplies all gradients by one factor, which these bounds do not allow.
+
+Let s = 1 − (l / c)², D = (1 + 2 z lse) p − (1 − ε) onehot − ε / V and d = s D. Roundings ρ of a row of logits change
+Σ k d by Σ ρ (A k − B Σ p s k):
 
     A = s ((1 + 2 z lse) p s − 2 D l / c²)        B = s p (1 + 2 z (lse − 1))        without terms: A = B = p
 """
@@ -21,11 +23,11 @@ from ..scratch import accumulation_dtype
 from . import CROSS_ENTROPY, Problem
 from .terms import PLAIN, Terms
 
-TANH = 6.0  # error of c · tanh(l / c), in units of a
+TANH = 6.0  # error of c · tanh(l / c), in units of the roundoff a
 
 
 def losses(x: Tensor, w: Tensor, targets: Tensor, bias: Tensor | None = None, terms: Terms = PLAIN) -> Tensor:
-    """The loss of each row, (N,), and 0 without a target; in float64 it is the oracle."""
+    """The loss of each row, (N,), 0 for a row without a target. In float64 these losses are the oracle."""
     softcap, smoothing, z_loss = terms
     logits = x @ w.t() if bias is None else x @ w.t() + bias
     if softcap:
@@ -93,8 +95,8 @@ def bounds(
     of_rows = (shared**2 * var_l).sum(1, keepdim=True)
     var_of_l = (var_l * (own**2 - 2 * own * shared * seen) + of_rows * seen**2).clamp(
         min=0
-    )  # each d's variance from the logits
-    var_stored = var_d if row.name == "triton" else torch.zeros_like(d)  # dbias is a sum of rounded d there
+    )  # the variance of each d that the logits cause
+    var_stored = var_d if row.name == "triton" else torch.zeros_like(d)  # Triton's dbias sums rounded d
 
     def along(k: Tensor) -> Tensor:
         """The variance of Σ k d that the logits cause."""
@@ -149,5 +151,5 @@ def bounds(
 
 
 def _of_a_sum(total: Tensor, squares: Tensor, terms: int) -> Tensor:
-    """B of a sum of this many terms, from their sum and the sum of their squares."""
+    """What a sum of this many terms adds to B of closeness.py, from their sum and the sum of their squares."""
     return (terms * (4 * total**2 + 2 * squares)).sqrt()

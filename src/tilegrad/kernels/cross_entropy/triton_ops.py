@@ -228,7 +228,7 @@ def workspace(
 
 
 def _tile(v: int, *, gradient: bool) -> dict[str, int | bool]:
-    """A program loads TILE logits at once, a thread EACH neighbours. Without a gradient, half the threads are
+    """A program loads TILE logits at once, a thread EACH neighbours. Without a gradient, half as many threads are
     faster."""
     tile = min(padded(v), TILE)
     warps = max(4, tile >> (9 if gradient else 10))

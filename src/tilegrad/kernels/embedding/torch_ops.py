@@ -18,8 +18,8 @@ BLOCK = {"cpu": 1 << 20, "cuda": 1 << 24}  # elements of dx converted at once
 
 
 def workspace(x: TensorLike, *, converts: bool = True, packed: bool = False) -> Shapes:
-    """x32 has rows in the accumulation dtype: it is needed if rows are converted and x has another dtype. wpe has rows of wpe,
-    for packed rows."""
+    """x32 is a block of rows in the accumulation dtype, needed if rows are converted and x has another dtype. wpe is a
+    block of rows of wpe, needed for packed rows."""
     acc = accumulation_dtype(x.dtype)
     names = ("x32",) * (converts and x.dtype != acc) + ("wpe",) * packed
     return dict.fromkeys(names, ((rows_per_block(x, BLOCK), x.shape[1]), acc))

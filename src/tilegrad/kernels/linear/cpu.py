@@ -1,5 +1,4 @@
-"""Products of float32 matrices on a CPU by torch's BLAS. Threads take pieces of a product from a counter
-(cpu/csrc/gemm).
+"""Products of float32 matrices on a CPU by torch's BLAS. Threads take pieces of a product from a counter (csrc/gemm).
 
 On any number of threads the result has the bits of torch's product on one thread.
 """

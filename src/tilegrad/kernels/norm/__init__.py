@@ -41,7 +41,7 @@ class Outputs(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """What a forward leaves to the backward, (N,) each; mean=None: RMS norm."""
+    """Statistics of a forward that its backward reads, (N,) each; mean=None: RMS norm."""
 
     mean: Tensor | None
     rstd: Tensor

@@ -7,7 +7,7 @@
     kept by top_k     fewer than top_k tokens have a larger y
     kept by top_p     the tokens with a larger e sum to less than top_p · Σ e, both over the tokens that top_k kept
     kept by min_p     e ≥ min_p                         max e = 1
-    token   = argmax of z + g over the kept,   g = −log(−log(1 − v)),   v = min((word + ½) / 2³², 1 − 2⁻²⁴)
+    token   = argmax of z + g over the kept tokens,   g = −log(−log(1 − v)),   v = min((word + ½) / 2³², 1 − 2⁻²⁴)
     word    = first word of Philox4×32-10(counter = (index in V, drawn, sequence mod 2³², sequence div 2³²), key = seed)
     T = 0:    token = argmax y, the first of equal ones
     logprob = l[token] − max l − log Σ exp(l − max l)   from the unchanged logits

@@ -3,9 +3,9 @@
     y = a x + b x0        dx = a dy        dx0 += b dy        da += Σ dy ∘ x        db += Σ dy ∘ x0
                                                                (accumulate=False: da = …, db = …; dx0 is always accumulated)
 
-dx0 accumulates because every block reads the same x0. dx may be dy. The sums are in the accumulation dtype and have the same
-order each time. On a CPU a and b may have the accumulation dtype too. `SCALED_SUM` is the table of kernels: each module offers
-`workspace`, `fwd` and `bwd`.
+dx0 accumulates because all blocks of the model read the same x0. dx may be dy. The sums are in the accumulation dtype,
+and their terms are added in the same order each time. On a CPU a and b may have the accumulation dtype too.
+`SCALED_SUM` is the table of kernels: each module offers `workspace`, `fwd` and `bwd`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     preprocess   neg_lse2 = −lse·log2(e)   delta = −(rowsum(do ∘ o) − dlse)   dq_acc = 0          padding rows: p = 0
     main         a work tile is columns j of a kv head; the loop is over its query heads and the rows i that attend to them
-                   sᵀ = k qᵀ        pᵀ = exp2(scale_log2 · sᵀ + neg_lse2)        masked: p = 0
+                   sᵀ = k qᵀ        pᵀ = exp2(scale_log2 · sᵀ + neg_lse2)        masked out: p = 0
                    dpᵀ = v doᵀ      dsᵀ = pᵀ ∘ (dpᵀ + delta)
                    dv += pᵀ do      dk += dsᵀ q          dq_acc[i] += ds k
     postprocess  dq = scale · dq_acc, in the tensor's dtype

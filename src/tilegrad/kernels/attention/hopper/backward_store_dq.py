@@ -38,7 +38,7 @@ Gradients = namedtuple("Gradients", "dq_desc dk_desc dv_desc dq_semaphores row_t
 
 @gluon.constexpr_function
 def dq_layout(M, N):
-    """The layout of a dq stage (rows, columns): TMA's 128-byte swizzle of float32 with each eight lines permuted."""
+    """The layout of a dq stage (rows, columns): TMA's 128-byte swizzle of float32, with every eight lines permuted."""
     bases = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [4, 4], [1, 8], [2, 16]]
     row = 8
     while row < M:

@@ -154,9 +154,9 @@ def _mask_out(x, at, diagonal, tk, params, BLOCK_N: gl.constexpr):
 def _mask_out_intervals(x, at, start, tile, params, BLOCK_N: gl.constexpr):
     """x, −inf where an interval of a column of block `at` has the row; row 0 of x is row `start`.
 
-    Each column has its starts and ends, counted from row `start` and limited to 0 … ROWS, in the bytes of one
-    word. A word of 128 + i in each byte, minus that word, has the high bit of each byte with a start or end ≤ i. So a thread
-    needs one register for each of its columns."""
+    Each column has its starts and ends, counted from row `start` and limited to 0 … ROWS, in the bytes of one word. If
+    this word is subtracted from a word with 128 + i in each byte, the high bit remains in each byte whose start or end
+    is ≤ i. So a thread needs one register for each of its columns."""
     COLUMNS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     NUMBERS: gl.constexpr = 2 if params.second is None else 4  # numbers of a column
     j = at * BLOCK_N + gl.arange(0, BLOCK_N, layout=COLUMNS)

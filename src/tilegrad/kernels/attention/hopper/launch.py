@@ -30,7 +30,7 @@ def launches_of(calls: list[KernelCall], device: int) -> list[Launch]:
 
 
 def right_of(sizes: Sizes, *, softcap: bool) -> int | None:
-    """The argument `right` of a kernel: with a window or a softcap always a number, so that fewer kernels are
+    """The argument `right` of a kernel. With a window or a softcap it is a number, so that fewer kernels are
     compiled."""
     return sizes.bounds[1] if softcap or sizes.left is not None else sizes.right
 

@@ -163,7 +163,7 @@ def prepare_bwd(call: Backward, views: Views) -> Callable[[Backward], None]:
 
 
 def compile_bwd(call: Backward, scratch: Scratch) -> tuple[Callable[[], None]]:
-    """A function that compiles the kernels of a backward, for a thread."""
+    """Returns a function, for a thread, that compiles the kernels of a backward."""
 
     def compile() -> None:
         with current(call.q.device):

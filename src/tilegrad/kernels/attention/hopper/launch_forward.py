@@ -21,7 +21,7 @@ from .launch import L2_BYTES, current, launches_of, prepare, right_of
 from .pieces import columns_of, width_of
 from .tma import tile_descriptor
 
-LONG_ROWS = 5120  # causal calls from this many rows on take tiles from a counter; at 4,096, rounds were faster (D 256)
+LONG_ROWS = 5120  # least rows with which causal calls take tiles from a counter; with 4,096, rounds were faster (D 256)
 TOGETHER = 4  # least number of heads whose tiles a counter hands out together
 SINGLE_WG_COST = 1.35  # relative time of a tile with one active warpgroup: no softmax/MMA overlap
 
@@ -46,9 +46,10 @@ WINDOW_CONFIG = TileConfig(3, 64, 4, 4, 2)  # for D 96 and 128: narrow blocks wa
 
 
 def tile_config(sizes: Sizes, programs: int, *, varlen: bool, softcap: bool = False) -> TileConfig:
-    """The config of the head dimension, or WINDOW_CONFIG for windows at D 96 and 128. There is one warpgroup if then
-    every tile has a CTA of its own. With intervals and a softcap or a window, registers suffice for only two warpgroups
-    at D 64. With intervals and a softcap, they do not suffice for WINDOW_CONFIG."""
+    """The config of the head dimension, or WINDOW_CONFIG for windows at D 96 and 128. With so few rows that each tile
+    of one warpgroup has a CTA of its own, there is one warpgroup. With intervals and a softcap or a window, registers
+    suffice for only two warpgroups at D 64. With intervals and a softcap, registers do not suffice for
+    WINDOW_CONFIG."""
     width = width_of(sizes.d)
     config = TILE_CONFIGS[width]
     if sizes.intervals and (softcap or sizes.left is not None):
@@ -62,8 +63,8 @@ def tile_config(sizes: Sizes, programs: int, *, varlen: bool, softcap: bool = Fa
 
 
 def q_columns_in_registers(sizes: Sizes, *, varlen: bool, softcap: bool) -> int:
-    """How many columns of q a warpgroup keeps in registers: all at D 96, 128 and 192 of full attention, a quarter at D 256;
-    0 if the compiler leaves no registers for them."""
+    """How many columns of q a warpgroup keeps in registers. Full attention at D 96, 128 and 192: all, or 0 where the
+    compiler leaves too few registers. D 256 without a window and packed sequences: a quarter. Else 0."""
     width, full = width_of(sizes.d), sizes.left is None and sizes.right is None and not varlen and not sizes.intervals
     if width == 256:
         return 64 if sizes.left is None and not varlen else 0
@@ -72,8 +73,8 @@ def q_columns_in_registers(sizes: Sizes, *, varlen: bool, softcap: bool) -> int:
 
 
 def edges_in_the_loop(sizes: Sizes, *, varlen: bool) -> bool:
-    """Whether blocks after a warpgroup's first (its last columns) may need a mask. The causal diagonal of 64 rows spans 64
-    columns, which are in one block if the first is a multiple of 64."""
+    """Whether a warpgroup may need a mask for other blocks than its first, which has its last columns. The causal
+    diagonal of 64 rows spans 64 columns. They are in one block if the first of them is a multiple of 64."""
     if sizes.intervals:  # the masked blocks have a loop of their own
         return False
     aligned = sizes.right is None or (not varlen and (sizes.tk + sizes.right) % ROWS.value == 0)
@@ -81,20 +82,21 @@ def edges_in_the_loop(sizes: Sizes, *, varlen: bool) -> bool:
 
 
 def counts_tiles(sizes: Sizes, *, varlen: bool) -> bool:
-    """Whether CTAs take work tiles from a counter in memory instead of in rounds: for packed sequences and intervals (the host
-    doesn't know how many blocks a tile has) and for long causal calls (their tiles differ most: 1 to 2 % faster at D 128 and
-    256, slower at D 64)."""
+    """Whether CTAs take work tiles from a counter in memory instead of in rounds. They do for packed sequences and
+    intervals, because the host doesn't know how many blocks a tile has, and for long causal calls, whose tiles differ
+    most. There a counter is 1 to 2 % faster at D 128 and 256, but slower at D 64."""
     causal = sizes.right is not None and sizes.left is None
     return varlen or sizes.intervals or (causal and width_of(sizes.d) >= 128 and sizes.tq >= LONG_ROWS)
 
 
 def workspace(sizes: Sizes, *, varlen: bool) -> Shapes:
-    """The tile counter, if this call or a shorter one needs it: a window may cover all columns of a shorter call."""
+    """The tile counter, if this call or a shorter one needs it. In a shorter call, a window may cover all columns."""
     return {"tile_counter": ((1,), torch.int32)} if counts_tiles(sizes._replace(left=None), varlen=varlen) else {}
 
 
 def heads_per_section(sizes: Sizes, row_tiles: int, programs: int, config: TileConfig) -> int:
-    """Heads whose tiles are scheduled together, longest first; with a window, as many as keep their k and v in L2."""
+    """The number of heads whose tiles are scheduled together, longest tiles first. With a window: as many heads as have
+    k and v that fit into L2 together."""
     heads = sizes.batch * sizes.hq
     window = sizes.tk if sizes.left is None else min(sizes.tk, sizes.left + ROWS.value * config.warpgroups)
     most = min(heads, max(1, L2_BYTES // max(1, 4 * window * sizes.d * sizes.hkv // sizes.hq)))

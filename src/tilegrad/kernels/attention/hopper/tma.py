@@ -58,8 +58,9 @@ def row_descriptor(x: Tensor, rows: int) -> Descriptor:
 def varlen_descriptor(x: Tensor, rows: int, columns: int) -> Descriptor:
     """Packed (total, H, D) in boxes of `rows` that are clipped at the end of a sequence, where the next one starts.
 
-    Row r of a sequence of n rows from row s on has coordinates (W, s + n, h, W − n + r, c), so that every sequence ends at
-    W = 2³⁰. Addresses are computed modulo 2⁶⁴: W·(2³⁴ − t) + (s + n)·t + (W − n + r)·t = 2⁶⁴ + (s + r)·t with row stride t.
+    A sequence has n rows, from row s of x on. Its row r has coordinates (W, s + n, h, W − n + r, c), so that every
+    sequence ends at W = 2³⁰. Addresses are computed modulo 2⁶⁴. With row stride t,
+    W·(2³⁴ − t) + (s + n)·t + (W − n + r)·t = 2⁶⁴ + (s + r)·t.
     """
     box = (1, 1, 1, rows, columns)
     (total, h, d), (x_t, x_h, _) = x.shape, x.stride()

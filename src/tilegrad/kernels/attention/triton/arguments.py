@@ -60,7 +60,7 @@ def score_arguments(sizes: Sizes, mask: Mask, scratch: Scratch) -> Arguments:
 
 
 def is_plain(mask: Mask) -> bool:
-    """PLAIN of scores.py."""
+    """Whether the scores are only products times a factor: PLAIN of scores.py."""
     return mask.softcap == 0.0 and mask.bias is None and mask.alibi_slopes is None
 
 

@@ -3,8 +3,7 @@
     edges   for each tile of columns and each interval of a column: least start, largest start, least end, largest end
             (mask.interval_edges)
     list    for each tile of rows, the tiles of columns that it visits; or for each tile of columns, the tiles of rows
-    last    for each tile of rows, the last tile of columns that it visits. Only Hopper's backward needs it: it has no
-    list
+    last    for each tile of rows, the last tile of columns that it visits; for Hopper's backward, which has no lists
 
 A pair of a tile of rows [start, stop) and a tile of columns is masked out, and not in the list, if the band masks it out or if
 one of the n intervals contains all these rows in every column: largest start ≤ start and stop ≤ least end. The pair is unmasked

@@ -159,7 +159,7 @@ def _forward(call: Forward, scratch: Scratch) -> list[KernelCall]:
     sizes = sizes_of(q, k, v, mask)
     splits = 1 if invariant else splits_for(sizes, q.dtype, q.device)
     scores = score_arguments(sizes, mask, scratch)
-    if is_plain(mask):  # q is negated instead
+    if is_plain(mask):  # the kernel negates q for a negative factor
         scores["factor"] = abs(scores["factor"])
     scores |= exponent_arguments(abs(scores["factor"]), q.dtype)
     if splits == 1:
@@ -300,7 +300,7 @@ def _delta(
         o=o,
         do=do,
         lse=lse,
-        dlse=lse if dlse is None else dlse,  # without dlse, lse is not read a second time
+        dlse=lse if dlse is None else dlse,  # any tensor: without dlse it is not read
         has_dlse=int(dlse is not None),
         cu_seqlens_q=mask.cu_seqlens_q,
         **rows,

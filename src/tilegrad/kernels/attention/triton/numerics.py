@@ -2,7 +2,7 @@
 
 By default exp(x) is the device's exp2(log2(e) · x). IEEE_FP32 is for float32 inputs whose GEMMs may not use tf32: exp, log,
 tanh and division are then as accurate as in torch. The device's own exp2, log2 and division have errors of 2 ulp or more, and
-an error of lse changes every p. On devices with fast float64 a program's own tile and its sums are float64.
+an error of lse changes every p. On devices with fast float64, such calls have accumulators and kept tiles in float64.
 """
 
 from __future__ import annotations
@@ -67,16 +67,16 @@ def exponential(x, IEEE_FP32: tl.constexpr):
 
 @triton.jit
 def scaled_max(row_max, log2_factor, coarse_factor):
-    """(c, c · row_max) for rows of products. c is log2_factor, or coarse_factor if the product exceeds LARGE (see
-    forward.py)."""
+    """(c, c · row_max) for rows of PLAIN scores q·k. c is log2_factor, or coarse_factor if c · row_max would exceed
+    LARGE (forward.py)."""
     c = tl.where(tl.abs(row_max) * log2_factor < LARGE, log2_factor, coarse_factor)
     return c, rounded_product(row_max, c)
 
 
 @triton.jit
 def product_lse(row_max, log_sum, factor, c, IEEE_FP32: tl.constexpr):
-    """lse of rows of products with maximum row_max: factor · row_max, rounded as in the backward, plus log_sum without the
-    rounding error of c · row_max."""
+    """lse of rows of PLAIN scores q·k, whose maximum is row_max: factor · row_max, rounded as in the backward, plus
+    log_sum, corrected by the rounding error of c · row_max."""
     lost = tl.fma(row_max, c, -rounded_product(row_max, c))
     return rounded_product(row_max, factor) + (log_sum - from_log2(lost, IEEE_FP32))
 

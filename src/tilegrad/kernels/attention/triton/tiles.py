@@ -62,8 +62,8 @@ ORDERED = {  # largest head dimension → (tile of half precision, tile of float
 
 
 def ordered(bits: int, d: int, dv: int) -> Tile:
-    """The tile for these head dimensions. Half-precision heads whose rows can't be 16-byte aligned have a tile of
-    UNALIGNED."""
+    """The tile for these head dimensions. It is one of UNALIGNED for half precision if rows can't be 16-byte
+    aligned."""
     if bits == 16 and (d % 8 or dv % 8):
         return UNALIGNED[0]
     of_16_bits, of_float32 = ORDERED[min(n for n in ORDERED if n >= max(d, dv))]

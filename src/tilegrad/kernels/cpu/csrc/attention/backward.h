@@ -111,7 +111,7 @@ struct Backward {
         Packed<T> q, g, dq;  // (rows, D), (rows, Dv), (rows, D); g = do
         T* row_sums;         // row sums of ds, for dbias
         Statistics<T> rows;
-        int32_t* next_tile;  // for each block of rows, the tile of columns that adds to dq next; intervals do not mask it out
+        int32_t* next_tile;  // per block of rows: which tile of columns adds to dq next, of those not masked by intervals
     };
 
     const Call& call;

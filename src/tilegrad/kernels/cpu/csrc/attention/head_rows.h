@@ -206,7 +206,7 @@ struct Score {
     static Ints<T> same(int64_t column) { return Ints<T>{} + Integer(column); }
 };
 
-// Sets row_max and row_sum to their values before the first column, which are the sink's if there is one.
+// Sets row_max and row_sum to their values before the first column: those of the sink alone, if there is one.
 template <class T>
 void start_rows(const Call& call, const Head& head, int64_t r0, int64_t m, int64_t padded, T* row_max, T* row_sum) {
     const T lowest = sizeof(T) == 4 ? T(-__FLT_MAX__) : T(-__DBL_MAX__);
