@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.bounds import bounds, of
-from support.ops import poisoned, randn
+from support.ops import allocated_bytes, poisoned, randn
 from torch import Tensor
 
 from tilegrad.kernels import gpu as device
@@ -37,6 +37,7 @@ from tilegrad.kernels.fp8_linear import (
     fp8_scale_step,
     fp8_softmax_bwd,
 )
+from tilegrad.kernels.fp8_linear.largest import largest_of, set_largest
 from tilegrad.kernels.fp8_linear.state import FIRST, FIRST_PART, FOLLOWED, FORMAT, JUMPS, LARGEST, STATE
 from tilegrad.kernels.scratch import Form
 from tilegrad.kernels.table import Where
@@ -248,6 +249,45 @@ def test_jumps_of_a_magnitude_are_counted_from_the_second_step_on() -> None:
         counts.append(step(*states))
     assert counts == [0.0, 1.0, 0.0, 1.0]
     assert [float(state[JUMPS]) for state in states] == [0.0, 2.0, 0.0]
+
+
+def in_arena(device: str = "cpu", count: int = 3) -> tuple[Tensor, list[Tensor]]:
+    """(arena, states); each element of the arena has another value."""
+    arena = torch.arange(1.0, 1.0 + count * (STATE[0] + 12), device=device).view(count, -1)
+    return arena, [row[8 : 8 + STATE[0]] for row in arena]
+
+
+def check_largest(device: str) -> None:
+    for count in (1, 3):
+        arena, states = in_arena(device, count)
+        largest, before = torch.full((count,), math.nan, device=device), arena.clone()
+        largest_of(states, largest=largest)
+        assert torch.equal(arena, before) and torch.equal(largest, torch.stack([state[-1] for state in states]))
+        set_largest(largest, states=states)
+        for state, old in zip(states, before, strict=True):
+            assert torch.equal(state[:FIRST_PART], old[8 : 8 + FIRST_PART]) and not state[FIRST_PART + 1 :].any()
+        assert torch.equal(arena[:, -4:], before[:, -4:]) and torch.equal(arena[:, 8 + FIRST_PART], largest)
+    states[1][STATE[0] - 5], states[2][FIRST_PART] = math.nan, math.inf
+    largest_of(states, largest=largest)
+    assert largest[1:].tolist() == [math.inf] * 2 and largest[0] == states[0][FIRST_PART], "a maximum can lose a NaN"
+
+
+def test_the_largest_magnitudes_of_all_states_are_read_and_written() -> None:
+    check_largest("cpu")
+    _, states = in_arena()
+    largest = torch.empty(3)
+    assert allocated_bytes(lambda: largest_of(states, largest=largest)) == 0
+    assert allocated_bytes(lambda: set_largest(largest, states=states)) == 0
+    for other in ([states[0], states[2], states[1]], [states[0], states[1], states[2].clone()]):
+        with pytest.raises(ValueError, match="states: got tensors that are not equally spaced; accepted: those of one"):
+            largest_of(other, largest=largest)
+    with pytest.raises(ValueError, match="largest: got"):
+        set_largest(largest[:2], states=states)
+
+
+@gpu
+def test_on_a_gpu_the_largest_magnitudes_of_all_states_are_read_and_written() -> None:
+    check_largest("cuda")
 
 
 @pytest.mark.parametrize("kind", ["gelu", "relu", "relu2", "tanh", "swiglu"])

@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from support.float8 import float8_on_cpu
 from support.models import CONFIG, LLAMA, SPEED_RUN, batch, clones, equal
+from support.ranks import Ranks
+from torch import Tensor
 
 import tilegrad
 from tilegrad import Engine, ModelConfig
 from tilegrad.cli.progress import _message
-from tilegrad.engine import batch as checks
+from tilegrad.engine.dist.mesh import Mesh
+from tilegrad.engine.parallel import digest
 from tilegrad.engine.planning import plan_model
-from tilegrad.engine.spec import StepSpec
-from tilegrad.kernels import fp8_linear
+from tilegrad.engine.spec import Shard, StepSpec
+from tilegrad.engine.state import counters, restore_counters, write_param
 from tilegrad.kernels.fp8_linear import torch_ops
-from tilegrad.kernels.table import Table
 from tilegrad.model.block import Recomputed
 from tilegrad.model.layer import Declare, HeadProducts, Linear
 from tilegrad.model.lora import LoraConfig
 from tilegrad.model.transformer import declare
+from tilegrad.training.checkpoint import load_into
+from tilegrad.training.pieces import load_pieces, save_pieces
 
 QWEN3 = replace(LLAMA, qk_norm=True)
 LINEAR: tuple[Linear, ...] = ("fp8", "plain")
@@ -56,10 +62,9 @@ PAIRS = _pairs()
 
 
 @pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = Table("fp8_linear", (replace(fp8_linear.FP8_LINEAR.rows[1], by_name_only=None),))
-    monkeypatch.setattr(fp8_linear, "FP8_LINEAR", table)
-    monkeypatch.setattr(checks, "FP8_LINEAR", table)
+def on_cpu() -> Iterator[None]:
+    with float8_on_cpu():
+        yield
 
 
 def larger(config: ModelConfig) -> ModelConfig:
@@ -279,3 +284,159 @@ def test_jumps_are_in_the_log_and_shown_once(tmp_path: Path, monkeypatch: pytest
     assert [record["step"] for record in found] == [3, 4, 5] and found[-1]["jumps"] > 10
     assert "blocks.0.ffn.up.gradient" in found[0]["tensors"] and "head.input" in found[0]["tensors"]
     assert len(shown) == 1 and shown[0].startswith("step      3  float8: the largest magnitude of ")
+
+
+# ── several ranks ──
+
+SMALL = replace(
+    LLAMA, n_layer=1, n_head=2, n_kv_head=1, n_embd=32, ffn_dim=64, block_size=8, vocab_size=32
+)  # heads of 16 columns
+
+
+class Case(NamedTuple):
+    shard: Shard
+    linear: Linear
+    head: HeadProducts
+    micro_batches: int
+    context: int = 1
+
+    def engine(self, mesh: Mesh | None = None, **given: Any) -> Engine:
+        how: dict[str, Any] = {
+            "dtype": torch.bfloat16,
+            "linear": self.linear,
+            "head": self.head,
+            "seed": 3,
+            "eps": 1e-6,
+        }
+        if mesh is not None:
+            how |= {"mesh": mesh, "shard": self.shard, "bucket_bytes": 5_000, "context": self.context}
+        engine = Engine(SMALL, 2, 8, **{**how, **given})
+        large = engine.params["wte.weight"].clone()
+        large[0], large[0, 7] = 0.0, 9.0  # x is largest for token 0, which only empty micro-batches have
+        write_param(engine, "wte.weight", large)
+        return engine
+
+    def step(self, engine: Engine) -> float:
+        shorter = self.context == 1  # the padding of shorter sequences that ranks share counts too
+        given = [batch(SMALL, 2, 8 - i * shorter, seed=10 * engine.steps + i) for i in range(self.micro_batches)]
+        mesh = engine.ranks.mesh
+        own = given[mesh.rank // self.context :: mesh.world // self.context] if mesh.world > 1 else given
+        engine.arenas.poison()
+        return engine.step([x.clamp(min=1) for x, _ in own], [y for _, y in own], 1e-2)
+
+
+def distances(one: Engine, many: Engine, case: Case, steps: int) -> list[tuple[float, float, float]]:
+    """(distance of loss and norm, of parameters, of scales) of ranks from one process that begins each step with the parameters
+    of the ranks."""
+    found = []
+    for _ in range(steps):
+        loss = case.step(one)
+        params, worst = clones(one.params), abs(case.step(many) / loss - 1)
+        now = many.params
+        worst = max(worst, abs(float(many.optimizer.norm) / float(one.optimizer.norm) - 1))
+        far = max(float((now[name] - p).norm() / p.norm()) for name, p in params.items())
+        for name, p in one.params.items():
+            p.copy_(now[name])
+        states = one.ranks.scales
+        scales = max(float(_apart(state, states[name])) for name, state in many.ranks.scales.items())
+        found.append((worst, far, scales))
+    return found
+
+
+def _apart(state: Tensor, other: Tensor) -> Tensor:
+    """The distance of the largest magnitudes, and of the scales that follow from those of the step before."""
+    return ((state - other).abs() / other.clamp(min=1e-30)).max()
+
+
+def parity(mesh: Mesh, case: Case) -> tuple[list[tuple[float, float, float]], int]:
+    """In these runs half the magnitude of the previous step already counts as a jump, so every step has some."""
+    with float8_on_cpu(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_ops, "JUMP", 0.5)
+        one, many = case.engine(), case.engine(mesh)
+        found = distances(one, many, case, 3)
+        assert many.jumps == one.jumps != {} and many.arenas.nbytes == many.plan.peak_bytes
+        assert (many.plan.peak_bytes < one.plan.peak_bytes) == (case.shard != "none")
+        assert many.evaluate(*batch(SMALL, 2, 8)) == pytest.approx(one.evaluate(*batch(SMALL, 2, 8)), rel=2**-8)
+        return found, mesh.entered
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("none", "fp8", "plain", 3),
+        Case("optimizer", "fp8-all", "fp8", 1),
+        Case("all", "fp8", "fp8", 3),
+        Case("all", "fp8-all", "plain", 1),
+        Case("optimizer", "plain", "fp8", 2, context=2),
+    ],
+    ids=lambda case: "-".join(map(str, case)),
+)
+def test_ranks_have_the_float8_scales_of_one_process(two_ranks: Ranks, case: Case) -> None:
+    """With one micro-batch, one of the ranks has none. Ranks that share a sequence round other sums to bfloat16, and AdamW
+    turns the sign of a gradient near 0 into a step."""
+    (found, entered), (_, other) = two_ranks.run(parity, case)
+    assert entered == other, "the lowest count is who the others wait for"
+    limits = (1e-5, 1e-5, 0.0) if case.context == 1 else (2**-8, 2**-4, 2**-8)
+    assert all(x <= limit for distances in found for x, limit in zip(distances, limits, strict=True)), found
+
+
+def skipping(mesh: Mesh) -> list[float]:
+    with float8_on_cpu(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mesh, "maximum", lambda _largest: None)
+        case = Case("optimizer", "fp8-all", "fp8", 2)
+        return [scales for *_, scales in distances(case.engine(), case.engine(mesh), case, 2)]
+
+
+def test_canary_ranks_that_do_not_agree_on_the_scales_are_seen(two_ranks: Ranks) -> None:
+    assert min(min(found) for found in two_ranks.run(skipping)) > 0.0
+
+
+def resumed(mesh: Mesh, folder: str) -> None:
+    """The same bits on ranks with the same shards; the same scales on ranks with others, and in one process."""
+    case = Case("optimizer", "fp8-all", "fp8", 3)
+    with float8_on_cpu():
+        many = case.engine(mesh)
+        case.step(many)
+        path = save_pieces(Path(folder), many, mesh, {"engine": counters(many)})
+        scales = clones(many.ranks.scales)
+        case.step(many)
+        for shard in ("optimizer", "all"):
+            again = case._replace(shard=shard).engine(mesh, seed=4)
+            restore_counters(again, load_pieces(path, again, mesh)["engine"])
+            assert equal(again.ranks.scales, scales)
+            case.step(again)
+            assert (equal(again.params, many.params), shard) in ((True, "optimizer"), (False, "all"))
+            assert shard == "all" or equal(again.ranks.scales, many.ranks.scales)
+        one = case.engine()
+        restore_counters(one, load_into(path, one.tensors()).state["engine"])
+        assert equal(one.ranks.scales, scales)
+        assert len(set(mesh.gather(digest(many.ranks.scales.values())))) == 1
+
+
+def test_ranks_resume_in_float8_to_the_same_bits(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(resumed, str(tmp_path))
+
+
+def refused(mesh: Mesh) -> list[str]:
+    errors, case = [], Case("optimizer", "fp8", "plain", 1)
+    with float8_on_cpu():
+        with pytest.raises(RuntimeError) as error:
+            case.engine(mesh).forward(*batch(SMALL, 2, 8))
+        errors.append(str(error.value))
+        for own in (
+            case._replace(linear=("fp8", "fp8-all")[mesh.rank]),
+            case._replace(head=("plain", "fp8")[mesh.rank]),
+        ):
+            with pytest.raises(ValueError) as disagreeing:
+                own.engine(mesh)
+            errors.append(str(disagreeing.value))
+    return errors
+
+
+def test_ranks_with_other_levels_or_a_forward_by_hand_are_refused(two_ranks: Ranks) -> None:
+    errors = [
+        "forward: got float8 with 2 ranks, which agree on its scales once a step; call gradients(tokens, targets)",
+        "linear: got fp8-all on rank 1; accepted: the value of rank 0, fp8",
+        "head: got fp8 on rank 1; accepted: the value of rank 0, plain",
+    ]
+    assert two_ranks.run(refused) == [errors] * 2

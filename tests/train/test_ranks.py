@@ -716,7 +716,6 @@ def test_evaluation_gathers_units_also_on_ranks_without_a_micro_batch(two_ranks:
 BAD = {
     "gradient_accumulation": "gradient_accumulation: got 1; accepted: at least 2, a micro-batch for each rank",
     "shard": "shard: got 'moments'; accepted: 'none', 'optimizer', 'all'",
-    "linear": "linear: got 'fp8' with 2 ranks, whose scales would differ; accepted: 'plain'",
     "device": "device: got cuda with 2 ranks on this node; accepted: at most 1, one for each GPU",
     "timeout": "timeout: got 0.0 s; accepted: a finite number above 0",
 }
@@ -730,7 +729,7 @@ def test_bad_arguments_of_ranks_are_refused_before_anything_is_made(
         monkeypatch.setenv(key, value)
     monkeypatch.setattr("tilegrad.training.run.check_device", lambda _device: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    bad: dict[str, Any] = {"gradient_accumulation": 1, "device": "cuda", "linear": "fp8"}
+    bad: dict[str, Any] = {"gradient_accumulation": 1, "device": "cuda"}
     asked: dict[str, Any] = {"gradient_accumulation": 2, **({name: bad[name]} if name in bad else {})}
     run = RunConfig(replace(CONFIG, vocab_size=256), train=TrainConfig(seq_len=8, **asked))
     with pytest.raises(ValueError, match=f"^{re.escape(BAD[name])}$"):

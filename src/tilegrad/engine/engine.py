@@ -13,7 +13,7 @@ step is done when `submit` returns.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import cast
 
@@ -56,7 +56,8 @@ class Engine:
     them. With shard="optimizer" a rank has 1/world of the moments, with "none" all moments, with "all" 1/world of everything.
     Gradients are summed in buckets of `bucket_bytes`, which affects rounding. On several ranks `params` are the copies that
     layers compute with, a step is not captured, and after `optimizer_step` the attribute `loss` covers all ranks. context=n: n
-    neighbouring ranks share each sequence; they give the same micro-batches, and each computes its rows.
+    neighbouring ranks share each sequence; they give the same micro-batches, and each computes its rows. In float8, ranks agree
+    on the scales at the end of `gradients`, and `forward` is refused.
 
     With documents=n, rows are packed: the `cu_seqlens` of a batch has the ends of up to n documents in each row (batch.py).
     Tokens attend only to their own document, and positions begin at 0 in each document.
@@ -176,6 +177,7 @@ class Engine:
         initialise(model, self.ranks, spec, seed, masters=self._has_masters(model))
         self.grads = {name: p.kept_grad for name, p in model.params.items() if p.kept_grad is not None}
         self._scales, self._jumps = model.scales, model.jumps
+        self.ranks.scales = {f"scale.{name}": state for name, state in model.scales.items()}
 
     @property
     def params(self) -> dict[str, Tensor]:
@@ -218,6 +220,11 @@ class Engine:
 
         >>> loss = engine.forward(x, y)
         """
+        if self._scales and self.ranks.mesh.world > 1:
+            raise RuntimeError(
+                f"forward: got float8 with {self.ranks.mesh.world} ranks, which agree on its scales once a step; call "
+                "gradients(tokens, targets)"
+            )
         batch = Batch(tokens, targets, cu_seqlens)
         self._check([batch])
         self._settle()
@@ -279,6 +286,7 @@ class Engine:
         check_accumulation(max(len(batches), 1), 1, 1, self.spec.states.gradients)
         ranks, first, loss = self.ranks, self.draws, 0.0
         total, taken = ranks.count(sum(count_targets(batch.targets) for batch in batches), len(batches))
+        given = len(batches)
         batches = ranks.padded(batches)
 
         def models() -> Iterator[Transformer]:
@@ -289,8 +297,12 @@ class Engine:
                 yield model
                 loss += self._mean_loss(model) * (self._count / total if total else 0.0)
 
-        def around(i: int) -> AbstractContextManager[None]:
-            return ranks.around("step", accumulate=i > 0, last=i == len(batches) - 1)
+        @contextmanager
+        def around(i: int) -> Iterator[None]:
+            with ranks.around("step", accumulate=i > 0, last=i == len(batches) - 1):
+                yield
+            if i == given - 1:
+                ranks.keep_largest()
 
         if not batches:
             self.zero_gradients()
@@ -299,7 +311,9 @@ class Engine:
                 self.optimizer.loss.zero_()
             accumulate_gradients(models(), loss=self.optimizer.loss, around=around)
             if not batches:
+                self._model(self.batch_size, self.seq_len // self.spec.context).scale_step()
                 ranks.sum_gradients()
+            ranks.agree_on_largest()
         self.draws, self.loss = first + taken, loss
         return loss
 
@@ -398,9 +412,8 @@ class Engine:
         True
         """
         self._begin_average()
-        scales = {f"scale.{name}": state for name, state in self._scales.items()}
         trained = {name: x for name, x in self.params.items() if name in self.ranks.trained}
-        return {**trained, **self.optimizer.tensors(), **scales}
+        return {**trained, **self.optimizer.tensors(), **self.ranks.scales}
 
     @property
     def jumps(self) -> dict[str, int]:

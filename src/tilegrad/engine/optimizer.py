@@ -310,6 +310,7 @@ class Optimizer:
     owned: tuple[Owned, ...]  # the buffers that this rank updates: a slice of each bucket, or all parameters
     seed: Buffer | None  # 0-d int64: the seed of stochastic rounding; None: nothing is rounded stochastically
     agreed: Buffer | None  # (3,) float64, with several ranks: squared norm, loss, stop
+    largest: Buffer | None  # (S,) float32, with several ranks: the largest magnitude of each tensor in float8
     starts: dict[str, int]  # parameter → its first element in `grads`, or in the flat range of all units
     scratch: Scratch
     adamw: AdamW
@@ -332,8 +333,10 @@ class Optimizer:
         buckets: Sequence[Bucket] = (),
         units: Units | None = None,
         states: States = FULL,
+        scales: int = 0,
     ) -> Optimizer:
-        """The optimizer of one rank of `world`, sharded by `buckets`, or by `units` if everything is sharded."""
+        """The optimizer of one rank of `world`, sharded by `buckets`, or by `units` if everything is sharded. scales: how many
+        tensors are rounded to float8."""
         ordered = in_arena_order(params, muon)
         by_adamw = [p for p in ordered if not _by_muon(p, muon)]
         form = next(handles(ordered[0].master))
@@ -370,6 +373,7 @@ class Optimizer:
             owned=owned,
             seed=buffer("optimizer.seed", (), torch.int64) if states.rounds else None,
             agreed=buffer("optimizer.agreed", (3,), torch.float64) if world > 1 else None,
+            largest=buffer("optimizer.largest", (scales,), torch.float32) if world > 1 and scales else None,
             starts=starts if units is None else units.starts,
             scratch={
                 name: buffer(f"scratch.optimizer.{name}", shape, dtype, "activations")

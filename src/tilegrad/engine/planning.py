@@ -44,7 +44,8 @@ def _trace(spec: StepSpec, *, one_step: bool) -> Trace:
         forward()
         backward()
         if model.scales:  # trace evaluation too, because it does not round to float8
-            replace(spec, linear="plain", head="plain").declare().forward()
+            evaluation = replace(spec, linear="plain", head="plain").declare()
+            in_units(units, evaluation, evaluation.forward)()
 
     # Persistent buffers, in the order of their arenas. Compute copies in units are not persistent.
     copies = [p.value for p in in_arena_order(model.params.values(), spec.muon)] if units is None else []

@@ -231,6 +231,7 @@ class Transformer:
 
     def forward(self) -> None:
         self.scale_step()
+        self._round_to_float8()
         self.head.forward(self.hidden_states())
 
     def backward(self) -> None:
@@ -240,13 +241,17 @@ class Transformer:
     def step(self) -> None:
         if not self.head.w.adds:
             self.scale_step()
+            self._round_to_float8()
         self.head.step(self.hidden_states())
         self.hidden_states_backward()
 
     def scale_step(self) -> None:
-        """Updates the float8 scales from the values seen since the last step, and rounds the weights."""
+        """Updates the float8 scales from the values seen since the last step."""
         if self.jumps is not None:
             fp8_scale_step(states=list(self.scales.values()), jumps=self.jumps)
+
+    def _round_to_float8(self) -> None:
+        """Rounds the weights of float8 products."""
         for weight in self.rounded:
             weight.rounded.of(weight.value)
 

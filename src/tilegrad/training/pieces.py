@@ -126,8 +126,11 @@ def state_of_ranks(engine: Engine, mesh: Mesh, state: Mapping[str, object]) -> d
 
 
 def _shapes(engine: Engine) -> dict[str, tuple[int, ...]]:
-    """The shapes of trained parameters and moments, of all ranks together."""
-    return {name: tuple(g.shape) for name, g in engine.grads.items()} | engine.optimizer.shapes
+    """The shapes of trained parameters, moments and states of float8, of all ranks together."""
+    params, scales = (
+        {name: tuple(x.shape) for name, x in each.items()} for each in (engine.grads, engine.ranks.scales)
+    )
+    return params | engine.optimizer.shapes | scales
 
 
 def _on_rank_0(folder: Path, mesh: Mesh, work: Callable[[], Path]) -> Path:
@@ -180,8 +183,7 @@ def _check_headers(path: Path, manifest: Manifest, engine: Engine) -> bool:
     tensors have two parts in this older checkpoint (`older_parts`), so that whole tensors must be read."""
     wanted = _shapes(engine)
     with Tensors(path, manifest) as file:
-        there = {name: header for name, header in file.headers.items() if not name.startswith("scale.")}
-        joined = bool(file.joined)
+        there, joined = file.headers, bool(file.joined)
     for name in sorted({*wanted, *there} - {"adam_step"}):
         found = there[name][1] if name in there else None
         if found != wanted.get(name):

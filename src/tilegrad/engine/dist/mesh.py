@@ -116,6 +116,10 @@ class Mesh:
         """x = Σ over ranks of x."""
         return self.run(lambda: dist.all_reduce(x, group=self.group, async_op=not wait), "all_reduce")
 
+    def maximum(self, x: Tensor) -> None:
+        """x = the maximum over ranks of x."""
+        self.run(lambda: dist.all_reduce(x, dist.ReduceOp.MAX, group=self.group), "maximum")
+
     def reduce_scatter(self, x: Tensor, *, out: Tensor, wait: bool = True) -> Pending:
         """out = the slice of this rank of Σ over ranks of x. x has `world` equal slices, and `out` may be this slice of x."""
         return self.run(lambda: _reduce_scatter(out, x, group=self.group, async_op=not wait), "reduce_scatter")

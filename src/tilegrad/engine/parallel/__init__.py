@@ -8,6 +8,7 @@
     micro-batches      micro-batch g of a step runs on rank g mod world with dropout seed g: N ranks compute what one would
     targets            are counted over all ranks: gradients are summed, never averaged, so unequal batches are exact
     bucket complete →  reduce-scatter (Replicated: all-reduce) in place, during the rest of the last micro-batch's backward
+    one all-reduce     takes the maximum of the largest magnitudes of float8, so that the scales of all ranks are equal
     one all-reduce     sums ‖own slices of the gradients‖², the loss, and whether any rank must stop
     own slices         clip and AdamW
     slices          →  all-gather in place, during the next forward: an op waits for the buckets that it reads

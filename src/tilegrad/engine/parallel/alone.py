@@ -35,6 +35,7 @@ class Alone:
         self.optimizer, self._units = bind(optimizer, view), bind(units, view)
         self.params: dict[str, Tensor] = {}  # the parameters of the bound model, set by the engine
         self.trained: dict[str, Tensor] = {}  # the parameters that are not frozen
+        self.scales: dict[str, Tensor] = {}  # the states of float8, as checkpoints name them; the same on every rank
         self.stop = False  # whether this rank must stop; after a step, whether any rank must
         self.step = 0
         self.summed = False  # whether the gradients are summed over the ranks
@@ -85,6 +86,12 @@ class Alone:
     def forget_sums(self) -> None:
         """Wait for the sums in flight, before the gradients are overwritten."""
 
+    def keep_largest(self) -> None:
+        """Keep the largest magnitudes of float8 in this step so far, without those of empty micro-batches after this call."""
+
+    def agree_on_largest(self) -> None:
+        """Set the largest magnitudes of float8 to the largest of all ranks, so that the next scales are the same on all."""
+
     def update(self, learning_rate: float, loss: float) -> float:
         """Sum the gradients that are not summed yet, clip, and update. `loss` is the loss of this rank; returns the loss over
         all ranks."""
@@ -103,12 +110,16 @@ class Alone:
         self.params[name].copy_(value)
 
     def pieces(self, *, shared: bool) -> dict[str, Run]:
-        """name → (slice of the flattened tensor, its offset, length of the whole tensor) for the trained parameters, moments
-        and adam_step that this rank owns. If nothing is sharded, a rank owns everything or, with `shared`, 1/world of each
-        tensor."""
-        rank, world = self.mesh.rank, self.mesh.world
+        """name → (slice of the flattened tensor, its offset, length of the whole tensor) for the trained parameters, moments,
+        states of float8 and adam_step that this rank owns. A rank owns all of a tensor that is not sharded or, with `shared`,
+        1/world of it."""
         found: dict[str, Run] = {"adam_step": (self.optimizer.adam_step.view(1), 0, 1)}
-        for name, x in {**self.trained, **self.optimizer.moments}.items():
+        return found | self._shares({**self.trained, **self.optimizer.moments, **self.scales}, shared=shared)
+
+    def _shares(self, tensors: dict[str, Tensor], *, shared: bool) -> dict[str, Run]:
+        """The pieces of tensors that are not sharded."""
+        rank, world, found = self.mesh.rank, self.mesh.world, {}
+        for name, x in tensors.items():
             n = x.numel()
             low, high = (n * rank // world, n * (rank + 1) // world) if shared else (0, n)
             if low < high:

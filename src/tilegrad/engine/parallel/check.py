@@ -26,12 +26,6 @@ def check_ranks(spec: StepSpec) -> None:
     world, shard, context, lora, freeze = spec.world, spec.shard, spec.context, spec.lora, spec.freeze
     if shard not in get_args(Shard):
         raise ValueError(f"shard: got {shard!r}; accepted: {', '.join(map(repr, get_args(Shard)))}")
-    if world > 1 and spec.linear != "plain":
-        raise ValueError(
-            f"linear: got {spec.linear!r} with {world} ranks, whose scales would differ; accepted: 'plain'"
-        )
-    if world > 1 and spec.head != "plain":
-        raise ValueError(f"head: got {spec.head!r} with {world} ranks, whose scales would differ; accepted: 'plain'")
     if world > 1 and shard == "all" and (lora is not None or freeze):
         raise ValueError(
             f"shard: got 'all' with frozen parameters ({'lora' if lora is not None else f'freeze {list(freeze)}'}), which are "
@@ -71,6 +65,8 @@ def check_same(mesh: Mesh, spec: StepSpec, adamw: AdamW, seed: int) -> None:
             "batch_size": spec.batch_size,
             "seq_len": spec.seq_len,
             "dtype": spec.dtype,
+            "linear": spec.linear,
+            "head": spec.head,
             "seed": seed,
             "shard": spec.shard,
             "bucket_bytes": spec.bucket_bytes,

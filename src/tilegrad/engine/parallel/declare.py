@@ -54,6 +54,7 @@ def declare_optimizer(
         buckets=buckets,
         units=units,
         states=spec.states,
+        scales=len(model.scales),
     )
     return optimizer, units
 

@@ -11,6 +11,7 @@ from functools import partial
 
 from torch import Tensor
 
+from ...kernels.fp8_linear.largest import largest_of, set_largest
 from ...kernels.op import observe_names
 from ..dist.mesh import Mesh, Pending
 from ..dist.schedule import Bucket, Touch, Work, final, follow, needed, order
@@ -89,6 +90,26 @@ class Replicated(Alone):
 
     def _wait_for(self, i: int) -> None:
         self.mesh.wait(self._gathers.pop(i))
+
+    # ── the scales of float8 ──
+
+    def count(self, targets: int, micro_batches: int) -> tuple[int, int]:
+        largest = self.optimizer.largest
+        if largest is not None:
+            largest.zero_()  # what a rank without a micro-batch has
+        return super().count(targets, micro_batches)
+
+    def keep_largest(self) -> None:
+        largest = self.optimizer.largest
+        if largest is not None:
+            largest_of([*self.scales.values()], largest=largest)
+
+    def agree_on_largest(self) -> None:
+        largest = self.optimizer.largest
+        if largest is not None:
+            self.mesh.at(f"step {self.step}: agreeing on the scales")
+            self.mesh.maximum(largest)
+            set_largest(largest, states=[*self.scales.values()])
 
     # ── the update ──
 

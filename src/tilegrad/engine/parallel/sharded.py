@@ -80,6 +80,7 @@ class ShardedOptimizer(Replicated):
 
     def pieces(self, *, shared: bool) -> dict[str, Run]:
         found: dict[str, Run] = {"adam_step": (self.optimizer.adam_step.view(1), 0, 1)}
+        found |= self._shares(self.scales, shared=shared)
         for name, own, at, low, _ in self._owned(self.trained):
             for kind, x in (("", own.params), ("m.", own.m), ("v.", own.v), ("ema.", own.ema)):
                 if x is not None:  # Muon has no v

@@ -19,7 +19,8 @@ gradient of logits.
 The `state` of a tensor (state.py) has s and the largest magnitudes since s was set, which rounding updates. `fp8_scale_step`,
 called once at the beginning of a step, computes the next s from these. So s does not change within a step, and rounding a
 tensor again gives the same bits. If the largest magnitude is 0 or not finite, s stays the same. Each tensor whose magnitude
-grew more than 100-fold in one step is counted.
+grew more than 100-fold in one step is counted. Ranks first take the maximum of their largest magnitudes (largest.py), so that
+all of them have the same s.
 
 `FP8_LINEAR` is the table of kernels: each module offers `workspace`, `product`, `quantize`, `activation`, `activation_bwd`,
 `softmax_bwd` and `scale_step`.
