@@ -48,7 +48,7 @@ Kind = Literal["ours", "compiled", "eager", "liger", "torchao"]
 CHECK_STEPS = 5
 CHECK_RATE, SPEED_RATE = 1e-4, 1e-6
 FALL_TOLERANCE = 0.1
-WARM_STEPS, PROFILED_STEPS = 10, 3
+WARM_SECONDS, PROFILED_STEPS = 0.5, 3
 MALLOC = {  # torch's aarch64 builds have mimalloc, others use glibc's malloc
     "keep": {
         "MALLOC_MMAP_MAX_": "0",  # glibc ignores a MALLOC_MMAP_THRESHOLD_ above 32 MiB without a message
@@ -200,8 +200,7 @@ class Measured:
         return {**counts, "loss": self.contender.loss(), **self._peak()}
 
     def profile(self) -> list[Launch]:
-        for _ in range(WARM_STEPS):
-            self._step()
+        sustained(self._step, WARM_SECONDS, self.device)
         return launches_of(self._step, PROFILED_STEPS)
 
     def curve(self, steps: int, tokens: Path | None = None) -> list[float]:

@@ -128,10 +128,15 @@ def operands(product: Product, x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor
     (a, a_is), (other, b_is) = factors(product, x, w, dy)
     if not a.is_cuda:
         return a.double(), other.double()
-    states = state_after(a, a_is), state_after(other, b_is)
-    found = ((t, rounded(t.contiguous(), f, s)[0], s) for t, f, s in ((a, a_is, states[0]), (other, b_is, states[1])))
-    a64, b64 = (t8.cpu().double() * float(s[0]) for _, t8, s in found)
+    a64, b64 = (_after_rounding(t, f) for t, f in ((a, a_is), (other, b_is)))
     return a64, b64
+
+
+def _after_rounding(x: Tensor, factor: Factor) -> Tensor:
+    """x or its transpose is contiguous, and is what the op rounds."""
+    state = state_after(x, factor)
+    x8 = rounded(x, factor, state)[0] if x.is_contiguous() else rounded(x.T, factor, state)[1][:, : x.shape[1]]
+    return x8.cpu().double() * float(state[0])
 
 
 def cut_off(a: Tensor, b: Tensor, *, precise: bool) -> Tensor:
@@ -691,3 +696,17 @@ def test_on_a_gpu_both_orders_have_the_same_numbers() -> None:
     x8, x8t = rounded(x, "x", state_after(x))
     assert torch.equal(x8t[:, :1000].view(torch.uint8), x8.view(torch.uint8).t())
     assert not x8t[:, 1000:].view(torch.uint8).any()
+
+
+def test_columns_that_are_not_a_multiple_of_16_are_refused() -> None:
+    x = randn(48, 37).bfloat16()
+    with pytest.raises(ValueError, match="x: got 37 columns; accepted: a multiple of 16, with any number of rows"):
+        rounded(x, "x", state_after(x))
+    da, h, logits = randn(16, 24).bfloat16(), randn(16, 2 * 24).bfloat16(), randn(16, 40).bfloat16()
+    x8, state, row, one = torch.empty(16, 48, dtype=GRADIENT), state_after(h), torch.ones(16), torch.ones(())
+    with pytest.raises(ValueError, match=r"act\(h\): got 24 columns"):
+        fp8_activation_fwd(h, "swiglu", a8=x8[:, :24].contiguous().view(FP8), state=state, kernel="torch")
+    with pytest.raises(ValueError, match=r"act\(h\): got 24 columns"):
+        fp8_activation_bwd(da, h, "swiglu", dh8=x8, state=state, kernel="torch")
+    with pytest.raises(ValueError, match="logits: got 40 columns"):
+        fp8_softmax_bwd(logits, row.long(), row, row, one, 0.0, state, dl8=x8, dl8t=x8, kernel="torch")

@@ -49,7 +49,7 @@ Factor = Literal["x", "w", "dy"]
 
 class Problem(NamedTuple):
     """A product as the table sees it: its second factor w, the output that it is added to, and the device of x. w=None means a
-    rounding without a product. A rounding takes any size. summed: how many column sums of x's width the call forms."""
+    rounding without a product. summed: how many column sums of x's width the call forms."""
 
     x: TensorLike
     w: TensorLike | None
@@ -107,6 +107,7 @@ def fp8_quantize_fwd(
 ) -> None:
     """x8 = q(x)   x8t = q(x)ᵀ; updates the magnitudes in state."""
     check_columns("x", x)
+    _check_width("x", x.shape[1])
     _check_rounded(x.device, (x.shape[0], x.shape[1]), x8, x8t, state)
     FP8_LINEAR.run("quantize", Problem(x, None), x, x8=x8, x8t=x8t, state=state, kernel=kernel)
 
@@ -163,6 +164,7 @@ def _check_activation(h: Tensor, kind: str) -> tuple[int, int]:
         raise ValueError(f"kind: got {kind!r}; accepted: one of {', '.join(map(repr, (*KINDS, 'swiglu')))}")
     if not h.is_contiguous():
         raise ValueError(f"h: got strides {h.stride()}; accepted: a contiguous tensor")
+    _check_width("act(h)", h.shape[1] // _sums(kind))
     return h.shape[0], h.shape[1] // _sums(kind)
 
 
@@ -178,6 +180,7 @@ def fp8_softmax_bwd(
     check_given(logits.device, ("targets", targets, (n,), torch.int64), ("inv_total", inv_total, (), torch.float32))
     check_given(logits.device, ("row_max", row_max, (n,), torch.float32), ("factor", factor, (n,), torch.float32))
     check_columns("logits", logits)
+    _check_width("logits", v)
     _check_rounded(logits.device, (n, v), dl8, dl8t, state)
     FP8_LINEAR.run(
         "softmax_bwd", Problem(logits, None), logits, targets, row_max, factor, inv_total, softcap,
@@ -224,6 +227,12 @@ def fill_state(state: Tensor, factor: Factor) -> None:
     """Sets the state before the first step, with an assumed magnitude."""
     state.zero_()
     state[0], state[FORMAT] = FIRST[factor] / LARGEST[factor], LARGEST[factor]
+
+
+def _check_width(name: str, columns: int) -> None:
+    """Triton 3.6 stores some bytes of narrower stores wrongly."""
+    if columns % EVEN:
+        raise ValueError(f"{name}: got {columns} columns; accepted: a multiple of {EVEN}, with any number of rows")
 
 
 def _check_rounded(
