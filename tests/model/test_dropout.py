@@ -96,7 +96,7 @@ def loss_with_dropout(
     x = drop(x, 0, 0)
     for i in range(config.n_layer):
         name = f"blocks.{i}"
-        branch = reference.attention(p, i, reference.norm(p, f"{name}.ln1", x, config), config, attend)
+        branch = reference.attention(p, i, reference.norm(p, f"{name}.ln1", x, config), tokens, config, attend)
         x = x + drop(branch, i, 2 * i + 1)
         branch = reference.feed_forward(p, i, reference.norm(p, f"{name}.ln2", x, config), config)
         x = x + drop(branch, i, 2 * i + 2)

@@ -35,7 +35,9 @@ FAMILIES = {
     "mistral": replace(LLAMA, window=7, n_layer=1),
     "qwen2": replace(LLAMA, qkv_bias=True, n_layer=1),  # every op of llama, without a window
     "qwen3": replace(LLAMA, qk_norm=True, head_size=6, window=5),
-    "softcap": replace(GPT2, n_layer=1, logit_softcap=2.0, activation="relu2", residual_scalars=True),
+    "softcap": replace(
+        GPT2, n_layer=1, logit_softcap=2.0, activation="relu2", residual_scalars=True, value_embeddings=1
+    ),
     "per head, tanh": replace(GPT2, projection="per_head", activation="tanh", window=9, n_layer=1),
 }
 CALLS = [  # tests/ops/test_ops_fixed_order.py has products of heads in bfloat16

@@ -135,8 +135,8 @@ FREEZES: tuple[tuple[str, ...], ...] = (
     ("blocks.*",),
     ("blocks.*", "wte.*", "wpe.*", "ln_f.*"),
     ("*.up*", "*.q.weight", "*.q_norm.*"),
-    ("*.scalars.x", "*.ln?.*"),
-    ("wte.*", "wpe.*", "blocks.0.*", "*.scalars.x0"),
+    ("*.scalars.x", "*.ln?.*", "*.value_embedding.weight"),
+    ("wte.*", "wpe.*", "blocks.0.*", "*.scalars.x0", "*.value_embedding.scalar"),
 )
 
 

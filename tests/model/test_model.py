@@ -55,12 +55,13 @@ def configs(draw: st.DrawFn) -> ModelConfig:
         qkv_bias=draw(biases), proj_bias=draw(biases), ffn_bias=draw(biases),
         window_layers=pick(None, (), (0,), (n_layer - 1,)), rope_scaling=scaling if position == "rope" else None,
         logit_softcap=pick(None, None, 0.5, 3) if loss == "cross_entropy" else None, residual_scalars=draw(st.booleans()),
+        value_embeddings=draw(st.integers(0, (n_layer + 1) // 2)),
     )  # fmt: skip
 
 
 SPEED = ModelConfig(  # config of speed runs
     vocab_size=33, block_size=16, n_layer=3, n_head=4, n_embd=8, activation="relu2", logit_softcap=1.5,
-    residual_scalars=True,
+    residual_scalars=True, value_embeddings=2,
 )  # fmt: skip
 
 
@@ -127,6 +128,24 @@ def test_initial_values_have_their_distributions() -> None:
     assert not torch.equal(params["wte.weight"], other["wte.weight"])
 
 
+def test_a_new_model_computes_what_it_computes_without_value_embeddings() -> None:
+    config = ModelConfig(vocab_size=31, block_size=16, n_layer=5, n_head=4, n_embd=16, n_kv_head=2)
+    with_values = replace(config, value_embeddings=2)
+    tokens, targets = batch(config, 2, 9, ignored=0.0)
+    before, engine = Engine(config, 2, 9, seed=3), Engine(with_values, 2, 9, seed=3)
+    own = {name: tuple(p.shape) for name, p in engine.params.items() if name not in before.params}
+    assert own == {
+        "blocks.2.attn.value_embedding.weight": (31, 8), "blocks.2.attn.value_embedding.scalar": (1,),
+        "blocks.4.attn.value_embedding.weight": (31, 8), "blocks.4.attn.value_embedding.scalar": (1,),
+    }  # fmt: skip
+    assert engine.gradients(tokens, targets) == before.gradients(tokens, targets)
+    assert all(torch.equal(engine.grads[name], g) for name, g in before.grads.items())
+    for block in (2, 4):
+        grads = {part: engine.grads[f"blocks.{block}.attn.value_embedding.{part}"] for part in ("weight", "scalar")}
+        seen = torch.zeros(31, dtype=torch.bool).index_fill_(0, tokens.flatten(), value=True)
+        assert torch.equal(grads["weight"].abs().sum(1) > 0, seen) and (grads["scalar"] == 0).all()
+
+
 def test_presets_have_their_numbers_of_parameters() -> None:
     def count(name: str) -> int:
         from tilegrad.model.transformer import parameters
@@ -151,6 +170,12 @@ BAD = [
     ({"bias": 1}, "bias: got 1; accepted: True or False"),
     ({"loss": "embedding_mse", "tie_embeddings": False}, "tie_embeddings: got False; accepted: True with loss"),
     ({"residual_scalars": 1}, "residual_scalars: got 1; accepted: True or False"),
+    ({"value_embeddings": -1}, "value_embeddings: got -1; accepted: an int, 0 ≤ value_embeddings ≤ 1"),
+    ({"value_embeddings": True}, "value_embeddings: got True; accepted: an int, 0 ≤ "),
+    (
+        {"value_embeddings": 2, "n_layer": 2},
+        "value_embeddings: got 2; accepted: an int, 0 ≤ value_embeddings ≤ 1, every",
+    ),
     ({"logit_softcap": 0}, "logit_softcap: got 0; accepted: None, or a number, 0.001 ≤"),
     ({"logit_softcap": True}, "logit_softcap: got True; accepted: None, or a number"),
     ({"logit_softcap": 10**400}, "logit_softcap: got 1000"),

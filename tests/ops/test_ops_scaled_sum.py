@@ -73,6 +73,25 @@ def test_gradients_are_added_or_overwritten_and_none_is_left_out(dtype: torch.dt
     assert torch.equal(da, 2 * want["da"]) and torch.equal(db, 2 * want["db"])
 
 
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [64, 112])  # 48 in wider rows
+def test_columns_of_wider_rows_and_no_b_give_the_bits_of_rows_and_1(dtype: torch.dtype, columns: int) -> None:
+    inputs, dy = given(113, 48, dtype)
+    inputs["b"] = torch.ones(1, dtype=dtype)
+    want, wide, wide_dy = run(inputs, dy), *(torch.full((113, columns), 7.0, dtype=dtype) for _ in range(2))
+    y, g = wide[:, -48:], wide_dy[:, -48:]
+    y.copy_(inputs["x0"])
+    g.copy_(dy)
+    x, a = inputs["x"], inputs["a"]
+    scaled_sum_fwd(x, y, a, None, y=y, scratch=poisoned(scaled_sum_workspace(x, backward=False)))
+    dx, dx0, da = torch.empty_like(x), torch.zeros_like(x), torch.zeros(1, dtype=acc(dtype))
+    scaled_sum_bwd(g, x, None, a, None, dx=dx, dx0=dx0, da=da, scratch=poisoned(scaled_sum_workspace(x, backward=True)))
+    got = {"y": y, "dx": dx, "dx0": dx0, "da": da}
+    assert all(torch.equal(got[name], want[name]) for name in got)
+    assert (wide[:, :-48] == 7).all() and torch.equal(g, dy)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_bits_depend_neither_on_threads_nor_on_the_place(dtype: torch.dtype) -> None:
     inputs, dy = given(1023, 113, dtype)
@@ -121,6 +140,8 @@ def test_bad_inputs_say_what_is_accepted() -> None:
         (lambda: scaled_sum_fwd(x, x0, a, b, y=torch.empty(6, 4, dtype=x.dtype).t()), "y: got strides"),
         (lambda: scaled_sum_fwd(x, x0, a, b, y=dy), "scratch: scaled_sum got no"),
         (lambda: scaled_sum_bwd(dy, x, x0, a, b, dx=dy, da=a.float()), "da: got .*float32"),
+        (lambda: scaled_sum_bwd(dy, x, x0.t()[:4], a, b, dx=dy), "x0: got "),
+        (lambda: scaled_sum_bwd(dy, x, None, a, b, dx=dy, db=b), "x0: got None; accepted: a tensor, which db needs"),
     ):
         with pytest.raises(ValueError, match=match):
             fn()

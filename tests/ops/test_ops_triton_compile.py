@@ -137,6 +137,24 @@ def test_scaled_sums(architecture: int, dtype: torch.dtype, tmp_path: Path) -> N
     assert all(".128" in kernel.sass for kernel in wide), "loads are not of 16 bytes"
 
 
+@pytest.mark.parametrize("architecture", [slowly(80), 90, slowly(100)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, slowly(torch.float32)])
+def test_scaled_sums_of_columns(architecture: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Those of value embeddings, in columns of wider rows."""
+    from tilegrad.kernels.scaled_sum import Gradients, triton_ops
+
+    x, scalar = torch.empty(4096, 768, dtype=dtype), torch.empty(1, dtype=dtype)
+    columns = torch.empty(4096, 2304, dtype=dtype)[:, 1536:]
+    out = Gradients(x, None, torch.empty(1), None, accumulate=True)
+    scratch = poisoned(triton_ops.workspace(x, backward=True))
+    with compiling(architecture, tmp_path) as found:
+        triton_ops.fwd(x, columns, scalar, None, y=columns, scratch={})
+        triton_ops.bwd(columns, x, None, scalar, None, out=out, scratch=scratch)
+    names = {"_scaled_sum_fwd_kernel", "_scaled_sum_bwd_kernel"}
+    check(found, architecture, {*names, "_add_partials_kernel"})
+    assert all(".128" in found[name].sass for name in names), "loads are not of 16 bytes"
+
+
 @pytest.mark.parametrize("kind", ["", slowly("gelu"), "swiglu"])
 def test_float8_rounding_compiles_to_vector_loads_and_stores(kind: str, tmp_path: Path) -> None:
     """Loads and both stores are of whole vectors: the transpose uses shared memory."""

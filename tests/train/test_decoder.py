@@ -33,7 +33,7 @@ FAMILIES = {
     "qwen3": QWEN3,
     "per_head, mse": replace(CONFIG, projection="per_head", loss="embedding_mse"),
     "dropout": replace(CONFIG, dropout=0.3),
-    "speed run": replace(CONFIG, activation="relu2", logit_softcap=2.0, residual_scalars=True),
+    "speed run": replace(CONFIG, activation="relu2", logit_softcap=2.0, residual_scalars=True, value_embeddings=2),
 }
 GREEDY = Sampling(temperature=0.0)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import CONFIG, LLAMA, QWEN3
+from support.models import CONFIG, LLAMA, QWEN3, SPEED_RUN
 from support.native import needs_library
 from torch import Tensor
 
@@ -24,7 +24,7 @@ SIZE = {"n_embd": 64, "block_size": 96, "vocab_size": 97, "n_layer": 2}
 SHALLOW = SIZE | {"n_layer": 1}
 FAMILIES = {
     "gpt2": replace(CONFIG, **SIZE),  # type: ignore[arg-type]
-    "speed run": replace(CONFIG, logit_softcap=2.0, activation="relu2", residual_scalars=True, **SIZE),  # type: ignore[arg-type]
+    "speed run": replace(SPEED_RUN, **SIZE),  # type: ignore[arg-type]
     "mistral": replace(LLAMA, window=21, **SHALLOW),  # type: ignore[arg-type]
     "qwen2": replace(LLAMA, qkv_bias=True, **SHALLOW),  # type: ignore[arg-type]  # every op of llama, and no window
     "qwen3": replace(QWEN3, window=30, rope_scaling=None, head_size=18, **SIZE),  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
     dense      qkv = x W_qkv' + b         o = attention(rope(q), rope(k), v)      y = o W_proj' + b
     per_head   q, k, v of a head come from its own D channels of x                o and y as in dense
     qk_norm    q, k, v = x W_q' + b, …    q, k = rmsnorm(q), rmsnorm(k) by head, before rope
+    value_embeddings   v += s · table[tokens] in some blocks (model/value_embedding.py)
 
     do = dy W_proj      dq, dk, dv = attention's backward      rope rotates dq, dk back      dx = Σ over q, k, v of their dx
 Saved: x (the output of the norm), q, k and v after rope, o, lse; with qk_norm also q and k before their norm.
@@ -41,6 +42,7 @@ from .config import ModelConfig
 from .layer import Buffer, Constant, Declare, Packed, Param
 from .linear import LinearLayer
 from .lora import Adapter
+from .value_embedding import ValueEmbedding
 
 _SCORES = {f"tiled.{name}": BufferType.SCORES for name in ("s", "dp", "tanh")} | {"tiled.masked_out": BufferType.MASK}
 _TYPES = _SCORES | below("attention", _SCORES) | dict.fromkeys(BUFFERS, BufferType.COMM)  # types of its scratch
@@ -234,6 +236,7 @@ class AttentionLayer:
     do: Buffer
     lse: Buffer
     norms: tuple[HeadNorm, ...]  # the norms of q and k, or none
+    values: ValueEmbedding | None
     adapter: Adapter | None  # the adapter of the projections
     proj_adapter: Adapter | None
     rope: Rope | None
@@ -295,6 +298,7 @@ class AttentionLayer:
                 for part, heads in (("q", c.n_head), ("k", c.kv_heads))
                 if c.qk_norm
             ),
+            values=ValueEmbedding.declare(at, block),
             adapter=Adapter.declare(at, block, "attn.in", projections, outputs, seed),
             proj_adapter=Adapter.declare(at, block, "attn.proj", (proj,), {"proj": (0, 0)}, seed),
             rope=Rope.declare(at, c.n_head + c.kv_heads if fused else c.n_head) if c.position == "rope" else None,
@@ -328,6 +332,8 @@ class AttentionLayer:
             self.proj_adapter.backward_weight(self.o)
         self.attend_backward()
         self.rotate_backward()
+        if self.values is not None:
+            self.values.backward(self.dqkv[-1])
         for norm, dy in zip(self.norms, self.dqkv, strict=False):
             norm.backward(dy)
         if self.adapter is not None:
@@ -360,7 +366,7 @@ class AttentionLayer:
         return (*(norm.dx for norm in self.norms), *self.dqkv[len(self.norms) :])
 
     def project(self, x: Buffer) -> None:
-        """q, k, v = x W' + b; with qk_norm q, k = rmsnorm(q), rmsnorm(k) by head"""
+        """q, k, v = x W' + b; with qk_norm q, k = rmsnorm(q), rmsnorm(k) by head; with values v += s · table[tokens]"""
         normed, adapter = len(self.norms), self.adapter
         if adapter is not None:
             adapter.forward(x)
@@ -369,6 +375,8 @@ class AttentionLayer:
             projection.forward(x, y=y, adapter=adapter.of(i) if adapter is not None else None)
         for norm, y in zip(self.norms, self.qkv, strict=False):
             norm.forward(y=y)
+        if self.values is not None:
+            self.values.forward(rows=self.qkv[-1])
 
     def rotate(self) -> None:
         """q = rope(q)   k = rope(k)"""

@@ -45,6 +45,8 @@ class ModelConfig:
     rope_scaling    a RopeScaling, or a mapping of its fields
     logit_softcap   c: the logits l of the head become c · tanh(l / c), in the loss and in generation
     residual_scalars   block i reads a_i x + b_i x0 with learned scalars; x0 is the stream before the first block
+    value_embeddings   n: every second block from the last on, n blocks in all, adds s · table[token] to its values, with a
+                    table (vocab_size, kv_heads · head_dim) and a learned scalar s for each block
 
     LIMITS bounds the sizes.
 
@@ -80,6 +82,7 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     logit_softcap: float | None = None
     residual_scalars: bool = False
+    value_embeddings: int = 0
 
     @property
     def kv_heads(self) -> int:
@@ -96,6 +99,15 @@ class ModelConfig:
     @property
     def ffn(self) -> int:
         return 4 * self.n_embd if self.ffn_dim is None else self.ffn_dim
+
+    @property
+    def value_blocks(self) -> range:
+        """The blocks with value embeddings, from the last on.
+
+        >>> list(ModelConfig(vocab_size=8, block_size=8, n_layer=6, n_head=1, n_embd=8, value_embeddings=2).value_blocks)
+        [5, 3]
+        """
+        return range(self.n_layer - 1, self.n_layer - 1 - 2 * self.value_embeddings, -2)
 
     @property
     def softcap(self) -> float:
@@ -121,6 +133,11 @@ class ModelConfig:
         for name in ("qkv_bias", "proj_bias", "ffn_bias"):
             if getattr(self, name) is not None and not isinstance(getattr(self, name), bool):
                 refuse(name, "None, True or False")
+        most = (self.n_layer + 1) // 2
+        if not is_count(self.value_embeddings, most, 0):
+            refuse(
+                "value_embeddings", f"an int, 0 ≤ value_embeddings ≤ {most}, every second one of {self.n_layer} blocks"
+            )
         for name, low, high in (("dropout", 0.0, 1.0), ("norm_eps", 1e-30, 1.0), ("rope_theta", 1.0, _MAX_THETA)):
             value = getattr(self, name)
             if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value < high:

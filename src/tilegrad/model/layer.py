@@ -229,6 +229,10 @@ class Declare:
         return self.cache is not None and not self.documents
 
     @property
+    def tokens(self) -> Buffer:
+        return self.buffer("inputs.tokens", (self.b, self.t), torch.int64, role="inputs")
+
+    @property
     def positions(self) -> Buffer | None:
         """The position (B, T) of each token; None: the positions of a row are 0 … T − 1."""
         if not self.decodes:

@@ -80,7 +80,13 @@ def low_rank(
 
 
 def attention(
-    p: Params, i: int, x: Tensor, config: ModelConfig, attend: Attend, lora: LoraConfig | None = None
+    p: Params,
+    i: int,
+    x: Tensor,
+    tokens: Tensor,
+    config: ModelConfig,
+    attend: Attend,
+    lora: LoraConfig | None = None,
 ) -> Tensor:
     name, hq, hkv, d = f"blocks.{i}.attn", config.n_head, config.kv_heads, config.head_dim
     added = low_rank(p, i, "attn.in", x, config, lora)
@@ -92,6 +98,8 @@ def attention(
     else:
         q, k, v = (per_head(p, f"{name}.{part}", x) for part in "qkv")
     q, k, v = (y + added[part] if part in added else y for part, y in (("q", q), ("k", k), ("v", v)))
+    if i in config.value_blocks:
+        v = v + p[f"{name}.value_embedding.scalar"] * p[f"{name}.value_embedding.weight"][tokens]
     q, k, v = (part.unflatten(-1, (-1, d)) for part in (q, k, v))
     if config.qk_norm:
         q, k = (F.rms_norm(y, (d,), p[f"{name}.{n}_norm.weight"], config.norm_eps) for n, y in (("q", q), ("k", k)))
@@ -150,7 +158,7 @@ def residual(
     for i in range(config.n_layer):
         if config.residual_scalars:
             x = p[f"blocks.{i}.scalars.x"] * x + p[f"blocks.{i}.scalars.x0"] * x0
-        x = x + attention(p, i, norm(p, f"blocks.{i}.ln1", x, config), config, attend, lora)
+        x = x + attention(p, i, norm(p, f"blocks.{i}.ln1", x, config), tokens, config, attend, lora)
         x = x + feed_forward(p, i, norm(p, f"blocks.{i}.ln2", x, config), config, lora)
     return x
 

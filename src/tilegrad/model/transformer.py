@@ -303,9 +303,10 @@ class Transformer:
 
     @property
     def _small(self) -> list[Param]:
-        """The trained weights of norms, biases and adapters: no layer calls their `keep`."""
-        embeddings = [p.name for p in (self.embedding.wte, self.embedding.wpe, self.head.w) if p is not None]
-        return [p for p in self.trained if not p.matrices and p.name not in embeddings]
+        """The trained weights of norms, biases, scalars and adapters: no layer calls their `keep`."""
+        tables = [block.attention.values.table for block in self.blocks if block.attention.values is not None]
+        kept = [p.name for p in (self.embedding.wte, self.embedding.wpe, self.head.w, *tables) if p is not None]
+        return [p for p in self.trained if not p.matrices and p.name not in kept]
 
     def _first_trained(self) -> int:
         """Index of the first block whose backward runs; n_layer if only ln_f's backward runs; n_layer + 1 if none runs."""
@@ -331,7 +332,7 @@ def declare(at: Declare, recompute: Sequence[frozenset[Recomputed]] = ()) -> Tra
         blocks=tuple(Block.declare(at, i, seeds[i] if seeds else None, choices[i]) for i in range(n_layer)),
         ln_f=NormLayer.declare(at, "ln_f"),
         head=Head.declare(at, embedding.wte),
-        tokens=at.buffer("inputs.tokens", (at.b, at.t), torch.int64, role="inputs"),
+        tokens=at.tokens,
         packed=at.packed,
         seeds=seeds,
         x=x,

@@ -339,4 +339,5 @@ def _requirements(c: ModelConfig) -> dict[str, Requirement]:
             c.logit_softcap is None,
         ),
         "residual_scalars": (c.residual_scalars, "False", not c.residual_scalars),
+        "value_embeddings": (c.value_embeddings, "0", not c.value_embeddings),
     }

@@ -37,28 +37,35 @@ def _wide(x: Tensor, name: str, scratch: Scratch) -> Tensor:
     return scratch[name][: x.shape[0]].copy_(x) if name in scratch else x
 
 
-def fwd(x: Tensor, x0: Tensor, a: Tensor, b: Tensor, *, y: Tensor, scratch: Scratch) -> None:
-    a, b = scratch["a"].copy_(a), scratch["b"].copy_(b)
+def _scalars(a: Tensor, b: Tensor | None, scratch: Scratch) -> tuple[Tensor, Tensor]:
+    wide = scratch["b"]
+    return scratch["a"].copy_(a), wide.fill_(1.0) if b is None else wide.copy_(b)
+
+
+def fwd(x: Tensor, x0: Tensor, a: Tensor, b: Tensor | None, *, y: Tensor, scratch: Scratch) -> None:
+    a, b = _scalars(a, b, scratch)
     for i in blocks(x.shape[0], rows_per_block(x, BLOCK)):
         work = scratch["work"][: i.stop - i.start]
-        torch.mul(_wide(rows_of(x0, i), "wide", scratch), b, out=work)
-        scaled = _wide(rows_of(x, i), "wide", scratch)
+        torch.mul(_wide(rows_of(x, i), "wide", scratch), a, out=work)
+        scaled = _wide(rows_of(x0, i), "wide", scratch)
         into = scaled if "wide" in scratch else rows_of(y, i)
-        torch.mul(scaled, a, out=into).add_(work)
+        torch.mul(scaled, b, out=into).add_(work)
         if "wide" in scratch:
             rows_of(y, i).copy_(into)
 
 
-def bwd(dy: Tensor, x: Tensor, x0: Tensor, a: Tensor, b: Tensor, *, out: Gradients, scratch: Scratch) -> None:
+def bwd(
+    dy: Tensor, x: Tensor, x0: Tensor | None, a: Tensor, b: Tensor | None, *, out: Gradients, scratch: Scratch
+) -> None:
     dx, dx0, da, db, accumulate = out
-    a, b = scratch["a"].copy_(a), scratch["b"].copy_(b)
+    a, b = _scalars(a, b, scratch)
     for total in (da, db):
         if total is not None and not accumulate:
             total.zero_()
     for i in blocks(x.shape[0], rows_per_block(x, BLOCK)):
         g, work = _wide(rows_of(dy, i), "dy", scratch), scratch["work"][: i.stop - i.start]
         for total, factor in ((da, x), (db, x0)):
-            if total is not None:
+            if total is not None and factor is not None:
                 torch.mul(g, _wide(rows_of(factor, i), "wide", scratch), out=work)
                 row_sums = torch.sum(work, -1, out=scratch["row_sums"][: len(work)])
                 total.add_(torch.sum(row_sums, 0, keepdim=True, out=scratch["sum"]))

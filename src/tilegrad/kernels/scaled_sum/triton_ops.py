@@ -29,25 +29,43 @@ PROGRAMS = 8  # per multiprocessor, in a backward
 
 
 @triton.jit
-def _scaled_sum_fwd_kernel(x, x0, a, b, y, n, TILE: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    of_a, of_b = tl.load(a).to(tl.float32), tl.load(b).to(tl.float32)
-    scaled = tl.load(x + i, i < n, 0.0).to(tl.float32) * of_a + tl.load(x0 + i, i < n, 0.0).to(tl.float32) * of_b
-    tl.store(y + i, scaled.to(y.dtype.element_ty), i < n)
+def _place(tile, pitch, C: tl.constexpr, TILE: tl.constexpr):
+    """Offsets of a tile's elements in a matrix whose rows of C elements begin `pitch` elements apart; C = None: contiguous."""
+    start = tl.cast(tile, tl.int64) * TILE
+    if C is None:
+        place = start + tl.arange(0, TILE)
+    else:
+        row = start // C
+        i = (start - row * C).to(tl.int32) + tl.arange(0, TILE)
+        place = (row + i // C) * pitch + i % C
+    return place
 
 
 @triton.jit
-def _scaled_sum_bwd_kernel(dy, x, x0, a, b, dx, dx0, partials, n, tiles, TILE: tl.constexpr):
+def _scaled_sum_fwd_kernel(x, x0, a, b, y, x0_n, y_n, n, C: tl.constexpr, TILE: tl.constexpr):
+    tile = tl.program_id(0)
+    i = _place(tile, 0, None, TILE)
+    of_a, of_b = tl.load(a).to(tl.float32), 1.0 if b is None else tl.load(b).to(tl.float32)
+    other = tl.load(x0 + _place(tile, x0_n, C, TILE), i < n, 0.0).to(tl.float32)
+    scaled = tl.load(x + i, i < n, 0.0).to(tl.float32) * of_a + other * of_b
+    tl.store(y + _place(tile, y_n, C, TILE), scaled.to(y.dtype.element_ty), i < n)
+
+
+@triton.jit
+def _scaled_sum_bwd_kernel(
+    dy, x, x0, a, b, dx, dx0, partials, dy_n, x0_n, n, tiles, C: tl.constexpr, TILE: tl.constexpr
+):
     p, programs = tl.program_id(0), tl.num_programs(0)
-    of_a, of_b = tl.load(a).to(tl.float32), tl.load(b).to(tl.float32)
+    of_a, of_b = tl.load(a).to(tl.float32), 1.0 if b is None else tl.load(b).to(tl.float32)
     da, db = tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.float32)
 
     for tile in range(p, tiles, programs):
-        i = tl.cast(tile, tl.int64) * TILE + tl.arange(0, TILE)
-        g = tl.load(dy + i, i < n, 0.0).to(tl.float32)
+        i = _place(tile, 0, None, TILE)
+        g = tl.load(dy + _place(tile, dy_n, C, TILE), i < n, 0.0).to(tl.float32)
         if partials is not None:
             da += g * tl.load(x + i, i < n, 0.0).to(tl.float32)
-            db += g * tl.load(x0 + i, i < n, 0.0).to(tl.float32)
+            if x0 is not None:
+                db += g * tl.load(x0 + _place(tile, x0_n, C, TILE), i < n, 0.0).to(tl.float32)
         if dx0 is not None:
             old = tl.load(dx0 + i, i < n, 0.0).to(tl.float32)
             tl.store(dx0 + i, (old + g * of_b).to(dx0.dtype.element_ty), i < n)
@@ -68,17 +86,26 @@ def workspace(x: TensorLike, *, backward: bool) -> Shapes:
     return {"partials": ((2, _programs(x), 1), torch.float32)} if backward else {}
 
 
-def fwd(x: Tensor, x0: Tensor, a: Tensor, b: Tensor, *, y: Tensor, scratch: Scratch) -> None:
-    n = x.numel()
-    launch(_scaled_sum_fwd_kernel, (ceil_div(n, TILE),), x, x0, a, b, y, n, TILE=TILE, num_warps=WARPS)
+def _columns(*rows: Tensor | None) -> int | None:
+    """C, or None if every tensor is contiguous."""
+    given = [x for x in rows if x is not None]
+    return None if all(x.is_contiguous() for x in given) else given[0].shape[1]
 
 
-def bwd(dy: Tensor, x: Tensor, x0: Tensor, a: Tensor, b: Tensor, *, out: Gradients, scratch: Scratch) -> None:
+def fwd(x: Tensor, x0: Tensor, a: Tensor, b: Tensor | None, *, y: Tensor, scratch: Scratch) -> None:
+    n, constants = x.numel(), {"C": _columns(x0, y), "TILE": TILE, "num_warps": WARPS}
+    launch(_scaled_sum_fwd_kernel, (ceil_div(n, TILE),), x, x0, a, b, y, x0.stride(0), y.stride(0), n, **constants)
+
+
+def bwd(
+    dy: Tensor, x: Tensor, x0: Tensor | None, a: Tensor, b: Tensor | None, *, out: Gradients, scratch: Scratch
+) -> None:
     dx, dx0, da, db, accumulate = out
     partials = None if da is None and db is None else scratch["partials"]
-    n = x.numel()
-    tiles, constants = ceil_div(n, TILE), {"TILE": TILE, "num_warps": WARPS}
-    launch(_scaled_sum_bwd_kernel, (_programs(x),), dy, x, x0, a, b, dx, dx0, partials, n, tiles, **constants)
+    n, pitches = x.numel(), (dy.stride(0), 0 if x0 is None else x0.stride(0))
+    tiles, constants = ceil_div(n, TILE), {"C": _columns(dy, x0), "TILE": TILE, "num_warps": WARPS}
+    given = (dy, x, x0, a, b, dx, dx0, partials, *pitches, n, tiles)
+    launch(_scaled_sum_bwd_kernel, (_programs(x),), *given, **constants)
     if partials is not None and da is not None:
         add_partials(partials if db is not None else partials[0], da, db, accumulate=accumulate)
     elif partials is not None and db is not None:
