@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.models import CONFIG, LLAMA, batch, clones, equal
+from support.models import CONFIG, LLAMA, SPEED_RUN, batch, clones, equal
 
 from tilegrad import Engine, ModelConfig
 from tilegrad.engine.batch import Batch
@@ -28,7 +28,7 @@ def device_step(engine: Engine, batches: list[Batch], learning_rate: float) -> D
     return step
 
 
-@pytest.mark.parametrize("config", [CONFIG, LLAMA, DROPOUT], ids=["gpt", "llama", "dropout"])
+@pytest.mark.parametrize("config", [CONFIG, LLAMA, SPEED_RUN, DROPOUT], ids=["gpt", "llama", "speed run", "dropout"])
 def test_the_program_of_a_device_step_trains_like_the_engine(config: ModelConfig) -> None:
     a, b = Engine(config, 2, 8), Engine(config, 2, 8)
     for i in range(4):

@@ -9,7 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import CONFIG, LLAMA, QWEN3, arguments, assert_equal_gradients, batch, clones, equal, random_ends
+from support.models import (
+    CONFIG,
+    LLAMA,
+    QWEN3,
+    SPEED_RUN,
+    arguments,
+    assert_equal_gradients,
+    batch,
+    clones,
+    equal,
+    random_ends,
+)
 from torch import Tensor
 
 from tilegrad import Engine, LoraConfig, ModelConfig, MuonConfig
@@ -27,7 +38,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize(
-    "config", [CONFIG, LLAMA, replace(CONFIG, projection="per_head", window=4, loss="embedding_mse")]
+    "config", [CONFIG, LLAMA, SPEED_RUN, replace(CONFIG, projection="per_head", window=4, loss="embedding_mse")]
 )
 def test_gradients_equal_autograd_in_float64(config: ModelConfig) -> None:
     tokens, targets = batch(config, 3, 13)
@@ -40,7 +51,7 @@ def test_gradients_equal_autograd_in_float64(config: ModelConfig) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("config", [CONFIG, LLAMA, replace(CONFIG, dropout=0.1)])
+@pytest.mark.parametrize("config", [CONFIG, LLAMA, SPEED_RUN, replace(CONFIG, dropout=0.1)])
 def test_training_on_a_gpu_follows_training_on_the_cpu(config: ModelConfig, dtype: torch.dtype) -> None:
     config = replace(config, n_embd=64, block_size=150)
     tokens, targets = batch(config, 4, 150, ignored=0.0)
@@ -104,7 +115,11 @@ def test_repeated_steps_have_the_same_bits(t: int) -> None:
 # ── the captured step ──
 
 
-@pytest.mark.parametrize("config", [CONFIG, LLAMA, replace(CONFIG, dropout=0.1)], ids=["gpt", "llama", "dropout"])
+@pytest.mark.parametrize(
+    "config",
+    [CONFIG, LLAMA, SPEED_RUN, replace(CONFIG, dropout=0.1)],
+    ids=["gpt", "llama", "speed run", "dropout"],
+)
 @pytest.mark.parametrize("parts", [1, 3])
 def test_the_captured_step_has_the_bits_of_the_uncaptured_one(config: ModelConfig, parts: int) -> None:
     config = replace(config, n_embd=64, block_size=64)
