@@ -3,10 +3,10 @@
     y = a x + b x0        dx = a dy        dx0 += b dy        da += Σ dy ∘ x        db += Σ dy ∘ x0
                                                                (accumulate=False: da = …, db = …; dx0 is always accumulated)
 
-b=None means b = 1. dx0 accumulates because all blocks of the model read the same x0. y may be x0, and dx may be dy. The rows
-of x0, y and dy may be columns of wider rows. The sums are in the accumulation dtype, and their terms are added in the same
-order each time. On a CPU a and b may have the accumulation dtype too. `SCALED_SUM` is the table of kernels: each module offers
-`workspace`, `fwd` and `bwd`.
+b=None means b = 1. dx0 accumulates because all blocks of the model read the same x0. y may be x0, and dx may be dy. Rows of y
+and dy, and of x0 in a forward, may be columns of wider rows. The sums are in the accumulation dtype, and their terms are added
+in the same order each time. On a CPU a and b may have the accumulation dtype too. `SCALED_SUM` is the table of kernels: each
+module offers `workspace`, `fwd` and `bwd`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def scaled_sum_bwd(
     """dx = a dy   dx0 += b dy   da += Σ dy ∘ x   db += Σ dy ∘ x0; x0 may be None without db."""
     if x0 is None and db is not None:
         raise ValueError("x0: got None; accepted: a tensor, which db needs")
-    _check(x, a, b, {"dy": dy, "x0": x0}, dx=dx, dx0=dx0)
+    _check(x, a, b, {"dy": dy}, x0=x0, dx=dx, dx0=dx0)
     acc = accumulation_dtype(x.dtype)
     check_given(x.device, ("da", da, (1,), acc), ("db", db, (1,), acc))
     out = Gradients(dx, dx0, da, db, accumulate)

@@ -52,9 +52,7 @@ def _scaled_sum_fwd_kernel(x, x0, a, b, y, x0_n, y_n, n, C: tl.constexpr, TILE: 
 
 
 @triton.jit
-def _scaled_sum_bwd_kernel(
-    dy, x, x0, a, b, dx, dx0, partials, dy_n, x0_n, n, tiles, C: tl.constexpr, TILE: tl.constexpr
-):
+def _scaled_sum_bwd_kernel(dy, x, x0, a, b, dx, dx0, partials, dy_n, n, tiles, C: tl.constexpr, TILE: tl.constexpr):
     p, programs = tl.program_id(0), tl.num_programs(0)
     of_a, of_b = tl.load(a).to(tl.float32), 1.0 if b is None else tl.load(b).to(tl.float32)
     da, db = tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.float32)
@@ -65,7 +63,7 @@ def _scaled_sum_bwd_kernel(
         if partials is not None:
             da += g * tl.load(x + i, i < n, 0.0).to(tl.float32)
             if x0 is not None:
-                db += g * tl.load(x0 + _place(tile, x0_n, C, TILE), i < n, 0.0).to(tl.float32)
+                db += g * tl.load(x0 + i, i < n, 0.0).to(tl.float32)
         if dx0 is not None:
             old = tl.load(dx0 + i, i < n, 0.0).to(tl.float32)
             tl.store(dx0 + i, (old + g * of_b).to(dx0.dtype.element_ty), i < n)
@@ -86,10 +84,9 @@ def workspace(x: TensorLike, *, backward: bool) -> Shapes:
     return {"partials": ((2, _programs(x), 1), torch.float32)} if backward else {}
 
 
-def _columns(*rows: Tensor | None) -> int | None:
+def _columns(*rows: Tensor) -> int | None:
     """C, or None if every tensor is contiguous."""
-    given = [x for x in rows if x is not None]
-    return None if all(x.is_contiguous() for x in given) else given[0].shape[1]
+    return None if all(x.is_contiguous() for x in rows) else rows[0].shape[1]
 
 
 def fwd(x: Tensor, x0: Tensor, a: Tensor, b: Tensor | None, *, y: Tensor, scratch: Scratch) -> None:
@@ -102,9 +99,9 @@ def bwd(
 ) -> None:
     dx, dx0, da, db, accumulate = out
     partials = None if da is None and db is None else scratch["partials"]
-    n, pitches = x.numel(), (dy.stride(0), 0 if x0 is None else x0.stride(0))
-    tiles, constants = ceil_div(n, TILE), {"C": _columns(dy, x0), "TILE": TILE, "num_warps": WARPS}
-    given = (dy, x, x0, a, b, dx, dx0, partials, *pitches, n, tiles)
+    n = x.numel()
+    tiles, constants = ceil_div(n, TILE), {"C": _columns(dy), "TILE": TILE, "num_warps": WARPS}
+    given = (dy, x, x0, a, b, dx, dx0, partials, dy.stride(0), n, tiles)
     launch(_scaled_sum_bwd_kernel, (_programs(x),), *given, **constants)
     if partials is not None and da is not None:
         add_partials(partials if db is not None else partials[0], da, db, accumulate=accumulate)
