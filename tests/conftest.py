@@ -19,7 +19,7 @@ from support.interpreter import interpreting, prepare_the_language, round_bfloat
 from support.ranks import Ranks
 from support.signals import hear_interrupts
 
-from tilegrad.functional import dispatch, eager
+from tilegrad.functional import dispatch, fast_path
 from tilegrad.kernels import gpu
 from tilegrad.kernels.cpu import library as native_library
 from tilegrad.memory.managed import hit, manager
@@ -144,7 +144,7 @@ def pytest_configure(config: pytest.Config) -> None:
             warnings.warn(f"tests run without the native library: {error}", stacklevel=1)
         native_library.library.cache_clear()
     for what, home, take in (
-        ("eager calls", eager, dispatch.load_fast_path),
+        ("eager calls", fast_path, dispatch.load_fast_path),
         ("the manager's hits", hit, manager.use_fast_path),
     ):
         if native_build.compiler() and isinstance(home.load(), str) and "PYTEST_XDIST_WORKER" not in os.environ:

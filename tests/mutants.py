@@ -85,7 +85,7 @@ TESTS = {  # the longest matching prefix of a path decides
     "engine/gradcheck.py": ("tests/package/test_gradcheck.py", "tests/package/test_cli.py", "-k", "gradcheck"),
     "functional/": FRONT,
     "native/": ("tests/package/test_native_module.py",),
-    "functional/eager": (f"{ATTENTION}eager.py", f"{ATTENTION}functional.py"),
+    "functional/fast_path": (f"{ATTENTION}eager.py", f"{ATTENTION}functional.py"),
     "nn/": (f"{ATTENTION}dilated_modules.py", "tests/integrations/test_torch.py", "tests/package/test_package.py"),
     "functional/dilated/": (f"{ATTENTION}dilated.py", f"{ATTENTION}dilated_modules.py"),
     "integrations/": tuple(f"tests/integrations/test_{name}.py" for name in ("torch", "transformers", "parallel")),
@@ -110,7 +110,7 @@ CALLERS = {
 }
 LIBRARIES = {  # the C++ libraries: the module that builds each, and its file
     "kernels/cpu/csrc/": ("from tilegrad.native import build as it", "kernels/cpu/native_*.so"),
-    "functional/": ("from tilegrad.functional.eager import MODULE as it", "functional/tilegrad_eager_*.so"),
+    "functional/": ("from tilegrad.functional.fast_path import MODULE as it", "functional/tilegrad_fast_path_*.so"),
     "memory/managed/": ("from tilegrad.memory.managed.hit import MODULE as it", "memory/managed/tilegrad_hit_*.so"),
 }
 SWAPS: dict[type[ast.AST], tuple[str, str]] = {

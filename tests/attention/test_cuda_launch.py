@@ -14,7 +14,7 @@ from support.cuda_driver import FakeDriver
 from torch import Tensor
 
 import tilegrad
-from tilegrad.functional import call, eager
+from tilegrad.functional import call, fast_path
 from tilegrad.kernels import cache, cuda_launch, triton_version
 from tilegrad.kernels.attention import api, table
 from tilegrad.kernels.attention.problem import Backward, Forward
@@ -227,7 +227,7 @@ def test_a_known_call_is_started_by_cpp(
     driver: FakeDriver, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if call.fast_path is None:
-        pytest.skip(f"C++ for eager calls {eager.load()}")
+        pytest.skip(f"C++ for eager calls {fast_path.load()}")
     do = torch.ones(1, 2, 8, 16)
     for known in (False, True, True):
         q, k, v = (torch.zeros(1, 2, 8, 16, requires_grad=True) for _ in range(3))

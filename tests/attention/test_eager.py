@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import tilegrad
-from tilegrad.functional import call, dispatch, eager
+from tilegrad.functional import call, dispatch, fast_path
 from tilegrad.kernels import cache
 from tilegrad.kernels.attention import api
 from tilegrad.kernels.cpu import library
@@ -33,7 +33,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "Python":
         monkeypatch.setattr(call, "fast_path", None)
     elif call.fast_path is None:
-        pytest.skip(f"C++ for eager calls {eager.load()}")
+        pytest.skip(f"C++ for eager calls {fast_path.load()}")
     else:
         call.fast_path.drop_programs()
         monkeypatch.setattr(api, "prepared_calls", {})

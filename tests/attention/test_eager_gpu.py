@@ -19,7 +19,7 @@ from torch import Tensor
 import tilegrad
 from tilegrad import attention_bwd, attention_fwd, attention_workspace
 from tilegrad.functional import call as eager_call
-from tilegrad.functional import eager
+from tilegrad.functional import fast_path
 from tilegrad.kernels.scratch import new_scratch
 
 pytest.importorskip("triton", reason="needs Triton")
@@ -74,7 +74,7 @@ def test_calls_of_a_known_signature_run_in_used_memory(d: int, way: str, monkeyp
     if way == "Python":
         monkeypatch.setattr(eager_call, "fast_path", None)
     elif eager_call.fast_path is None:
-        pytest.skip(f"C++ for eager calls {eager.load()}")
+        pytest.skip(f"C++ for eager calls {fast_path.load()}")
     call = build(replace(BASE, d=d, dv=d, tq=69, tk=64, layout="fused", dtype=torch.float16), d)
     want, side, kept = run(call, None, deterministic=True), torch.cuda.Stream(), list[dict[str, Tensor]]()
     torch.cuda.synchronize()

@@ -18,7 +18,7 @@ from torch import Tensor
 from tilegrad.kernels.adamw import ADAMW, Problem, adamw_step, adamw_workspace
 from tilegrad.kernels.global_norm import global_norm, global_norm_workspace
 from tilegrad.kernels.residual import keep_gradient, keep_gradient_workspace
-from tilegrad.kernels.rounding import MOMENTS, PARAMETERS, Place
+from tilegrad.kernels.stochastic_rounding import MOMENTS, PARAMETERS, Place
 
 BF16, F32 = torch.bfloat16, torch.float32
 KINDS = {  # params, grads, moments

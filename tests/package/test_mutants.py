@@ -58,7 +58,7 @@ def test_every_part_that_computes_has_mutants_and_existing_tests(every_mutant: l
         "data",
         "pretrained",
     }
-    assert any(m.path.endswith("eager.cpp") for m in found)
+    assert any(m.path.endswith("fast_path.cpp") for m in found)
     root = Path(__file__).parents[2]
     for folder in (
         "kernels",

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from tilegrad.cli import main
-from tilegrad.functional import eager
+from tilegrad.functional import fast_path
 from tilegrad.memory.managed import hit
 from tilegrad.native import build as native_build
 from tilegrad.native import extension as native_module
 
-HOMES = {"eager calls": eager, "the manager's hits": hit}
+HOMES = {"eager calls": fast_path, "the manager's hits": hit}
 
 
 @pytest.fixture(params=HOMES)
@@ -63,7 +63,7 @@ def test_a_failed_build_reports_the_reason(
         monkeypatch.setattr(home, "load", functools.cache(home.load.__wrapped__))
     if native_build.compiler():
         with pytest.raises(RuntimeError, match="not today"):
-            eager.MODULE.build()
+            fast_path.MODULE.build()
     monkeypatch.setattr(native_module, "compiler", lambda: None)
     monkeypatch.setattr(native_build, "build", lambda: "the library")
     assert main(["doctor", "--build"]) == 0

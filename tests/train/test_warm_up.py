@@ -54,7 +54,7 @@ def test_on_a_cpu_only_the_modules_are_built(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     doctor: Any = importlib.import_module("tilegrad.cli.doctor")
-    for home in (doctor.hit, doctor.eager):
+    for home in (doctor.hit, doctor.fast_path):
         monkeypatch.setattr(home, "load", lambda: object())
     monkeypatch.setattr(doctor.native_library, "library", lambda: object())
     assert main(["warm-up", "--preset", "tiny", "--device", "cpu"]) == 0
@@ -72,7 +72,7 @@ def test_missing_modules_are_built(capsys: pytest.CaptureFixture[str], monkeypat
     none.cache_clear = lambda: None  # type: ignore[attr-defined]
     monkeypatch.setattr(doctor.native_library, "library", none)
     monkeypatch.setattr(doctor.native_build, "build", lambda: "the kernel")
-    for home in (doctor.hit, doctor.eager):
+    for home in (doctor.hit, doctor.fast_path):
         monkeypatch.setattr(home, "load", none)
         monkeypatch.setattr(home, "MODULE", SimpleNamespace(build=lambda: "a module"))
     assert main(["warm-up", "--preset", "tiny", "--device", "cpu"]) == 0

@@ -16,7 +16,7 @@ from types import ModuleType
 import torch
 
 from .. import __version__
-from ..functional import eager
+from ..functional import fast_path
 from ..kernels import (
     activation,
     adamw,
@@ -83,7 +83,7 @@ def build_modules(*, only_missing: bool = False) -> bool:
             print(f"tilegrad: the native kernel was not built: {error}", file=sys.stderr)
             return False
         native_library.library.cache_clear()
-    for what, home, time in (("the manager's hits", hit, "ten seconds"), ("eager calls", eager, "half a minute")):
+    for what, home, time in (("the manager's hits", hit, "ten seconds"), ("eager calls", fast_path, "half a minute")):
         if only_missing and not isinstance(home.load(), str):
             continue
         try:
@@ -104,7 +104,7 @@ def report() -> Iterator[tuple[str, str]]:
         native_build.compiler() or "none: $CXX, c++, g++ and clang++ are not there (Debian: apt install g++)",
     )
     yield "native kernel", _native()
-    yield "eager calls", _in_cpp(eager)
+    yield "eager calls", _in_cpp(fast_path)
     yield "manager's hits", _in_cpp(hit)
     yield "Triton", _triton()
     yield "CUDA", _cuda()

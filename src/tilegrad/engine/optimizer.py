@@ -42,8 +42,8 @@ from ..kernels.ema import ema_step, ema_workspace, swap
 from ..kernels.global_norm import global_norm, global_norm_workspace
 from ..kernels.guard import guard, guard_workspace
 from ..kernels.muon import Matrices, Matrix, MuonConfig, muon_step, muon_workspace
-from ..kernels.rounding import Place, Places
 from ..kernels.scratch import Scratch, Shapes, accumulation_dtype, below, larger, of
+from ..kernels.stochastic_rounding import Place, Places
 from ..memory.planned.arena import flat
 from ..memory.planned.trace import FlatHandle, Handle, handles
 from ..memory.types import BufferType, Role

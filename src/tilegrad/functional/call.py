@@ -1,8 +1,8 @@
 """A call of attention on plain tensors: check, allocate outputs and scratch, run the kernel.
 
 Once per signature, the sizes of allocations are computed and the kernel is prepared. In later calls only addresses change. All
-scratch of a call is one buffer, from torch or from a manager (scratch.py). If eager.cpp was built and supports the signature,
-it runs all later calls.
+scratch of a call is one buffer, from torch or from a manager (scratch.py). If fast_path.cpp was built and supports the
+signature, it runs all later calls.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from . import compile_ahead
 from .scratch import borrow
 
 GRADIENTS = ("dq", "dk", "dv", "dbias", "dsinks")
-fast_path: ModuleType | None = None  # eager.cpp
+fast_path: ModuleType | None = None  # fast_path.cpp
 
 
 def new_outputs(q: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
@@ -171,12 +171,12 @@ def _register_fast_path(
     *,
     deterministic: bool,
 ) -> None:
-    """Registers this signature with eager.cpp, if it was built and supports the signature. eager.cpp then runs all later
-    calls."""
+    """Registers this signature with fast_path.cpp, if it was built and supports the signature. fast_path.cpp then runs all
+    later calls."""
     q, mask, run = call.q, call.mask, prepared.run
     if fast_path is None or mask.has_tensors or not isinstance(run, NativeRun | Plan):
         return
-    if q.is_cuda and q.dtype is torch.float32:  # the keys of eager.cpp lack torch's precision of float32 products
+    if q.is_cuda and q.dtype is torch.float32:  # the keys of fast_path.cpp lack torch's precision of float32 products
         return
     wanted = sum(1 << i for i, x in enumerate(new) if x is not None)
     if fast_path.add_program(

@@ -31,7 +31,7 @@ from torch.nn.functional import pad
 from torch.utils._pytree import GetAttrKey, KeyEntry, register_pytree_node
 
 from .. import functional
-from ..functional.dispatch import is_plain_tensor, is_traced_or_transformed
+from ..functional.autograd import is_plain_tensor, is_traced_or_transformed
 from ..kernels.attention.mask import Window
 from ..kernels.attention.problem import FEW_ROWS
 from ..masks import IntervalMask, intervals_of_bool

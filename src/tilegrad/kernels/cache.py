@@ -5,8 +5,8 @@ call. After a clear, entries that are still in use are computed again. A call of
 
     mask.py          masks without tensors, by their numbers
     attention/api    prepared calls, by the signature of a call
-    eager.cpp        prepared calls in C++, if eager.cpp was built
-    cuda_launch.py   launches bound to addresses and a stream; eager.cpp caches the launches of its own calls
+    fast_path.cpp    prepared calls in C++, if this file was built
+    cuda_launch.py   launches bound to addresses and a stream; fast_path.cpp caches the launches of its own calls
     hopper, triton   compiled kernels, by what changes their code
 
 Constants of a process or a device (functools.cache) do not count as caches here.

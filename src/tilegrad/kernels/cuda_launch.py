@@ -246,7 +246,7 @@ class Plan:
                 _call(each, device, "a launch")
 
     def numbers(self, stream: int, addresses: Sequence[int]) -> tuple[list[list[int]], object]:
-        """Returns the launches of a call for eager.cpp, each as the address of a function and its four arguments, and the
+        """Returns the launches of a call for fast_path.cpp, each as the address of a function and its four arguments, and the
         objects that must stay alive while the launches are used."""
         calls = self._bound(stream, addresses)
         return [[_number(x) for x in (_address(f), *arguments)] for f, arguments in calls], calls

@@ -71,7 +71,7 @@ class States:
     """The dtypes of the moments, master and gradient that training keeps of each parameter. In float64 training all are
     float64.
 
-    moments     AdamW's m and v; in bfloat16 they are rounded stochastically (kernels/rounding.py)
+    moments     AdamW's m and v; in bfloat16 they are rounded stochastically (kernels/stochastic_rounding.py)
     masters     "none": the parameters are bfloat16, and rounded stochastically after each update
     gradients   "bfloat16": an op writes a gradient in float32, and then it is added to a sum in bfloat16
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ...kernels.attention.checks import check_options, check_tensors, require
 from ...kernels.attention.mask import Mask
+from ..autograd import is_plain_tensor, is_traced_or_transformed
 from ..call import autocast
-from ..dispatch import is_plain_tensor, is_traced_or_transformed, seed_tensor
+from ..dispatch import seed_tensor
 from ..scratch import number_of
 from .pattern import MODES, Mode
 from .run import Options, backward, forward

@@ -7,9 +7,9 @@
     rounded = params, in rounded's dtype                                  (if there is a bfloat16 copy)
 
 Lean states: grads, params, or m and v may be bfloat16. They are read exactly, the update is computed in float32, and the new m,
-v and params are rounded stochastically (kernels/rounding.py), by `seed` and t. Rounding to the nearest would lose small
-updates: half a step of bfloat16 is 2⁻⁹ to 2⁻⁸ of a number, and v decreases by at most 1 − β2 of itself. With β2 = 0.999 v would
-never decrease. `places` says which elements of the parameters a range has.
+v and params are rounded stochastically (kernels/stochastic_rounding.py), by `seed` and t. Rounding to the nearest would lose
+small updates: half a step of bfloat16 is 2⁻⁹ to 2⁻⁸ of a number, and v decreases by at most 1 − β2 of itself. With β2 = 0.999 v
+would never decrease. `places` says which elements of the parameters a range has.
 
 If norm is not finite, nothing changes: not params, m, v, rounded, nor the step count t. The device decides this, so the host
 does not wait. Whether grads is clipped in place depends on the kernel. For several ranges, params, grads, m, v, rounded,
@@ -29,8 +29,8 @@ from .. import gpu
 from ..checks import check_max_norm, check_range, check_tensor
 from ..cpu import rows
 from ..op import op
-from ..rounding import Place, Places
 from ..scratch import Shapes, TensorLike, accumulation_dtype
+from ..stochastic_rounding import Place, Places
 from ..table import Kernel, Table, Where, takes_all
 
 T = TypeVar("T")

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ..guard import non_finite
 from ..philox import Keys, round_keys
-from ..rounding import HALF, MOMENTS, PARAMETERS, draw_words, round_stochastic, rounding_workspace
 from ..scratch import Scratch, Shapes, TensorLike, blocks
+from ..stochastic_rounding import HALF, MOMENTS, PARAMETERS, draw_words, round_stochastic, rounding_workspace
 
 if TYPE_CHECKING:
     from . import Range, Update

@@ -7,9 +7,9 @@
 Powers of β are computed in float64 because 1 − β^t cancels. If norm is not finite, the programs of the pass return at once.
 grads is only read.
 
-Lean states are read exactly, and their new values rounded stochastically (kernels/rounding.py). One draw of Philox gives the
-words of four elements. With bfloat16 moments the pass moves 20 bytes per parameter, 22 with the copy; with everything in
-bfloat16 it moves 14.
+Lean states are read exactly, and their new values rounded stochastically (kernels/stochastic_rounding.py). One draw of Philox
+gives the words of four elements. With bfloat16 moments the pass moves 20 bytes per parameter, 22 with the copy; with everything
+in bfloat16 it moves 14.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -25,8 +25,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..gpu import ceil_div, launch
-from ..rounding import HALF, MOMENTS, PARAMETERS
 from ..scratch import Scratch, Shapes, TensorLike
+from ..stochastic_rounding import HALF, MOMENTS, PARAMETERS
 
 if TYPE_CHECKING:
     from . import Range, Update
@@ -74,7 +74,7 @@ def _words(seed, step, index, STREAM: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def stochastic(x, bits):
-    """x rounded stochastically to bfloat16, as float32: r(x) of kernels/rounding.py. bits: uint32 below 2¹⁶"""
+    """x rounded stochastically to bfloat16, as float32: r(x) of kernels/stochastic_rounding.py. bits: uint32 below 2¹⁶"""
     given = x.to(tl.uint32, bitcast=True)
     size = given & 0x7FFFFFFF
     up = (given + tl.where(size > 0x7F7F0000, 0, bits)) & 0xFFFF0000

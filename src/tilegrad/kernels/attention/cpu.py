@@ -172,7 +172,7 @@ _AT = {field[0]: getattr(Call, field[0]).offset // 8 for field in Call._fields_}
 
 class NativeRun:
     """Runs calls of one signature. Fields with the same value in all these calls are packed once. Addresses, the instruction
-    set and the seed are written at each call. eager.cpp does the same with `program`."""
+    set and the seed are written at each call. fast_path.cpp does the same with `program`."""
 
     def __init__(self, direction: int, fields: dict[str, Any], call: Forward | Backward, views: Views) -> None:
         mask, dbias = call.mask, call.dbias if isinstance(call, Backward) else None

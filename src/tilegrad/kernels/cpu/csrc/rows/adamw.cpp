@@ -1,5 +1,6 @@
 // AdamW on lean states. Compiled once per instruction set, without fused multiply-adds, so the results have the bits of
-// kernels/adamw/torch_ops.py. The equations are in kernels/adamw/__init__.py, stochastic rounding is in kernels/rounding.py.
+// kernels/adamw/torch_ops.py. The equations are in kernels/adamw/__init__.py, stochastic rounding is in
+// kernels/stochastic_rounding.py.
 
 #include "rows/adamw.h"
 

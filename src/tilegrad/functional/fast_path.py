@@ -1,5 +1,5 @@
-"""The fast path of eager calls of attention in C++ (eager.cpp), if it was built. Without it the same calls run in Python: the
-bits are the same, but the host takes longer."""
+"""The fast path of eager calls of attention in C++ (fast_path.cpp), if it was built. Without it the same calls run in Python:
+the bits are the same, but the host takes longer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from types import ModuleType
 from ..native.extension import NativeModule
 
 _HERE = Path(__file__).parent
-MODULE = NativeModule("tilegrad_eager", _HERE / "eager.cpp", ("c10", "torch_cpu", "torch", "torch_python"), _HERE)
+MODULE = NativeModule(
+    "tilegrad_fast_path", _HERE / "fast_path.cpp", ("c10", "torch_cpu", "torch", "torch_python"), _HERE
+)
 
 
 @functools.cache
