@@ -1,4 +1,4 @@
-"""A report of what this installation can run, and of what to install for the rest: one line per part.
+"""A report of the parts that this installation can run, and of the packages that the other parts need, one line per part.
 
 `--kernels` adds the table of kernels of every op: which kernel runs a call without options, and why the others do not.
 `--build` compiles three parts in C++ from the sources of the package: the native CPU kernel, eager calls, and the cache hits of

@@ -1,4 +1,4 @@
-"""Lines of .jsonl → messages. `data.format` names the format, or "auto" finds it in the first lines:
+"""Lines of .jsonl → messages. `data.format` names the format; with "auto" the first lines of the file decide it:
 
     messages       {"messages": [{"role": "user", "content": …}, {"role": "assistant", "content": …}, …]}
     prompt         {"prompt": …, "completion": …}, or "response" instead of "completion"; each is a text or a list of messages
@@ -71,8 +71,8 @@ def plain_conversation(messages: Sequence[Message], format: Format, end: str) ->
 
 
 def trained_tokens(conversation: Conversation, encoded: Encoded) -> Mask:
-    """Whether each token is a target: a token is if one of its characters is in a span. If only white space follows the last
-    special token of a span, such as the end of a message, the white space is not a target."""
+    """Whether each token is a target: it is one if any of its characters is in a span. If only white space follows the last
+    special token of a span (such as the token that ends a message), the white space is not a target."""
     trained = np.zeros(len(encoded.tokens), np.bool_)
     for begin, end in conversation.spans:
         inside = np.flatnonzero((encoded.ends > begin) & (encoded.starts < end))

@@ -13,12 +13,12 @@ A document of L tokens has L − 1 positions: position j reads token j and predi
     drop      it is left out
     refuse    it is an error
 
-So a document gives one piece or none, or with split several pieces. A piece without a trained target is left out too.
-`Pieces` counts what is left out.
+So a document becomes one piece, no piece or, with split, several pieces. A piece without a trained target is left out too.
+`Pieces` counts the documents and the pieces that are left out.
 
 Rows are filled first-fit: each piece, in an order drawn from the seed for each epoch, goes into the first open row that
 has room. A row is closed when it is full, when it is the oldest of OPEN rows and a new one is needed, or when it has
-documents − 1 pieces: `documents` is the most documents of a row, and its padding may be one of them.
+documents − 1 pieces: `documents` is the most documents that a row may have, and its padding counts as one.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def cut_documents(file: DocumentFile, seq_len: int, too_long: TooLong) -> Pieces
         worst = int(np.argmax(length))
         raise ValueError(
             f"too_long: got {count:,} documents longer than seq_len, {seq_len}; the longest is document {worst + 1} with "
-            f"{int(length[worst]) + 1:,} tokens; accepted: none with 'refuse'; use a larger seq_len, or 'cut' or 'drop'"
+            f"{int(length[worst]) + 1:,} tokens; accepted: none with 'refuse'; use a larger seq_len, or 'cut', 'split' "
+            "or 'drop'"
         )
     if too_long == "cut":
         lost = int((length[long] - seq_len).sum())
@@ -168,7 +169,7 @@ class PackedRows:
         return [order[row] for row in first_fit(self.pieces.length[order], self.seq_len, self.documents - 1)]
 
     def sha256(self) -> str:
-        """The sha256 of what rows are made from: tokens, pieces and trained bits."""
+        """The sha256 of everything that rows depend on: `documents`, tokens, pieces and trained bits."""
         bits = np.zeros(0, np.uint8) if self.file.bits is None else self.file.bits
         found = hashlib.sha256(f"{self.documents}".encode())
         for array in (self.tokens, self.pieces.begin, self.pieces.length, bits):

@@ -7,7 +7,7 @@ EOS, the token that ends a document, comes from the first of these files that na
     config.json                the key eos_token_id, in the same form
     tokenizer.json             a special token with a well-known name, such as <|endoftext|>
 
-The byte tokenizer has no EOS. A BPE tokenizer that `train_bpe` learned from several documents has <|endoftext|>.
+The byte tokenizer has no EOS. A BPE tokenizer that `train_bpe` trained on several documents has <|endoftext|>.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # the token of a byte in SentencePiece
-# `TextStream` decodes a new token together with so many earlier ones, because some decoders strip the space of a first token.
+# `TextStream` decodes a new token together with at most this many earlier ones, because some decoders strip the space of a
+# first token.
 _CONTEXT = 8
 
 
 _PIECE, _TOGETHER = 1 << 16, 16  # characters of a piece that is encoded by itself; how many pieces one call encodes
 _SPACE, _WORD_END = re.compile(r"\s"), re.compile(r"\S(?=[ \n])")
 
-END_OF_TEXT = "<|endoftext|>"  # EOS of a BPE tokenizer that `train_bpe` learned
+END_OF_TEXT = "<|endoftext|>"  # EOS of a BPE tokenizer that `train_bpe` trained
 _KNOWN_EOS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>")
 
 
@@ -74,7 +75,7 @@ class Tokenizer(Protocol):
     def json(self) -> str: ...
 
     def byte_lengths(self) -> Tokens | None:
-        """The number of bytes of text of each token, 0 for a special token; None if the tokenizer does not determine it."""
+        """How many bytes the text of each token has, 0 for a special token; None if the tokenizer does not determine it."""
 
     def encode_all(self, texts: Sequence[str]) -> list[Tokens]: ...
 
@@ -142,8 +143,8 @@ class BpeTokenizer:
 
     @cached_property
     def _cuttable(self) -> bool:
-        """Whether the pieces of a text can be encoded one by one. This needs the split of GPT-2, and nothing else may
-        read or change the text around a split."""
+        """Whether the pieces of a text can be encoded one by one. They can if the tokenizer splits text as GPT-2 does, and if
+        nothing else reads or changes the text around a split."""
         content = json.loads(self.json())
         split, after = content["pre_tokenizer"] or {}, content["post_processor"] or {}
         return (
@@ -215,7 +216,8 @@ class BpeTokenizer:
 
 def train_bpe(text: Iterable[str], vocab_size: int, *, eos: bool = False) -> BpeTokenizer:
     """Learn vocab_size − 256 merges from `text`, which may come in pieces; the first 256 tokens are the bytes. The same text
-    gives the same tokenizer, however it is cut. With `eos` the last token is <|endoftext|>, and there is one merge fewer."""
+    gives the same tokenizer, however the text is cut into pieces. With `eos` the last token is <|endoftext|>, and there is one
+    merge fewer."""
     if vocab_size < 256:
         raise ValueError(f"vocab_size: got {vocab_size}; accepted: at least 256, one token for each byte")
     library = _tokenizers()
@@ -224,7 +226,7 @@ def train_bpe(text: Iterable[str], vocab_size: int, *, eos: bool = False) -> Bpe
     inner.decoder = library.decoders.ByteLevel()
     alphabet = library.pre_tokenizers.ByteLevel.alphabet()
     learned = vocab_size - eos
-    # At most as many tokens as the text can fill, because the trainer allocates memory for its whole vocab_size.
+    # The trainer allocates memory for its whole vocab_size, so `most` is at most what the text can fill.
     most, begin, pieces = 256, [], _cut(text)
     for piece in pieces:
         begin.append(piece)
@@ -245,8 +247,8 @@ def train_bpe(text: Iterable[str], vocab_size: int, *, eos: bool = False) -> Bpe
 
 
 def _cut(pieces: Iterable[str]) -> Iterator[str]:
-    """The same text in pieces of about _PIECE characters, cut where words begin: before white space that follows something
-    else. The split of GPT-2 has a boundary there, whatever comes before or after."""
+    """The same text in pieces of about _PIECE characters, cut where words begin: before white space that follows another
+    character. GPT-2 splits the text there, whatever comes before or after."""
     rest = ""
     for piece in pieces:
         rest += piece
@@ -313,7 +315,7 @@ def find_eos(folder: Path, tokenizer: Tokenizer) -> int | None:
 
 def eos_token_ids(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
     """Every token that ends a text: EOS (`find_eos`), and all tokens that generation_config.json and config.json list, such as
-    the end of a message."""
+    the token that ends a message."""
     if isinstance(tokenizer, ByteTokenizer):
         return frozenset()
     eos = find_eos(folder, tokenizer)
@@ -379,7 +381,7 @@ class TextStream:
 
 
 def text_after(tokenizer: Tokenizer, tokens: Sequence[int], after: Sequence[int]) -> str:
-    """The text of `tokens` that follow `after`: the joined output of a `TextStream`, from one call of the tokenizer."""
+    """The text of `tokens`, which follow the tokens `after`: the joined output of a `TextStream`, decoded at once."""
     if any(token >= tokenizer.vocab_size for token in tokens):
         stream = TextStream(tokenizer, after=after)
         return "".join([*map(stream.add, tokens), stream.rest()])
@@ -403,8 +405,8 @@ def _tokenizers() -> ModuleType:
 
 @contextmanager
 def _named_faults(name: str) -> Iterator[None]:
-    """Add the name of the file to an error of `tokenizers`, which raises Exception itself or, if its Rust code panics, a
-    BaseException."""
+    """Add the name of the file to an error of `tokenizers`, which raises a plain Exception or, if its Rust code panics,
+    a BaseException."""
     try:
         yield
     except BaseException as error:

@@ -31,8 +31,8 @@ from .spec import StepSpec
 class Batch(NamedTuple):
     """tokens, targets (b, t)       cu_seqlens (n + 1,) int32, on the CPU
 
-    cu_seqlens is given for packed rows: 0, then the end of each of the n documents in the b·t tokens. None: each row is one
-    document.
+    cu_seqlens is given for packed rows: 0, then the end of each of the n documents in the b·t tokens. If it is
+    None, each row is one document.
     """
 
     tokens: Tensor
@@ -47,8 +47,8 @@ _INTS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 def check_sizes(config: ModelConfig, dtype: torch.dtype, *, batch_size: int, **length_by_name: int) -> None:
-    """Refuse sizes or a dtype that no program supports. `length_by_name` is one keyword argument, seq_len or capacity, whose
-    value is the length of a sequence. Errors use its name."""
+    """Refuse sizes or a dtype that neither training nor generation supports. `length_by_name` is one keyword argument, seq_len
+    or capacity, whose value is the length of a sequence. Errors use its name."""
     ((name, length),) = length_by_name.items()
     for size, value, limit in (("batch_size", batch_size, LIMITS["batch_size"]), (name, length, LIMITS["seq_len"])):
         if not is_count(value, limit):
@@ -124,15 +124,15 @@ def check_states(
     """Refuse dtypes of moments, masters and gradients that the kernels do not support."""
     if not isinstance(states, States):
         raise ValueError(f"states: got {shown(states)}; accepted: a States")
-    least = {"moments": (torch.float32, torch.bfloat16)}
+    supported = {"moments": (torch.float32, torch.bfloat16)}
     for name in ("moments", "masters", "gradients"):
-        got, own = getattr(states, name), least.get(name, (torch.bfloat16,))
+        got, dtypes = getattr(states, name), supported.get(name, (torch.bfloat16,))
         if got == "float32":
             continue
         reason = None
-        if dtype not in own:
+        if dtype not in dtypes:
             reason = (
-                f"with dtype {dtype_name(dtype)}; accepted: 'float32', or dtype {' or '.join(map(dtype_name, own))}"
+                f"with dtype {dtype_name(dtype)}; accepted: 'float32', or dtype {' or '.join(map(dtype_name, dtypes))}"
             )
         elif muon is not None:
             reason = "with Muon, which needs float32 states; accepted: 'float32', or muon None"
@@ -181,7 +181,7 @@ def check_invariant(spec: StepSpec) -> None:
 
 
 def _check_documents(spec: StepSpec) -> None:
-    """Refuse more documents in a row than it has tokens, and packed rows that the attention kernels do not support."""
+    """Refuse `documents` if a row has fewer tokens, and packed rows if the attention kernels do not support them."""
     if not is_count(spec.documents, spec.seq_len, least=0):
         raise ValueError(
             f"documents: got {shown(spec.documents)}; accepted: 0 (a row is one sequence), or an int from 1 to seq_len, "

@@ -3,7 +3,7 @@
     n = (L(w + ε) − L(w − ε)) / 2ε          one entry of a tensor at a time, and one random direction of the whole tensor
 
 The relative error of a tensor is max|a − n| / max(max|a|, max|n|, 1e-6 · the largest gradient of the check), where a is the
-gradient by the hand-written backward. A tensor fails above 1e-5.
+gradient that the hand-written backward computes. A tensor fails above 1e-5.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ def initialise(model: Transformer, ranks: Alone, spec: StepSpec, seed: int, *, m
     of them."""
     ranks.params = {name: p.master if masters else p.value for name, p in model.params.items()}
     ranks.trained = {p.name: ranks.params[p.name] for p in model.trained}
-    ranks.optimizer.sow(seed)
+    ranks.optimizer.set_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     if masters:
         model.initialise(spec.config, generator)

@@ -461,7 +461,7 @@ class Optimizer:
             if own.ema is not None:
                 swap(own.params, own.ema)
 
-    def sow(self, seed: int) -> None:
+    def set_seed(self, seed: int) -> None:
         """Set the seed of stochastic rounding."""
         if self.seed is not None:
             self.seed.fill_(seed - 2**64 if seed >= 2**63 else seed)

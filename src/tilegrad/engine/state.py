@@ -23,7 +23,7 @@ def restore_counters(engine: Engine, counters: dict[str, int]) -> None:
     engine._results.drop()
     engine.seed, engine.draws, engine.steps = (int(counters[name]) for name in ("seed", "draws", "steps"))
     engine.optimizer.restore(counters)
-    engine.optimizer.sow(engine.seed)
+    engine.optimizer.set_seed(engine.seed)
     engine.ranks.step = engine.steps
 
 

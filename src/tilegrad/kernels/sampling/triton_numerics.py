@@ -1,5 +1,5 @@
-"""Sampling's numbers in Triton, with the bits of the other kernels: exp and log of elementary.py, integer masses, and
-thresholds that are found bit by bit."""
+"""The arithmetic of sampling in Triton, which gives the same bits as the other kernels: exp and log of elementary.py, integer
+masses, and thresholds that are found a few bits at a time."""
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 from __future__ import annotations

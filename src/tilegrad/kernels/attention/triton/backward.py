@@ -1,18 +1,20 @@
-"""Attention's backward in Triton, deterministic: one program computes each element of a gradient, without atomics.
+"""Attention's backward in Triton, deterministic: each element of a gradient is computed by one program, without atomics.
 
-    delta   delta = rowsum(do ∘ o) − dlse      row_lse = lse               rows without a key: delta 0, row_lse +inf, so p = 0
+    delta   delta = rowsum(do ∘ o) − dlse      row_lse = lse
+            (a row that attends to no key has delta = 0 and row_lse = +inf, so p = 0)
     dk, dv  a program has a tile of columns of a kv head and loops over its query heads and the rows that attend to it
               (1) sᵀ = k qᵀ   (2) dpᵀ = v doᵀ   (3) dv += rᵀ do   (4) dk += dxᵀ q
-    dq      a program has a tile of rows and loops over the columns they attend to
+    dq      a program has a tile of rows and loops over the columns that they attend to
               (1) s = q kᵀ    (2) dp = do vᵀ    (5) dq += dx k
     dbias   a program has a tile of the bias and loops over the axes that the bias is broadcast over. A bias that is
-            broadcast over columns shifts whole rows: p does not depend on it, but lse and the sink's probability do:
+            broadcast over columns shifts whole rows. p does not depend on it, but lse and the sink's probability do. Its
+            gradient is the sum of a row of ds:
               Σⱼ ds = Σⱼ p ∘ dp − delta Σⱼ p = (delta + dlse) − delta (1 − p_sink) = dlse + p_sink · delta
     dsinks  a program has a head and loops over its rows: dsink −= Σ exp(sink − lse) · delta
 
-scores.py computes r, ds and dx of a tile. scale, and for dv 1/(1 − dropout_p), are applied once at the end. Scores are computed
-twice: 7 GEMMs (8 with separate dk and dv passes) of 2·Tq·Tk·D FLOPs, instead of the 5 of a fused loop. This avoids atomics and
-a float32 dq in memory. Scratch is delta and row_lse, float32 (B, Hq, Tq) each.
+scores.py computes r, ds and dx of a tile. dq and dk are multiplied by scale, dv by 1/(1 − dropout_p), once at the end. Scores
+are computed twice: 7 GEMMs (8 with separate dk and dv passes) of 2·Tq·Tk·D FLOPs, instead of the 5 of a fused loop. This avoids
+atomics and a float32 dq in memory. Scratch is delta and row_lse, float32 (B, Hq, Tq) each.
 """
 
 from __future__ import annotations
