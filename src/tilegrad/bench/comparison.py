@@ -34,7 +34,7 @@ class Row:
 
 
 class Ratio(NamedTuple):
-    """Quartiles of the ratio of the times of two kernels in the same rounds."""
+    """Quartiles, over rounds, of the ratio between the times of two kernels."""
 
     median: float
     q1: float
@@ -45,8 +45,8 @@ class Ratio(NamedTuple):
 
 
 def speedups(rows: Sequence[Row], kernel: str, peer: str, direction: str) -> dict[Shape, Ratio]:
-    """shape → (time of `peer`) / (time of `kernel`), as quartiles over the rounds, for the shapes that have both. Quartiles
-    between two rounds are geometric, so that the median of the inverse ratio is the inverse of the median."""
+    """shape → (time of `peer`) / (time of `kernel`), as quartiles over the rounds, for the shapes that have both. A quartile
+    between two rounds is their weighted geometric mean, so the median of the inverse ratio is the inverse of the median."""
     times = {(row.shape, row.kernel): row.rounds_ms for row in rows if row.direction == direction and row.rounds_ms}
     found = {}
     for (shape, name), ours in times.items():

@@ -15,8 +15,8 @@ def visible_pairs(tq: int, tk: int, left: int | None = None, right: int | None =
 
 
 def _pairs_up_to(tq: int, tk: int, edge: int) -> int:
-    """The number of pairs with j ≤ i + Tk − Tq + edge. Row i has clamp(first + i, 0, Tk) of them: first none, then one more in
-    each row, then Tk."""
+    """The number of pairs with j ≤ i + Tk − Tq + edge. Row i has clamp(first + i, 0, Tk) of them: the first rows have none,
+    then each row has one more than the row before it, and the last rows have Tk."""
     first = tk - tq + edge + 1
     low = min(max(0, -first), tq)
     high = min(max(low, tk - first), tq)

@@ -12,7 +12,7 @@ PLOTS = (".png", ".svg", ".pdf", ".jpg", ".webp")  # formats that matplotlib wri
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
-    """The flags of a benchmark, whose names are those of its function's keywords."""
+    """The flags of a benchmark, as the keyword arguments of its function."""
     return {name: value for name, value in vars(args).items() if name not in ("run", "parser")}
 
 
@@ -117,7 +117,7 @@ def _add_generate(bench: Commands) -> None:
 
 
 def _add_rounds(command: Parser, repeats: int) -> None:
-    """Add the flags of every benchmark with interleaved rounds."""
+    """Add the flags that all benchmarks with interleaved rounds have."""
     command.add_argument("--device", help="default: cuda if there is a GPU, else cpu")
     text = "interleaved rounds (default: %(default)s)"
     command.add_argument("--repeats", type=int, default=repeats, metavar="N", help=text)

@@ -1,5 +1,5 @@
-"""The memory of a program without gradients. The caller's parameters are used in place if they have the program's dtype and
-device, and are copied into the plan otherwise."""
+"""The memory of a program without gradients. The caller's parameters are used in place if all of them are contiguous and have
+the program's dtype and device. Otherwise they are copied into an arena."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from ..model.layer import Param
 
 
 def without_given(plan: MemoryPlan, declared: Mapping[str, Param], params: Mapping[str, Tensor]) -> MemoryPlan:
-    """The plan without parameters, if `params` have the planned dtype and device. Refuses parameters of another model."""
+    """The plan without an arena of parameters if `params` can be used in place, otherwise the whole plan. Refuses parameters of
+    another model."""
     for name, p in declared.items():
         if name not in params or params[name].shape != p.value.shape:
             got = "none" if name not in params else str(tuple(params[name].shape))

@@ -1,4 +1,5 @@
-"""`StepSpec`, the specification of a training step. Functions that check, plan, declare or report a step take one."""
+"""`StepSpec`, the specification of a training step. The functions that check, plan, declare or report a step take a
+`StepSpec`."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from ..model.layer import FULL, Declare, HeadProducts, Linear, States
 from ..model.lora import LoraConfig
 from ..model.transformer import Transformer, check_frozen, declare
 
-Recompute = tuple[frozenset[Recomputed], ...]  # what each block recomputes in its backward; () is nothing
+Recompute = tuple[frozenset[Recomputed], ...]  # for each block, what its backward recomputes; (): nothing
 Shard = Literal["none", "optimizer", "all"]
 BUCKET_BYTES = 64 << 20
 
@@ -59,7 +60,7 @@ class StepSpec:
 
     @property
     def in_units(self) -> bool:
-        """Whether the parameters and gradients of a block are whole only around its ops (dist/units.py)."""
+        """Whether whole parameters and gradients of a block exist only around its ops (dist/units.py)."""
         return self.world > 1 and self.shard == "all"
 
     def declare(
@@ -72,9 +73,9 @@ class StepSpec:
         accumulate: bool = True,
         window: int | Literal["model"] | None = "model",
     ) -> Transformer:
-        """The model on handles, by default for the largest batch. `local_seq_len` is the number of tokens of each sequence
-        on this rank. `ranks` share the sequences; without them the model can only be traced. Evaluation (training=False)
-        has no dropout and no float8. `window` is the model's window or one of `windows`."""
+        """The model with handles instead of tensors, by default for the largest batch. `local_seq_len` is the number of tokens
+        of each sequence on this rank. `ranks` share the sequences; without them the model can only be traced. Evaluation
+        (training=False) has no dropout and no float8. `window` is the model's window or one of `windows`."""
         config, linear, lora, head = self.config, self.linear, self.lora, self.head
         if window != "model" and window != config.window:
             config = replace(config, window=window)

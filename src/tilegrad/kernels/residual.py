@@ -1,5 +1,5 @@
-"""Ops between layers: the residual sum, zero and copy, and sums of gradients. Each is one memory-bound torch op. The sum fused
-into the next norm is in kernels/norm.
+"""Ops between layers: the residual sum, zero and copy, and sums of gradients. Each is one memory-bound torch op. kernels/norm
+has the residual sum that is fused into the next norm.
 
 add       y = x + f        backward: both branches receive dy
 """
@@ -38,7 +38,7 @@ def copy_fwd(x: Tensor, *, y: Tensor) -> None:
 
 
 def keep_gradient_workspace(grad: TensorLike) -> Shapes:
-    """Name → (shape, dtype) of the scratch: on a CPU torch would allocate for a sum of two dtypes."""
+    """Name → (shape, dtype) of the scratch. Without it, torch would allocate memory for a sum of two dtypes on a CPU."""
     return {"sum": ((BLOCK,), torch.float32)} if grad.device.type == "cpu" else {}
 
 

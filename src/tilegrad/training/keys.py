@@ -1,6 +1,6 @@
 """The keys of a run, from `example.toml` in this folder: the name, default and meaning of each key.
 
-`tilegrad init` writes this file. The flags of `tilegrad train` and `plan` are made from it, without importing torch.
+`tilegrad init` writes this file. The flags of `tilegrad train` and `plan` are made from this file, without importing torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _KEY = re.compile(r"#?(\w+) = (.*?) +# (.*)")
 class Key:
     section: str  # model, train, data or lora
     name: str
-    default: str  # as TOML has it
+    default: str  # as written in TOML
     meaning: str
 
 

@@ -78,7 +78,7 @@ def train(
     )
     for seq_len in dict.fromkeys((t.seq_len, *(stage.seq_len for stage in t.stages))):
         check_ranks(replace(spec, seq_len=seq_len))
-    if start.saved is None:  # a run may resume with more ranks than micro-batches; it says how many of them are idle
+    if start.saved is None:  # a resumed run may have more ranks than micro-batches, and says how many ranks are idle
         check_accumulation(t.gradient_accumulation, world, context, t.gradients)
     check_installed(chosen_loggers(t.log))
     mesh = Mesh(t.device, timeout_s)
@@ -146,7 +146,7 @@ def _open(start: Start, show: Show, ranks: Ranks) -> Run:
 
 def _prepare(start: Start, show: Show, mesh: Mesh, summary: Numbers) -> tuple[TokenFile, Tokenizer]:
     """The tokens of a new run; rank 0 prepares them first. `summary` gets the counts. They are shown only after the run has
-    begun, when a closed output ends the run with a save."""
+    begun, because from then on a closed output ends the run with a save."""
     config, data = start.config, start.config.data
     mesh.at("preparing data")
     tokens, tokenizer = mesh.first(lambda: prepare_data(config, start.folder / "data", kept_counts(show, summary)))
@@ -172,7 +172,7 @@ def _open_base(start: Start) -> BaseWeights | None:
 
 
 def _begin(run: Run, base: BaseWeights | None) -> None:
-    """Load the weights and adapters that a new run begins with, and copy what is frozen."""
+    """Load the weights and adapters that a new run begins with, and save a copy of frozen parameters."""
     init, lora, engine, mesh = run.config.train.init, run.config.lora, run.engine, run.mesh
     own = _frozen(engine, base)
     if init is not None:

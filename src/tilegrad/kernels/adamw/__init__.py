@@ -11,8 +11,8 @@ v and params are rounded stochastically (kernels/stochastic_rounding.py), by `se
 small updates: half a step of bfloat16 is 2⁻⁹ to 2⁻⁸ of a number, and v decreases by at most 1 − β2 of itself. With β2 = 0.999 v
 would never decrease. `places` says which elements of the parameters a range has.
 
-If norm is not finite, nothing changes: not params, m, v, rounded, nor the step count t. The device decides this, so the host
-does not wait. Whether grads is clipped in place depends on the kernel. For several ranges, params, grads, m, v, rounded,
+If norm is not finite, nothing changes: neither params, m, v and rounded, nor the step count t. The device decides this, so the
+host does not wait. Whether grads is clipped in place depends on the kernel. For several ranges, params, grads, m, v, rounded,
 `decayed` and `places` are lists, and a step is counted once for all of them. `ADAMW` is the table of kernels: each module
 offers `workspace` and `step`.
 """
@@ -38,7 +38,7 @@ WHOLE: Places = (Place(0, 0),)
 
 
 class Problem(NamedTuple):
-    """A step as the table sees it. lean: params, grads, m or v are bfloat16."""
+    """The properties of a step that decide which kernels accept it. lean: params, grads, m or v are bfloat16."""
 
     params: TensorLike
     lean: bool = False
@@ -96,7 +96,7 @@ class Range(NamedTuple):
         return torch.bfloat16 in (self.params.dtype, self.m.dtype)
 
     def parts(self) -> Iterator[tuple[Range, int]]:
-        """The part of the range from each place to the next, and the number of the part's first element."""
+        """The parts of the range, each from one place to the next, and the number of each part's first element."""
         ends = [*(place.start for place in self.places[1:]), len(self.params)]
         for (start, first), stop in zip(self.places, ends, strict=True):
             i, rounded = slice(start, stop), self.rounded

@@ -1,4 +1,4 @@
-"""Checks of the arguments of attention. The first requirement that does not hold raises."""
+"""Checks of the arguments of attention. The first requirement that is not met raises."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _is_number(x: object) -> bool:
 
 
 def _is_tensor(x: object) -> bool:
-    """A tensor, or a handle that represents one in a memory trace."""
+    """Whether x is a tensor, or a handle that represents a tensor in a memory trace."""
     if isinstance(x, Tensor):
         return True
     return hasattr(x, "shape") and isinstance(getattr(x, "dtype", None), torch.dtype) and hasattr(x, "device")

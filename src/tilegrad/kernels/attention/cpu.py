@@ -166,7 +166,7 @@ def _fields(call: Forward | Backward) -> dict[str, Any]:
     }
 
 
-# Offset of each field of `Call` in words of 8 bytes; every field is whole words.
+# Offset of each field of `Call` in words of 8 bytes. Each field takes one or more whole words.
 _AT = {field[0]: getattr(Call, field[0]).offset // 8 for field in Call._fields_}
 
 

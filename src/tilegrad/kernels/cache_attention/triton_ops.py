@@ -4,9 +4,9 @@
                                                      row_sum = alpha · row_sum + Σ p       acc = alpha · acc + p v
     _merge_kernel    combines the splits in their order, after the sink, then o = acc / row_sum
 
-The functions are in attention/triton (scores.py, softmax.py). Splits have SPLIT columns and tiles are `ordered`, so a row has
-the same bits in any batch and for any capacity. Half-precision rows of q, k and v that do not start at multiples of 16 bytes
-use another tile, so their bits differ. The programs of splits outside a row's columns return at once.
+`scores` and `weights` are functions of attention/triton (scores.py, softmax.py). Splits have SPLIT columns and tiles are
+`ordered`, so a row has the same bits in any batch and for any capacity. Half-precision rows of q, k and v that do not start at
+multiples of 16 bytes use another tile, so their bits differ. The programs of splits outside a row's columns return at once.
 
 The tile with the new column loads this column from k and v instead of the cache. Its program writes the column to the cache.
 

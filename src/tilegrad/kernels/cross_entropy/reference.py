@@ -3,8 +3,8 @@
 For bfloat16, d = dl / inv_total, inv_total x and d w are rounded. Before that, torch's kernel rounds the logits on a
 CPU, and Triton's kernel rounds x wᵀ, without the bias. Where products are written in bfloat16, torch's kernel also
 rounds x wᵀ before it adds the bias, and each chunk's dw is rounded. Triton's kernel rounds dl = inv_total d instead of
-d. If all rows have the same inv_total and it is no bfloat16, the targets with small p have dl ≈ −inv_total, and all get
-the same rounding. It multiplies all gradients by one factor, which these bounds do not allow.
+d. If all rows have the same inv_total, which is not a bfloat16 number, every target with a small p has dl ≈ −inv_total, and
+all are rounded in the same way. This multiplies all gradients by one factor, which these bounds do not allow.
 
 Let s = 1 − (l / c)², D = (1 + 2 z lse) p − (1 − ε) onehot − ε / V and d = s D. Roundings ρ of a row of logits change
 Σ k d by Σ ρ (A k − B Σ p s k):
@@ -95,11 +95,11 @@ def bounds(
     of_rows = (shared**2 * var_l).sum(1, keepdim=True)
     var_of_l = (var_l * (own**2 - 2 * own * shared * seen) + of_rows * seen**2).clamp(
         min=0
-    )  # the variance of each d that the logits cause
+    )  # the variance of each d, caused by rounding the logits
     var_stored = var_d if row.name == "triton" else torch.zeros_like(d)  # Triton's dbias sums rounded d
 
     def along(k: Tensor) -> Tensor:
-        """The variance of Σ k d that the logits cause."""
+        """The variance of Σ k d, caused by rounding the logits."""
         return (var_l * (own * k - shared * (seen * k).sum(1, keepdim=True)) ** 2).sum()
 
     b_row = (p * b_l).sum(1, keepdim=True) + _of_a_sum(torch.ones_like(lse), (p**2).sum(1, keepdim=True), v) + 4
@@ -151,5 +151,5 @@ def bounds(
 
 
 def _of_a_sum(total: Tensor, squares: Tensor, terms: int) -> Tensor:
-    """What a sum of this many terms adds to B of closeness.py, from their sum and the sum of their squares."""
+    """The contribution to B (closeness.py) of a sum of `terms` terms, from their total and the sum of their squares."""
     return (terms * (4 * total**2 + 2 * squares)).sqrt()

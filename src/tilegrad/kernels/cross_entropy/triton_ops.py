@@ -7,12 +7,12 @@ A program has one row of l (V,) and reads it twice, tile by tile:
     pass 2   l ← exp(l − row_max) · inv_total / row_sum                    = dl, except in the target's column
     then     l[target] ← (p[target] − 1) · inv_total                       one number
 
-The other terms are compile-time constants. A bias is added, and a softcap applied, as l is loaded. Smoothing adds Σ l to pass
-1, and pass 2 then stores dl of every column except the target.
+The options (softcap, smoothing, z-loss) are compile-time constants. The bias and the softcap are applied when l is loaded.
+Smoothing adds Σ l to pass 1, and pass 2 then stores dl of every column except the target.
 
 The second pass mostly hits the cache, so memory is read once and written once: 4 · N · V bytes for bfloat16. A row without a
-target is filled with 0 and not read. Logits have x's dtype: for bfloat16 x wᵀ is rounded once, before the float32 sum with the
-bias, and dl once after the softmax. dl already includes inv_total, so the GEMMs for dx and dw need no scale.
+target is filled with 0 and not read. Logits have x's dtype: for bfloat16, x wᵀ is rounded once before the bias is added in
+float32, and dl is rounded once after the softmax. dl already includes inv_total, so the GEMMs for dx and dw need no scale.
 
 For an odd V cuBLAS uses its slowest kernels: GPT-2's 50,257 columns take 7 times as long as 50,304. So the row stride of the
 logits is a multiple of 64 elements, and the columns after the last multiple of 64 have a separate GEMM.
@@ -48,7 +48,7 @@ TILE = 1 << 13  # most logits of a row that a program loads at once
 SUM = 1024  # losses of rows added in parallel
 
 LOG2E = tl.constexpr(1.4426950408889634)
-LOWEST = tl.constexpr(-4e37)  # times LOG2E it is still finite
+LOWEST = tl.constexpr(-4e37)  # its product with LOG2E is still finite
 
 
 @triton.jit
@@ -195,7 +195,7 @@ def _sum_kernel(nll, loss, n, SUM: tl.constexpr):
 
 
 def _rows(x: TensorLike, w: TensorLike) -> int:
-    """Rows of a chunk. The logits are alive together with all activations, so a chunk may grow with them. Fewer chunks are
+    """Rows of a chunk. The logits are alive together with all activations, so a chunk is larger if x is. Fewer chunks are
     better, because each reads and writes all of dw."""
     size = max(LEAST, OF_X * x.shape[0] * x.shape[1] * x.dtype.itemsize)
     size = min(CHUNK[x.device.type], size)
@@ -228,8 +228,8 @@ def workspace(
 
 
 def _tile(v: int, *, gradient: bool) -> dict[str, int | bool]:
-    """A program loads TILE logits at once, a thread EACH neighbours. Without a gradient, half as many threads are
-    faster."""
+    """A program loads TILE logits at once, and each thread EACH neighbouring logits. Without a gradient, half as many threads
+    are faster."""
     tile = min(padded(v), TILE)
     warps = max(4, tile >> (9 if gradient else 10))
     return {"GRADIENT": gradient, "TILE": tile, "EACH": max(1, tile // (32 * warps)), "num_warps": warps}

@@ -1,12 +1,12 @@
-"""Rounding to float8 by Triton, in one pass and in both orders, and the step of the scales.
+"""Rounding to float8 in Triton, and the step of the scales. One pass writes both orders of a tensor: (N, C) and (C, N).
 
 A program rounds tiles of a tensor, and stores the largest magnitude of its tiles in its own element of the state, so no atomics
 are needed. In this maximum a NaN counts as infinite, so that it is not lost. A number that is computed here (an activation, its
 gradient, the gradient of the logits) is rounded once, from float32.
 
 A step with float8 products runs at the power limit, where clocks are low, so these kernels are limited by instructions as much
-as by memory. Four neighbouring rows are rounded together: `_four_rows_in_words` collects the four bytes of a column in a word,
-and words, a quarter of the elements, are what a tile transposes in shared memory. All stores are of 8 or 16 bytes a thread.
+as by memory. Four neighbouring rows are rounded together: `_four_rows_in_words` collects the four bytes of a column in a word.
+So a tile transposes words in shared memory, a quarter as many as elements. All stores are of 8 or 16 bytes a thread.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -325,12 +325,12 @@ def _tile() -> dict[str, int | bool]:
 
 
 def _programs(c: int) -> int:
-    """P of the backward of an activation of c columns: all its programs have an element of the state."""
+    """P, the programs of each tile of columns in an activation's backward. Each program has its own element of the state."""
     return max(1, states.PARTS // ceil_div(c, BLOCK_C))
 
 
 def activation_workspace(da: TensorLike, summed: int) -> Shapes:
-    """summed: the column sums that are formed, one, or two for swiglu."""
+    """summed: how many column sums are computed, which is 1, or 2 for swiglu"""
     c = da.shape[1]
     return {"partials": ((summed, _programs(c), c), torch.float32)}
 

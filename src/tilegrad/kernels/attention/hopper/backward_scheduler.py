@@ -24,7 +24,7 @@ from .tma import SEQUENCE_END
 INFO_STAGES = gl.constexpr(2)
 TILE_FIELDS = gl.constexpr(15)  # the number of fields of a WorkTile
 INFO_WORDS = gl.constexpr(32)  # per stage: the fields, then whether each half of dk and dv is to be stored
-DK = gl.constexpr(0)  # a value of `which`: the gradient, in tile info and in split-K sums
+DK = gl.constexpr(0)  # DK, DV: the gradient that tile info or a split-K sum belongs to, `which`
 DV = gl.constexpr(1)
 MASKED = gl.constexpr(1)  # flag: an edge of the band crosses the row tile
 LAST = gl.constexpr(2)  # flag: the last row tile of the work tile
@@ -39,8 +39,8 @@ PARTIAL = gl.constexpr(4)  # that flag: an interval of a column contains one of 
 #   heads_per_section   kv heads whose tiles are taken together, an L2 section
 #   splits              CTAs that share the rows of a work tile; None: one
 #   intervals           column 0 of the first kv head; strides in elements
-#   second              numbers from the first interval of a column to the second; None if a column has one interval
-#   edges, last_tiles   what ../triton/intervals.py computes for tiles; strides between sequences and kv heads, in tiles
+#   second              offset in elements from the first interval of a column to the second; None if a column has one interval
+#   edges, last_tiles   results of ../triton/intervals.py for each tile; strides between sequences and kv heads, in tiles
 Params = namedtuple(
     "Params",
     "cu_seqlens_q cu_seqlens_k batch kv_heads all_heads group tq tk left right heads_per_section splits "

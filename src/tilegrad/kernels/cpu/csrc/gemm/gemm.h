@@ -19,7 +19,7 @@ using Sgemm = void (*)(const char* transpose_a, const char* transpose_b, const i
 
 struct Blas {
     Sgemm sgemm;
-    int (*get_threads)();  // threads that sgemm uses, for the calling thread
+    int (*get_threads)();  // how many threads sgemm uses when this thread calls it
     void (*set_threads)(int);
 };
 
