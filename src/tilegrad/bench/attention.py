@@ -3,7 +3,7 @@ device.
 
 All contenders are called in the same way: through their public function and autograd, on tensors in (B, T, H, D) memory, as the
 projections of a model write them. A kernel of tilegrad also runs on prepared buffers, as in an engine ("‹kernel› on buffers");
-these times are in no ratio. On CUDA the L2 cache is cold and the host is hidden (timing.py).
+no ratio uses these times. On CUDA the L2 cache is cold and the host is hidden (timing.py).
 
 Every kernel, of tilegrad or of a peer, is checked by the closeness rule at the shape that is timed; a kernel that fails gets no
 time and no speed-up. Times are medians of `repeats` rounds, with the 20th and 80th percentile. In a round each kernel runs

@@ -23,7 +23,7 @@ from .timing import interleaved
 
 COUNTERS = (
     "sm__throughput.avg.pct_of_peak_sustained_elapsed",
-    "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_active",  # cycles, because an instruction takes many
+    "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_active",  # cycles, because one instruction takes many
     "dram__throughput.avg.pct_of_peak_sustained_elapsed",
     "sm__warps_active.avg.pct_of_peak_sustained_active",
     "launch__registers_per_thread",

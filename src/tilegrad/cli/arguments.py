@@ -145,7 +145,7 @@ def given_keys(args: argparse.Namespace) -> dict[str, Values]:
 
 def add_ranks(command: argparse.ArgumentParser) -> None:
     """Add the flags for several ranks, which torchrun starts."""
-    text = "what is sharded over the ranks of torchrun (default: %(default)s)"
+    text = "which tensors are sharded over the ranks of torchrun (default: %(default)s)"
     command.add_argument("--shard", choices=("none", "optimizer", "all"), default="optimizer", help=text)
     text = "gradients that one collective sums; changing it changes rounding (default: %(default)s)"
     command.add_argument("--bucket-mb", type=float, default=64, metavar="MIB", help=text)

@@ -75,7 +75,7 @@ def add_data(commands: Commands) -> None:
     command = add_command(
         commands,
         "data",
-        "what a run would learn from: counts, lengths, and the first document with its trained part marked",
+        "preview the data of a run: counts, lengths, and the first document with its trained part marked",
         _data,
     )
     command.add_argument("files", nargs="+", metavar="FILE", help="text, .jsonl, or folders of them")

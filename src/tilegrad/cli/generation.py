@@ -208,7 +208,7 @@ def _load(args: argparse.Namespace) -> TrainedModel:
 
 
 def _settings(args: argparse.Namespace) -> ModelSettings:
-    """What `generate` and `chat` have in common."""
+    """The settings that `generate` and `chat` have in common."""
     from ..engine.machine import device_or_default
 
     return {

@@ -66,7 +66,7 @@ def _message(event: str, n: Numbers) -> str | None:
     if event == "float8":
         return (
             f"step {n['step']:>6,}  float8: the largest magnitude of {n['jumps']} tensors grew 100-fold in a step "
-            f"({n['tensors']}); what its scale did not allow was cut off (log.jsonl has later ones)"
+            f"({n['tensors']}); numbers beyond the limit of their scale were cut off (log.jsonl has later ones)"
         )
     if event == "early":
         return f"step {n['step']:>6,}  ended early: {n['reason']}"
@@ -86,7 +86,7 @@ def _message(event: str, n: Numbers) -> str | None:
 
 
 def described(n: Numbers) -> str:
-    """A description of the data of a run: what was read, how documents end, and how they fill rows."""
+    """A description of the data of a run: the files that were read, how documents end, and how they fill rows."""
     left_out = f"; {n['left_out']:,} files of other kinds are left out" if n["left_out"] else ""
     kind = f"conversation{'s' * (n['documents'] != 1)} ({n['format']})" if n.get("format") else None
     kind = kind or f"document{'s' * (n['documents'] != 1)}"

@@ -97,8 +97,8 @@ def split(tokens: Tokens, validation_fraction: float) -> tuple[Tokens, Tokens]:
 
 def split_windows(tokens: Tokens, seq_len: int, validation_fraction: float, *, seed: int = 0) -> tuple[Tokens, Tokens]:
     """(training, validation) as numbers of windows: ⌊fraction · windows⌋ windows are drawn from the whole text for validation.
-    They stay in the order in which they were drawn, so the first few come from all over the text. Each token is a target in
-    only one of the two."""
+    These windows stay in the order in which they were drawn, so the first few come from all over the text. Each token is a
+    target in only one of the two."""
     windows = _count_windows(tokens, seq_len)
     order = np.random.default_rng([seed, 0, 1]).permutation(windows)
     count = math.floor(windows * validation_fraction)
@@ -151,14 +151,14 @@ class Batches:
         if seq_len != cut.seq_len:
             if not isinstance(cut, Windows) or cut.seq_len % seq_len:
                 raise ValueError(f"seq_len: got {seq_len}; accepted: {cut.seq_len}, or for windows a divisor of it")
-            cut = Windows(cut.tokens, seq_len, cut.numbers[:0])  # without numbers, because it is used only to gather
+            cut = Windows(cut.tokens, seq_len, cut.numbers[:0])  # without numbers, because only its `gather` is used
         self.batch_size, self._cut, self._pieces, self._piece = batch_size, cut, self.rows.seq_len // seq_len, 0
 
     def next(self) -> Batch:
         return self._cut.gather(self._pick())
 
     def deal(self, count: int, rank: int, world: int) -> list[Batch]:
-        """The share of this rank of the next `count` batches: every world-th batch. The position is the same on all ranks, so a
+        """This rank's share of the next `count` batches: every world-th batch. The position is the same on all ranks, so a
         run may resume on any number of ranks."""
         picked = [self._pick() for _ in range(count)]
         return [self._cut.gather(rows) for rows in picked[rank::world]]

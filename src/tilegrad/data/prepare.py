@@ -43,7 +43,7 @@ _TOGETHER, _CHARACTERS = 512, 1 << 20  # how many documents one call encodes, an
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The tokenizer to use, and the settings in its folder. `tokenizer` is None if BPE is still to be learned."""
+    """The tokenizer to use, and the settings in its folder. `tokenizer` is None if a BPE tokenizer must still be trained."""
 
     tokenizer: Tokenizer | None
     vocab_size: int

@@ -40,7 +40,7 @@ _NO_TEXT = (  # filters that choose, order or count elements, and do not convert
     "sum", "unique",
 )  # fmt: skip
 _PRODUCTS = ("expandtabs", "indent", "pprint", "tojson", "translate", "urlize", "wordwrap", "xmlattr")
-# No abstract types, because isinstance runs Python code for them, whose lines would be counted.
+# These types are not abstract: isinstance runs Python code for abstract types, and its lines would be counted.
 _VIEWS = tuple(map(type, (dict[str, str]().keys(), dict[str, str]().values(), dict[str, str]().items())))
 _COLLECTIONS: tuple[type[Collection[object]], ...] = (list, tuple, set, frozenset, dict, range, *_VIEWS)
 _COUNTED: tuple[type[Collection[object]], ...] = (str, *_COLLECTIONS)

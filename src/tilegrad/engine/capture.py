@@ -107,8 +107,8 @@ class Staged:
 
 @contextmanager
 def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Run the body of this context on `stream`, after the earlier and before the later work of the current stream. None: a
-    CPU."""
+    """Run the body of this context on `stream`, after the earlier and before the later work of the current stream.
+    On a CPU `stream` is None."""
     if stream is None:
         yield
         return
@@ -146,7 +146,7 @@ class CapturedProgram:
     A graph contains the address of the cuBLAS workspace. torch keeps one workspace for each stream, and frees all of them
     whenever torch.compile captures a graph. Our graph would then write to memory that torch gave to other tensors. So we free
     the workspaces before our capture too: the graph then allocates a workspace in its own pool, and the pool lives as long as
-    the graph. As with torch.compile, a graph of the user loses a workspace that its stream had before our capture.
+    the graph. As with torch.compile, a graph that the user captured earlier may contain the address of a freed workspace.
     Programs that never run at the same time may share a `pool` (torch.cuda.graph_pool_handle) and its workspace.
     """
 

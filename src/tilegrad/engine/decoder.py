@@ -65,8 +65,8 @@ class Drawn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
-    """The specification of a decoder: the model, its slots, the most tokens that one prefill reads, and how it computes. With
-    `penalties`, sequences may have a repetition penalty, which takes batch_size · vocab_size bytes."""
+    """The specification of a decoder: the model, its slots, the most tokens that one prefill reads, and how it is computed.
+    With `penalties`, sequences may have a repetition penalty, which takes batch_size · vocab_size bytes."""
 
     config: ModelConfig
     batch_size: int
@@ -79,7 +79,7 @@ class DecoderSpec:
     invariant: bool = False
 
     def declare(self, prefill_tokens: int | None = None) -> Decoding:
-        """A program on handles: the prefill of `prefill_tokens` tokens, or the step if it is None."""
+        """A program on handles: the prefill of `prefill_tokens` tokens, or the step if prefill_tokens is None."""
         return declare_decoding(
             self.config,
             CacheSize(self.batch_size, self.capacity),
@@ -168,7 +168,8 @@ def prefill_rows(tokens: int, spec: DecoderSpec) -> int:
 
 
 def largest_batch(spec: DecoderSpec, limit: int | None = None) -> tuple[dict[str, int | None], str]:
-    """The most slots whose plan takes at most `limit` bytes, by default the memory of the device: as data and as a sentence."""
+    """The most slots whose plan takes at most `limit` bytes, by default the memory of the device. Returns it as data and as
+    a sentence."""
     limit = memory_limit(spec.device) if limit is None else limit
 
     def nbytes(batch_size: int) -> int:

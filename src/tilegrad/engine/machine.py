@@ -19,7 +19,7 @@ def check_platform() -> None:
 
 
 def device_or_default(device: torch.device | str | None) -> str:
-    """The device itself, or for None CUDA if there is a GPU, else the CPU."""
+    """The given device. If it is None: CUDA if there is a GPU, otherwise the CPU."""
     return str(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
@@ -62,7 +62,7 @@ def too_large(planned_bytes: int, device: torch.device) -> str | None:
 
 
 def what_is_largest(batch_size: int, nbytes: int | None, tokens: int) -> tuple[dict[str, int | None], str]:
-    """The largest batch of sequences of so many tokens that fits, 0 if none does: as data and as a sentence."""
+    """The size of the largest batch that fits, as data and as a sentence. 0 means that no batch fits."""
     data = {"largest_batch_size": batch_size, "largest_batch_bytes": nbytes}
     if nbytes is None:
         return data, f"no batch fits, not even one of a single sequence of {tokens} tokens"

@@ -1,4 +1,4 @@
-"""The choice of what to recompute, so that the memory plan of a model fits a budget.
+"""Chooses the results that the backward recomputes, so that the memory plan of a model fits a budget.
 
 Three things may be recomputed in the backward instead of being saved: the outputs of the norms, the activation of the
 feed-forward, a whole block. Their cost in FLOPs per block, with N rows of C channels and F hidden channels:

@@ -1,7 +1,7 @@
 """Compilation of a backward in threads, while its forward compiles.
 
 Triton's passes, LLVM and ptxas release the GIL. `wait` runs before the first use of a backward, and before a fork. A
-thread reports no error: the backward compiles again what a thread could not compile, and raises the error. Before
+thread reports no error: the backward compiles the kernel again if a thread could not compile it, and raises the error. Before
 Python 3.11.8 and 3.12.2 `ast.parse`, which Triton calls, may fail if two threads run it (python/cpython#106905), so
 nothing compiles in a thread there.
 """

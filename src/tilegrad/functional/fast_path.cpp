@@ -3,8 +3,8 @@
 // program. For a call that has no program, or that is traced or transformed, `attend` returns None, and dispatch.py runs the
 // call.
 //
-//   Call      what a call has besides q, k and v: its mask, the requested kernel, the table of kernels
-//   Program   one signature in one direction: what it allocates, and how its kernel is launched
+//   Call      the arguments of a call besides q, k and v: its mask, the requested kernel, the table of kernels
+//   Program   one signature in one direction: the tensors that it allocates, and how its kernel is launched
 //               native   a function of the CPU library, called with one structure into which addresses are written
 //               plan     functions of the CUDA driver, bound by Python (kernels/cuda_launch.py) to addresses and a stream; cached
 #include <ATen/autocast_mode.h>

@@ -2,14 +2,14 @@
 
     x1 = x + drop(attention(norm1(x)))        y = x1 + drop(ffn(norm2(x1)))              x, x1, y (N, C)
 
-The residual add is fused into the next norm: a block reads norm1's output and leaves its last branch f, and the next block's
+The residual add is fused into the next norm: a block reads norm1's output and does not add its last branch f. The next block's
 norm1 (ln_f after the last block) forms y = x1 + f. `Transformer.stream` lists each block with its next norm.
 With the key residual_scalars a block reads u = a x + b x0 instead of x (model/residual.py). Then norm1 is not fused with the
 add before it, and the projection before it forms its own bias gradient.
 
-The backward turns dx in place from the gradient of y into the gradient of x. Each branch's norm adds to dx and forms Σ dx:
-without dropout, the bias gradient of the projection before that norm. The weight gradients of a branch's first projections
-are computed after the norm's backward, because it may recompute the norm's output, which they read.
+The backward turns dx in place from the gradient of y into the gradient of x. Each branch's norm adds to dx and forms Σ dx.
+Without dropout, Σ dx is the bias gradient of the projection before that norm. The weight gradients of a branch's first
+projections are computed after the norm's backward, because it may recompute the norm's output, which they read.
 
 Each block's `recompute` is a subset of {"norm", "activation", "block"}. A result is formed again just before the backward reads
 it, so the old value's live range ends early; the bits are the same.

@@ -16,7 +16,7 @@ Position = Literal["learned", "rope"]
 Projection = Literal["dense", "per_head"]
 Loss = Literal["cross_entropy", "embedding_mse"]
 _CHOICES = {"activation": Activation, "norm": Norm, "position": Position, "projection": Projection, "loss": Loss}
-LIMITS = {  # several times what any published model has; docs/training.md gives the reasons
+LIMITS = {  # several times the sizes of any published model; docs/training.md gives the reasons
     "vocab_size": 1 << 24,
     "block_size": 1 << 24,
     "n_layer": 256,

@@ -7,7 +7,7 @@ Saved: h; x (the norm's output) and a unless recomputed.       x, y (N, C)   a (
 
 The activation's backward is the last to read h. It forms up's bias gradient Σ dh, and writes a recomputed a over h. For swiglu
 it writes [dh, dg] over [h, g], and a over da. So the order is: dgrad of down, activation, wgrad of down, dgrad of up. (In
-float8 a is rounded from h; if that happens again in the backward, it comes with the wgrad of down before the activation.) The
+float8, a is rounded from h. If the backward rounds a again, the wgrad of down comes before the activation.) The
 wgrad of up, `backward_weight`, runs after the norm's backward, which may recompute x. If only float8 products read dh, the
 activation's backward rounds it as it is formed, and dh itself is not stored.
 """

@@ -68,7 +68,7 @@ WEIGHT = Normal(0.02)  # all weights except those of norms and of projections on
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """The dtypes of the moments, master and gradient that training keeps of each parameter. In float64 training all are
+    """The dtypes of the moments, master and gradient that training keeps for each parameter. In float64 training all are
     float64.
 
     moments     AdamW's m and v; in bfloat16 they are rounded stochastically (kernels/stochastic_rounding.py)
@@ -100,8 +100,8 @@ class States:
 
     @property
     def multiple(self) -> int:
-        """The room of a parameter is a multiple of this many elements, which is a multiple of 64 bytes in every dtype. So the
-        layouts in elements are the same."""
+        """The space of a parameter in an arena is a multiple of this many elements, which is a multiple of 64 bytes in every
+        dtype. So the layouts in elements are the same."""
         return 32 if self.lean else 1
 
 
@@ -142,7 +142,8 @@ class Param:
         return self.grad if self.total is None else self.total
 
     def keep(self, *, again: bool = False) -> None:
-        """total += grad, or total = grad in the first micro-batch of a step; again: `total` has the `grad` of another op."""
+        """total += grad, or total = grad in the first micro-batch of a step; again: `total` already has the `grad` of another
+        op."""
         if self.total is not None and self.grad is not None:
             accumulate, scratch = self.adds or again, self.keep_scratch
             keep_gradient(self.grad, total=self.total, accumulate=accumulate, scratch=scratch)
@@ -185,7 +186,7 @@ class Declare:
                     sequence. Every parameter is frozen
     states          dtypes of masters and gradients
     head            "fp8": the head's products are in float8
-    scales          the scale states of tensors that are rounded to float8, by name; `factors`: what each is in a product
+    scales          the scale states of tensors that are rounded to float8, by name; `factors`: which factor each is
     rounded         the weights that are rounded to float8 once a step, by name
     """
 

@@ -1,9 +1,9 @@
-"""What a block reads of the residual stream, with the key residual_scalars.
+"""The input of a block with the key residual_scalars, a learned sum of two residual streams.
 
     u = a x + b x0        x: the stream before the block        x0: the stream before the first block        u, x, x0 (N, C)
 
-The scalars a and b are learned. They start at 1 and 0, so that a new model is the one without them. u is not saved: the
-backward forms it again, in one buffer for all blocks.
+The scalars a and b are learned. They start at 1 and 0, so that a new model computes the same as without them. u is not saved:
+the backward forms it again, in one buffer for all blocks.
 """
 
 from __future__ import annotations

@@ -188,7 +188,7 @@ class Transformer:
     dx0: Buffer | None  # with residual_scalars
     params: dict[str, Param]
     scales: dict[str, Buffer]  # by the name of a tensor that is rounded to float8
-    factors: dict[str, Factor]  # what each of them is in a product
+    factors: dict[str, Factor]  # which factor of a product each of them is
     rounded: tuple[RoundedWeight, ...]
     jumps: Buffer | None  # 0-d float32: how many magnitudes grew 100-fold in the last step; None without scales
 
@@ -200,7 +200,7 @@ class Transformer:
 
     @property
     def in_draw_order(self) -> list[Param]:
-        """The parameters, adapters last, so that the others start as they do without adapters."""
+        """The parameters, adapters last, so that the others get the same initial values as without adapters."""
         return sorted(self.params.values(), key=lambda p: is_adapter(p.name))
 
     @property

@@ -1,9 +1,9 @@
-"""What a block adds to its values, with the key value_embeddings.
+"""The term that a block adds to its values, with the key value_embeddings.
 
     v = x W_v' + b + s · table[tokens]        table (V, Hkv·D)   s (1,)
 
 Each block in `ModelConfig.value_blocks` has a table and a scalar s of its own. The table starts at 0 and s at 1, so that a new
-model computes what it computes without them. The gathered rows are not saved: the backward gathers them again.
+model computes the same as without them. The gathered rows are not saved: the backward gathers them again.
 """
 
 from __future__ import annotations

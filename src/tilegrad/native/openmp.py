@@ -11,7 +11,8 @@ import os
 import platform
 import sys
 
-# Fewer polls make an idle machine slower, more polls a busy machine. 1000 was measured on x86 (2026-11-15-training-cpu.md).
+# Fewer polls make an idle machine slower, and more polls make a busy machine slower. 1000 was measured on x86
+# (2026-11-15-training-cpu.md).
 SPINS = "1000" if platform.machine() in ("x86_64", "AMD64") else "5000"
 
 
@@ -28,4 +29,4 @@ def _limit_polling() -> str:
     return f"GOMP_SPINCOUNT={SPINS}, set before torch was loaded"
 
 
-WAITING = _limit_polling()  # a sentence about what was set, for `tilegrad doctor`
+WAITING = _limit_polling()  # a sentence about this setting, for `tilegrad doctor`

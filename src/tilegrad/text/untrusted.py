@@ -1,7 +1,7 @@
 """Rules for reading files from untrusted sources.
 
-a name    must be that of a file in its folder: no path, and no link that leaves the folder. The one exception is the cache of
-          Hugging Face, where models--NAME/snapshots/REVISION/FILE is a link into models--NAME/blobs
+a name    must be the name of a file in its folder: no path, and no link that leaves the folder. The one exception is the cache
+          of Hugging Face, where models--NAME/snapshots/REVISION/FILE is a link into models--NAME/blobs
 a file    must be a regular file. A folder, a FIFO or a device is refused before it is opened, because a FIFO could block for
           ever
 JSON      must be UTF-8 of at most 256 MiB, nested at most 100 deep, without NaN, infinity or integers that overflow a float

@@ -181,7 +181,7 @@ def generate(
 ) -> list[Generated]:
     """Continue prompts, `num_samples` times each, in the order of the prompts.
 
-    model               what `load` returns, or a folder that it accepts
+    model               the result of `load`, or a folder that `load` accepts
     prompts             a text, or a list of texts and of token lists
     max_tokens          the most tokens of a sequence
     logprobs            True: each token's log-probability before temperature and filters
@@ -244,7 +244,7 @@ def logprobs(
 ) -> list[Tensor]:
     """log p(token | the tokens before it) for each token of each sequence but its first, by the forward of training.
 
-    model           what `load` returns, or a folder that it accepts
+    model           the result of `load`, or a folder that `load` accepts
     sequences       a text, or a list of texts and of token lists, of 2 … block_size + 1 tokens each
     device, dtype   as in `generate`
     invariant       True: the same bits as `generate(..., logprobs=True, invariant=True)`

@@ -58,7 +58,7 @@ _OPTIMIZER = re.compile(r"[mv]\.|ema\.|scale\.|adam_step$")  # names of tensors 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """`weights` says what `load_model` has read: "raw", "averaged", or "mean of 3 checkpoints"."""
+    """`weights` says which weights `load_model` has read: "raw", "averaged", or "mean of 3 checkpoints"."""
 
     path: Path
     step: int
@@ -73,7 +73,7 @@ def save_checkpoint(
     """Save into a new folder inside `folder` (made if it is missing), and return the new folder's path.
 
     tensors   contiguous, on any device; views of one arena are accepted, tensors that overlap are refused
-    state     what else a resumed run needs, as plain JSON: configuration, seeds, position in the data
+    state     everything else that a resumed run needs, as plain JSON: configuration, seeds, position in the data
     keep      how many good checkpoints stay, including this one; older ones are deleted. A checkpoint counts as good by its
               manifest and the sizes of its files; `latest_checkpoint` checks every byte.
     """

@@ -1,4 +1,4 @@
-"""A run's folder: its files, the lock on it, and what a resumed run reads from it.
+"""A run's folder: its files, the lock on it, and the files that a resumed run reads.
 
 run.json              the configuration that ran last
 data/                 tokens.bin, documents.bin, tokenizer.json and tokenizer_config.json: a resumed run needs no other text

@@ -81,7 +81,7 @@ class Settings(ModelSettings, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A sequence to generate: its prompt, how tokens are drawn, and what ends it."""
+    """A sequence to generate: its prompt, how tokens are drawn, and where it ends."""
 
     tokens: Sequence[int]
     max_tokens: int

@@ -1,5 +1,5 @@
-"""The training loop: step → log → evaluation → checkpoint → report. A resumed run has the bits of one that was never stopped.
-run.py starts the loop.
+"""The training loop: step → log → evaluation → checkpoint → report. A resumed run has the same bits as one that was never
+stopped. run.py starts the loop.
 
 SIGTERM, SIGHUP, Ctrl-C and a closed output end the run after the current step; the run is saved, gets its report, and can be
 resumed. A full disk, or ten consecutive steps that are not finite, end it with `RunEnded`, which says what is saved.

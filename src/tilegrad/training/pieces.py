@@ -1,7 +1,7 @@
 """Checkpoints of several ranks, read by any number of them: torch's distributed checkpoint (DCP) in safetensors.
 
     runs/large/checkpoints/000007-step-350/
-        shard-00001-model-00001-of-00001.safetensors     what rank 0 owns: pieces of parameters and moments
+        shard-00001-model-00001-of-00001.safetensors     the pieces of parameters and moments that rank 0 owns
         shard-00002-model-00001-of-00001.safetensors     …
         manifest.json                                    as with one process: step, state, size and sha256 of every file
 

@@ -10,7 +10,7 @@ from ..engine.parallel import Shard
 
 
 class Sharding(TypedDict):
-    shard: Shard  # what is sharded over the ranks
+    shard: Shard  # which tensors are sharded over the ranks
     bucket_bytes: int  # bytes of gradients that one collective sums
     context: int  # ranks that share each sequence
 

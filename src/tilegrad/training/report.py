@@ -44,7 +44,7 @@ def run_report(
     level), the learning rate, the gradient norm, the tokens per second and the measured memory (with the plan as a level);
     tables; the memory of a step; a sample.
 
-    records       what `read_log` returns: the kinds "train" and "validation" are drawn; null is a gap in the curve
+    records       the result of `read_log`: the kinds "train" and "validation" are drawn; null is a gap in the curve
     tables        heading → table, from `run_tables`
     memory_page   a page of `tilegrad.memory.planned.report`: `memory_report(…).html()` or `timeline_page(…)`
     The pointer shows every value; where points share a pixel, their lowest and highest are drawn.

@@ -2,9 +2,9 @@
 
     measured = arenas + unplanned
 
-The arenas are never larger than planned; a page that no step has written is not resident yet. Unplanned memory is what
-torch, BLAS and Python have allocated since the moment before the engine was made. On a CPU these are workspaces of BLAS and
-oneDNN, thread stacks, and modules imported at the first step; on CUDA they are the workspaces of cuBLAS, and the batches.
+The arenas are never larger than planned; a page that no step has written is not resident yet. Unplanned memory is the memory
+that torch, BLAS and Python have allocated since the moment before the engine was made. On a CPU these are workspaces of BLAS
+and oneDNN, thread stacks, and modules imported at the first step; on CUDA they are the workspaces of cuBLAS, and the batches.
 Pages of files (code of libraries, the mapped text) are counted separately, because the system drops them when memory is short.
 """
 

@@ -237,7 +237,7 @@ def _shown_keys(kinds: Mapping[str, type]) -> dict[str, str]:
 
 
 def settled(run: RunConfig) -> RunConfig:
-    """The run with format, packing and too_long resolved: the format of its files, and what follows from the format."""
+    """The run with format, packing and too_long resolved: the format of its files, and the values that follow from it."""
     data = run.data
     format = find_format([Path(name) for name in data.files], data.text_field) if data.format == "auto" else data.format
     conversations = format != "text"

@@ -1,7 +1,7 @@
 """Stages of a run: each has its own batch size, sequence length and attention window for some steps (`train.stages`).
 
 No stage has a larger batch_size or seq_len than the run, so one memory plan serves all stages. A stage reads the windows of
-text of the run, each cut into seq_len / stage.seq_len pieces. So a stage reads no held-out text, and nothing twice.
+text of the run, each cut into seq_len / stage.seq_len pieces. So a stage reads no held-out text, and no text twice.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Stage:
 
 
 def read_stages(given: object) -> tuple[Stage, ...]:
-    """The stages of a list of tables, as TOML and JSON have them."""
+    """The stages in a list of tables from TOML or JSON."""
     if not isinstance(given, list | tuple) or len(given) > MOST_STAGES:
         got = f"{len(given):,} stages" if isinstance(given, list | tuple) else shown(given)
         raise ValueError(

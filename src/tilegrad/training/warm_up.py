@@ -55,7 +55,7 @@ def warm_up(config: RunConfig, show: ShowKernel) -> WarmUp:
 
 
 def run_on_zeros(config: RunConfig) -> None:
-    """What a run computes: two micro-batches, if it accumulates, an evaluation and a sample."""
+    """Run the programs of a run: a step (two micro-batches if it accumulates), an evaluation and a sample."""
     t = config.train
     engine = engine_of(
         config, Ranks(Mesh(t.device, alone=True), {"shard": "optimizer", "bucket_bytes": BUCKET_BYTES, "context": 1})

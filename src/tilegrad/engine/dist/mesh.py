@@ -32,7 +32,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed the two
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed both functions
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _stores: Any = dist  # torch's type stubs lack PrefixStore and TCPStore
 BEAT_S = 1.0

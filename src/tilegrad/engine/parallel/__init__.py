@@ -5,7 +5,7 @@
     ShardedOptimizer   shard="optimizer": a rank has 1/world of the moments, and updates 1/world of the parameters
     FullySharded       shard="all": a rank has 1/world of everything; a block's parameters are gathered around its ops
 
-    micro-batches      micro-batch g of a step runs on rank g mod world with dropout seed g: N ranks compute what one would
+    micro-batches      micro-batch g of a step runs on rank g mod world with dropout seed g: so N ranks compute the same as one
     targets            are counted over all ranks: gradients are summed, never averaged, so unequal batches are exact
     bucket complete →  reduce-scatter (Replicated: all-reduce) in place, during the rest of the last micro-batch's backward
     one all-reduce     takes the maximum of the largest magnitudes of float8, so that the scales of all ranks are equal

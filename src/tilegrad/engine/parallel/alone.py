@@ -45,7 +45,7 @@ class Alone:
         return self._view(handle)
 
     def number_of(self, micro_batch: int) -> int:
-        """The number in the whole step of a micro-batch of this rank."""
+        """The number that a micro-batch of this rank has in the whole step."""
         context, rank, world = self.spec.context, self.mesh.rank, self.mesh.world
         return micro_batch * (world // context) + rank // context
 
@@ -102,11 +102,11 @@ class Alone:
         """Wait for parameters that other ranks are sending."""
 
     def whole_params(self) -> dict[str, Tensor]:
-        """The parameters by name; FullySharded gathers them, so all ranks call it together."""
+        """The parameters by name; FullySharded gathers them, so all ranks must call this together."""
         return self.params
 
     def write_param(self, name: str, value: Tensor) -> None:
-        """Write a parameter from outside, on every rank."""
+        """Copy the values of a tensor to a parameter, on every rank."""
         self.params[name].copy_(value)
 
     def pieces(self, *, shared: bool) -> dict[str, Run]:

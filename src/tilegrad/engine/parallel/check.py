@@ -51,7 +51,7 @@ def check_accumulation(gradient_accumulation: int, world: int, context: int, gra
     if gradients == "bfloat16" and gradient_accumulation > most:
         raise ValueError(
             f"gradient_accumulation: got {gradient_accumulation} with gradients 'bfloat16'; accepted: at most {most}, "
-            f"{MOST_IN_BFLOAT16} for each rank, because a sum of more would lose what is added; or gradients 'float32'"
+            f"{MOST_IN_BFLOAT16} for each rank, because a longer sum in bfloat16 would lose terms; or gradients 'float32'"
         )
 
 

@@ -96,7 +96,7 @@ class Replicated(Alone):
     def count(self, targets: int, micro_batches: int) -> tuple[int, int]:
         largest = self.optimizer.largest
         if largest is not None:
-            largest.zero_()  # what a rank without a micro-batch has
+            largest.zero_()  # the value on a rank without a micro-batch
         return super().count(targets, micro_batches)
 
     def keep_largest(self) -> None:

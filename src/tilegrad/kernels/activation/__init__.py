@@ -37,8 +37,9 @@ FORWARD = {"backward": False, "sums": False}  # options of a `workspace`
 
 
 class Problem(NamedTuple):
-    """An activation as the table sees it: the input, and the other tensors that the call reads and writes, all of one shape and
-    dtype. A `Form` counts as contiguous. invariant: the bits of an element of a must not depend on its place."""
+    """The properties of an activation that decide which kernels accept it: the input, and the other tensors that the call reads
+    and writes, all of one shape and dtype. A `Form` counts as contiguous. invariant: the bits of an element of a must not
+    depend on its place."""
 
     x: TensorLike
     kind: str

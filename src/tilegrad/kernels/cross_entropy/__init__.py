@@ -36,7 +36,8 @@ from .terms import PLAIN, Terms
 
 
 class Problem(NamedTuple):
-    """A loss as the table sees it: shapes, dtypes, and the device of x. invariant: as in `linear_fwd`."""
+    """The properties of a loss that decide which kernels accept it: shapes, dtypes, and the device of x. invariant: as in
+    `linear_fwd`."""
 
     x: TensorLike
     w: TensorLike

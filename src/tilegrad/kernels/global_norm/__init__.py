@@ -23,7 +23,8 @@ from ..table import Where
 
 
 class Problem(NamedTuple):
-    """A norm as the table sees it: the dtype and device of the gradients, and the lengths of all their ranges."""
+    """The properties of a norm that decide which kernels accept it: the dtype and device of the gradients, and the lengths of
+    all their ranges."""
 
     grads: TensorLike
     others: Sequence[TensorLike] = ()  # ranges after the first

@@ -42,8 +42,8 @@ FEW_ROWS_ON_CUDA = 4  # up to this many rows few_rows is faster than cuBLAS
 
 
 class Problem(NamedTuple):
-    """A product as the table sees it: shapes, dtypes, and the device of x. invariant: the bits of a row of y must not depend
-    on other rows of x. backward: the product is dx or dw."""
+    """The properties of a product that decide which kernels accept it: shapes, dtypes, and the device of x. invariant: the bits
+    of a row of y must not depend on other rows of x. backward: the product is dx or dw."""
 
     x: TensorLike
     w: TensorLike

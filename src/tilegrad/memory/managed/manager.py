@@ -9,7 +9,8 @@ A cached buffer belongs to one (type, device). It serves every shape and dtype t
 its whole size. Cached buffers are dropped, least recently freed first, before in use + cached exceeds the high-water mark,
 beyond `max_bytes`, beyond 10 (reuse high) or 5 buffers per (type, device), and under memory pressure.
 
-Threads share a manager without a lock, any call may be interrupted, and finalizers may free buffers: cache.py says how.
+Threads share a manager without a lock, any call may be interrupted, and finalizers may free buffers. cache.py explains why this
+is safe.
 """
 
 from __future__ import annotations

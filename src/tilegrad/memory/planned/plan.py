@@ -6,7 +6,7 @@ ranges even the optimum may be larger than L: if a, b and c are alive in pairs, 
 three addresses. The optimum is NP-hard to find, so `plan` packs greedily in several orders and keeps the best result:
 
     pack      place each request, in the given order, into the lowest (or the tightest) gap between conflicting requests
-    orders    sort by size × duration, size, duration, breadth and first use: measures of what is hard to place
+    orders    sort by size × duration, size, duration, breadth and first use: measures of how hard a request is to place
     repair    move a request at the arena's top, or a random one, earlier in the order; keep the result if not worse
 
 The search stops at the bound, or when its work (requests² per pass) is used up, never after a time. So the same requests give

@@ -4,7 +4,7 @@ The plan comes from a trace of the program, not from a second description of it.
 train, with handles instead of tensors. The observe hook reports each op as a call with `name`, `reads`, `writes` and
 `accumulates`. A live range [first, last] of op indices is the life of one value, by these rules:
 
-    read          the value is needed until here; reading what was never written is an error
+    read          the value is needed until here; reading a buffer that was never written is an error
     overwrite     a new value begins here, and the old one ended at its last read
     accumulate    a read and a write: the value continues, as with an op that works in place
     persistent    params, frozen, grads, optimizer, cache and inputs keep their value for the whole program
