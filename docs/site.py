@@ -1,7 +1,7 @@
 """How the site is set: docstrings as Markdown, and paths that break at their joints.
 
 A docstring's prose is Markdown already. Lines that are indented, or aligned in columns by two spaces and more, are not
-prose: each run of them becomes a code block. So does an example (>>> …) with what it prints.
+prose: each run of them becomes a code block. So does an example (>>> …) with its output.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ call. After a clear, entries that are still in use are computed again. A call of
     attention/api    prepared calls, by the signature of a call
     fast_path.cpp    prepared calls in C++, if this file was built
     cuda_launch.py   launches bound to addresses and a stream; fast_path.cpp caches the launches of its own calls
-    hopper, triton   compiled kernels, by what changes their code
+    hopper, triton   compiled kernels, by the arguments that change their code
 
 Constants of a process or a device (functools.cache) do not count as caches here.
 """

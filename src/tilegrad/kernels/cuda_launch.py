@@ -74,7 +74,9 @@ def current_device() -> int:
 def _encoder(descriptor: Any, meta: dict[str, Any]) -> Encoder:
     rank, itemsize, dtype = len(descriptor.shape), descriptor.base.element_size(), MAP_DTYPES[descriptor.base.dtype]
     shape = (ctypes.c_uint64 * rank)(*reversed(descriptor.shape))
-    strides = (ctypes.c_uint64 * rank)(*(itemsize * s for s in reversed(descriptor.strides[:-1])))  # the last is 1
+    strides = (ctypes.c_uint64 * rank)(
+        *(itemsize * s for s in reversed(descriptor.strides[:-1]))
+    )  # the last is 1 and not passed
     box = (ctypes.c_uint32 * rank)(*reversed(meta["block_size"]))
     ones = (ctypes.c_uint32 * rank)(*(1,) * rank)
     encode = driver().cuTensorMapEncodeTiled

@@ -1,12 +1,12 @@
 """Kernels that start before the previous kernel of their stream has ended (programmatic dependent launch, on Hopper and later).
 
-A step of a decoder is a chain of more than a hundred kernels of 2 to 5 µs each. About a microsecond of each passes between the
-end of the previous kernel and its first load. A kernel that is launched with `dependent(…)` calls
+A step of a decoder is a chain of more than a hundred kernels of 2 to 5 µs each. About a microsecond passes between the end of
+one kernel and the first load of the next. A kernel that is launched with `dependent(…)` calls
 
     start_next(DEPENDENT)            allows the next kernel to start as soon as there is room
     …                                may load weights, which no kernel of the chain writes
     wait_for_previous(DEPENDENT)     waits until the previous kernel has ended, and its results are visible
-    …                                reads what earlier kernels wrote, and writes
+    …                                reads the results of earlier kernels, and writes its own
 
 Each kernel waits before it ends. So if a kernel of the chain has ended, all kernels before it have ended too.
 """

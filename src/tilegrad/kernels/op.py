@@ -4,8 +4,8 @@ An op is a function that never allocates: positional tensors are read, keyword-o
 an observer is set, a call is passed to the observer as a `Call` instead of being run. For example, the memory trace derives
 live ranges from calls, and `poison_dead` (memory/planned/arena.py) runs each call, then fills every dead buffer with NaN to
 expose wrong live ranges. An observer of names receives only the op's name and a function that runs the op, at a cost of a
-microsecond per call. `follow` (engine/dist/schedule.py) is one: it starts collectives between ops. Without an observer the op
-runs directly.
+microsecond per call. `follow` (engine/dist/schedule.py) uses such an observer to start collectives between ops. Without an
+observer the op runs directly.
 
 `record` lists the calls of kernels that a program makes on fixed buffers, so that they can be repeated without checks and
 selection. It does on a CPU what a CUDA graph does on a GPU. A kernel in C++ returns its call of the native library, so that a

@@ -3,10 +3,10 @@
 A row that refuses gives a reason, and there is no silent fallback: a kernel requested by name runs or raises. The names of the
 rows are public.
 
-A problem is a call as its table sees it: a NamedTuple whose fields are the positional arguments of a kernel's `workspace`. The
-first field is a tensor on the call's device. The table reads only shapes, dtypes, devices and options, so a kernel can be
-selected before a tensor exists. `NORM.explain(Problem(x))` says what would run; `tilegrad doctor --kernels` prints this for
-every op.
+A problem has the properties of a call that its table reads. It is a NamedTuple, whose fields are the positional arguments of a
+kernel's `workspace`. The first field is a tensor on the call's device. The table reads only shapes, dtypes, devices and
+options, so a kernel can be selected before a tensor exists. `NORM.explain(Problem(x))` says which kernel would run; `tilegrad
+doctor --kernels` prints this for every op.
 """
 
 from __future__ import annotations

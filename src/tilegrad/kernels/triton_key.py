@@ -1,9 +1,9 @@
 """Keys of kernels in Triton's cache on disk, so that only a change of code compiles a kernel again.
 
 Triton's own key has the text of a kernel and of every function that it calls, comments and docstrings too, and the line where
-each of them starts. A new line at the top of a file would thus compile all its kernels again. The key set here has neither. It
-also has the code of our builtins, which Triton's key lacks. A cached kernel keeps the line numbers of the version that compiled
-it: a profiler may show them.
+each of them starts. A new line at the top of a file would thus compile all its kernels again. The key that this module sets has
+no comments, docstrings or lines. It also has the code of our builtins, which Triton's key lacks. A cached kernel keeps the line
+numbers of the version that compiled it: a profiler may show them.
 """
 
 from __future__ import annotations

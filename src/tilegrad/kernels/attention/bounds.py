@@ -270,7 +270,7 @@ def _partial_sums(total: Tensor, squares: Tensor, terms: int) -> Tensor:
 
 
 def _of_a_sum(total: Tensor, squares: Tensor, terms: int) -> Tensor:
-    """B of such a sum."""
+    """B of a sum of n = `terms` terms, as in `_partial_sums`."""
     return SIGMAS * _partial_sums(total, squares, terms).sqrt()
 
 

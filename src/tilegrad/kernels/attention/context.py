@@ -31,7 +31,7 @@ from .checks import require
 from .mask import Mask
 from .problem import FEW_ROWS
 
-BUFFERS = ("parts", "k", "v", "dparts", "dk", "dv", "run_dk", "run_dv")  # what is sent, received or summed
+BUFFERS = ("parts", "k", "v", "dparts", "dk", "dv", "run_dk", "run_dv")  # the buffers that are sent, received or summed
 
 
 class Ranks(Protocol):

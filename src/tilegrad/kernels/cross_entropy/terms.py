@@ -1,4 +1,4 @@
-"""What a loss has besides the cross-entropy of its logits."""
+"""The terms of a loss besides the cross-entropy of its logits."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class Problem(NamedTuple):
 
 
 class Product(NamedTuple):
-    """What a product is written to, or added to, and how precisely."""
+    """The output of a product, whether the product is added to it, and whether it is `precise` (`fp8_product_fwd`)."""
 
     out: Tensor
     accumulate: bool

@@ -39,7 +39,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _wider(largest, a):
-    """The larger of `largest` (N, C / 8) and the magnitudes of 8 neighbours in a (N, C), which a thread has. A NaN wins."""
+    """The maximum of `largest` (N, C / 8) and of |a| (N, C) over groups of 8 columns. One thread has a group. A NaN wins."""
     a = tl.abs(a)
     for _ in tl.static_range(3):
         even, odd = tl.split(tl.reshape(a, [a.shape[0], a.shape[1] // 2, 2]))

@@ -9,7 +9,7 @@
 
 The bound of top_k is at most the k-th largest maximum of a segment. So at least k tokens are candidates, among them every token
 that top_k keeps. With top_p but no top_k, the bound is at most the median of these maxima. The list is then enough if the
-smallest kept e is larger than the e of every token below the bound. A token with y < max y − 88 T has e = 0, so it is no
+smallest kept e is larger than the e of every token below the bound. A token with y < max y − 88 T has e = 0, so it is not a
 candidate.
 
 If there are too many candidates for the list, or the list is not enough, `choose` reads the row several times, TILE logits at a

@@ -31,8 +31,8 @@ from .backward_scheduler import (
 from .gluon_names import beginning, tma_reduce_add, tma_store
 from .pipeline import DQ_FULL, DQ_THREADS, consumer_release, named_arrive, named_wait, read_word
 
-# What the dQ store warps write: TMA descriptors (dk_desc, dv_desc: None if not wanted), dq_semaphores (None if additions are
-# unordered) with `row_tiles` per query head, and the strides of dq_acc.
+# The outputs of the dQ store warps: TMA descriptors (dk_desc, dv_desc: None if not wanted), dq_semaphores (None if additions
+# are unordered) with `row_tiles` per query head, and the strides of dq_acc.
 Gradients = namedtuple("Gradients", "dq_desc dk_desc dv_desc dq_semaphores row_tiles rows_b rows_h")
 
 

@@ -53,8 +53,8 @@ def takes_turns(warpgroups, width):
 #   scale_log2          |scale| · log2(e)
 #   softcap_log2        c · log2(e)
 #   intervals           column 0 of the first kv head; strides in elements
-#   second              numbers from the first interval of a column to the second; None if a column has one interval
-#   edges, runs         what ../triton/intervals.py computes for blocks, and the lists (scores.own_list); strides between
+#   second              offset in elements from the first interval of a column to the second; None if a column has one interval
+#   edges, runs         the edges of blocks (../triton/intervals.py), and the lists (scores.own_list); strides between
 #                       sequences and kv heads, in blocks or lists
 Params = namedtuple(
     "Params",

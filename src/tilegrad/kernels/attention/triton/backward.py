@@ -221,7 +221,7 @@ def _add_columns(
     BLOCK_N: tl.constexpr, ALIGN: tl.constexpr, IEEE_FP32: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds the masked or the unmasked column tiles to dq. WIDE saves registers as `_add_rows` does."""
+    """Adds the masked or the unmasked column tiles to dq. A wide head saves registers in the same ways as `_add_rows`."""
     WIDE: tl.constexpr = q.shape[1] > 256 or do.shape[1] > 256
     runs = None
     if visits.runs is not None:

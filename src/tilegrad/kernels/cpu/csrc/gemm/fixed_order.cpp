@@ -34,7 +34,7 @@ constexpr int SPAN = 1;
 constexpr int64_t X_ROWS = 96, W_ROWS = 128;   // rows and columns of a block of y: multiples of ROWS and COLUMNS
 constexpr int64_t DEPTH = 1024;                // columns of a panel
 constexpr int64_t PIECE = 16;                  // fewest rows of w that a thread takes at a time in the stream schedule
-constexpr int64_t AHEAD_IN_ROW = 1 << 10;      // bytes between what is read and what is prefetched, for one row of w at a time
+constexpr int64_t AHEAD_IN_ROW = 1 << 10;      // bytes from the read to the prefetched address, for one row of w at a time
 constexpr int64_t AHEAD = 16 << 10;            // the same for several rows at a time
 constexpr int64_t WIDE = 16 << 10;             // most elements of x that a thread converts to float32, on its stack
 
