@@ -146,8 +146,8 @@ def _times(y: Tensor, g: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _masked(targets: Tensor, ignore_index: int, v: int, reduction: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The op's targets, with −1 for ignored ones, and its inv_total, 0-d. Checks the values of targets. The first product may
-    load w before the previous kernel has ended (linear/few_rows.py), so these kernels must run between a cast of w and that
-    product."""
+    load w before the previous kernel has ended (linear/few_rows.py), so the kernels of this function must run between a cast of
+    w and the first product."""
     ignored = targets == ignore_index
     right = (ignored | (targets >= 0) & (targets < v)).all()
     accepted = f"0 … {v - 1}, or ignore_index = {ignore_index}"
@@ -173,7 +173,7 @@ def _forward_fake(x: Tensor, w: Tensor, targets: Tensor, bias: Tensor | None, *r
 
 
 def _backward_fake(g: Tensor, x: Tensor | None, w: Tensor, *rest: Any) -> tuple[Tensor, ...]:  # noqa: ARG001
-    _, bias, dx, *_, wanted = rest  # targets first
+    _, bias, dx, *_, wanted = rest  # `rest` begins with targets
     forms = (dx if x is None else x, w, w if bias is None else bias)
     return tuple(y.new_empty(y.shape) if want else _nothing(w) for y, want in zip(forms, wanted, strict=True))
 

@@ -6,8 +6,8 @@
 Saved: h; x (the norm's output) and a unless recomputed.       x, y (N, C)   a (N, F)   h (N, F), for swiglu (N, 2·F) with g
 
 The activation's backward is the last to read h. It forms up's bias gradient Σ dh, and writes a recomputed a over h. For swiglu
-it writes [dh, dg] over [h, g], and a over da. So the order is: dgrad of down, activation, wgrad of down, dgrad of up. (In
-float8, a is rounded from h. If the backward rounds a again, the wgrad of down comes before the activation.) The
+it writes [dh, dg] over [h, g], and a over da. So the order is: dgrad of down (da), activation (dh), wgrad of down (dW), dgrad
+of up (dx). (In float8, a is rounded from h. If the backward rounds a again, the wgrad of down comes before the activation.) The
 wgrad of up, `backward_weight`, runs after the norm's backward, which may recompute x. If only float8 products read dh, the
 activation's backward rounds it as it is formed, and dh itself is not stored.
 """

@@ -11,7 +11,7 @@ of columns start at column 0, as in one call on the whole sequence. So without a
     q (B, Hq, t, D)   k (B, Hkv, t, D)   v (B, Hkv, t, Dv)   o, do (B, Hq, t, Dv)   lse, dlse (B, Hq, t)      t = T / N = 2·c
 
 dsinks is this rank's part, to be summed over the ranks like every gradient of a parameter. A rank sends its k and v N − 1 times
-in the forward, and again in the backward. The backward also sends N − 1 times the gradients of k and v, in float32. K and V
+in the forward, and again in the backward. The backward also sends the gradients of k and v N − 1 times, in float32. K and V
 exist only during an op.
 """
 

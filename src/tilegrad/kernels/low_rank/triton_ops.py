@@ -1,4 +1,4 @@
-"""The gradients in Triton. They read dy, or x for da, once.       dy (N, W)   u, du (N, r)   b, db (W, r)
+"""The gradients in Triton. The kernels read dy (for da: x) once.       dy (N, W)   u, du (N, r)   b, db (W, r)
 
     program (s, j)   reads the columns of tile j in the row tiles s, s + S, s + 2S, …
                      writes du_parts[j] = dy b of its rows and columns, and db_parts[s] = dyᵀ u of its rows

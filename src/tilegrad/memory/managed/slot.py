@@ -154,7 +154,7 @@ class Slot:
 
     def is_dying(self, tensor: Tensor) -> bool:
         """Whether `tensor` is the tensor of this slot, but the weak reference to it is already cleared. This happens in
-        a finalizer that frees it: the garbage collector clears the weak references to a cycle before it calls
+        a finalizer that frees the buffer: the garbage collector clears the weak references to a cycle before it calls
         finalizers. The buffer then counts as dropped."""
         return self.handle is not None and self.handle() is None and tensor.untyped_storage() is self.storage_object()
 
