@@ -24,7 +24,7 @@ _SYSCALLS = {
 
 
 def nodes(sys_root: Path = Path("/sys")) -> list[int]:
-    """The nodes that have memory; [0] if the kernel does not list them."""
+    """The nodes that have memory; [0] if Linux does not list them."""
     for name in ("has_memory", "online"):
         file = sys_root / "devices/system/node" / name
         if file.is_file():

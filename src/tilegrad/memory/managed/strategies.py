@@ -83,7 +83,7 @@ class Bucketed(_Slabs):
 
 
 class NumaAware:
-    """One region per buffer, bound to the node of the calling thread. If the kernel refuses, this strategy warns and is not
+    """One region per buffer, bound to the node of the calling thread. If Linux refuses, this strategy warns and is not
     used again."""
 
     def __init__(self, nodes: Callable[[], Sequence[int]] = numa.nodes, *, min_nodes: int = 2) -> None:
