@@ -164,7 +164,7 @@ def from_block_mask(block_mask: BlockMask) -> IntervalMask:
     from torch.nn.attention.flex_attention import BlockMask, create_mask
 
     given = isinstance(block_mask, BlockMask)
-    require(given, "block_mask", type(block_mask).__name__, "a result of create_block_mask", TypeError, show=str)
+    require(given, "block_mask", type(block_mask).__name__, "what create_block_mask returns", TypeError, show=str)
     b, h = block_mask.kv_num_blocks.shape[:2]
     tq, tk = block_mask.seq_lengths
     device, (block_rows, block_columns) = block_mask.kv_num_blocks.device, block_mask.BLOCK_SIZE

@@ -74,8 +74,8 @@ class _Counted:
     def check(self, files: Sequence[Path], sha256: str) -> None:
         if self.sha256.hexdigest() != sha256:
             raise ValueError(
-                f"{', '.join(map(str, files))}: the text has changed since it was first read; accepted: files that do "
-                "not change while they are prepared"
+                f"{', '.join(map(str, files))}: got another text than at the first read; accepted: files that nothing "
+                "changes while they are prepared"
             )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..gpu import ceil_div, launch
 from ..scratch import Scratch, Shapes, TensorLike
 
-PART, TILE = 1 << 15, 1 << 12  # elements per program, per tile
+PART, TILE = 1 << 15, 1 << 12  # elements of a program, and of a tile
 SUM = 1024  # parts added in parallel
 
 
