@@ -243,9 +243,7 @@ def _quantize_activation_bwd_kernel(
 
 
 @triton.jit
-def _gradient_of_logits(
-    logits, targets, row_max, factor, scale, logits_n, rows, columns, N, V, SOFTCAP: tl.constexpr
-):  # fmt: skip
+def _gradient_of_logits(logits, targets, row_max, factor, scale, logits_n, rows, columns, N, V, SOFTCAP: tl.constexpr):
     inside, here = rows < N, (rows[:, None] < N) & (columns[None, :] < V)
     most = tl.load(row_max + rows, mask=inside, other=float("inf"))
     of_row = tl.load(factor + rows, mask=inside, other=0.0)
