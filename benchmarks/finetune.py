@@ -85,6 +85,7 @@ def ours(shape: Shape, device: str, budget: float | None, lora: LoraConfig | Non
     engine = Engine(
         shape.config(), shape.batch_size, shape.seq_len, device=device, dtype=torch.bfloat16, lora=lora, states=states,
         memory_budget=None if budget is None else int(budget * _GIB) - (UNPLANNED_BYTES if device == "cuda" else 0),
+        accumulate=False,
     )  # fmt: skip
     tokens = torch.randint(0, shape.vocab_size, (shape.batch_size, shape.seq_len), device=device)
 

@@ -301,7 +301,10 @@ def test_an_error_names_the_buffers_that_a_flat_handle_cannot_span() -> None:
             "x: got 'b', torch.float64 in grads on cpu; accepted",
         ),
         (lambda: flat("x", [a, replace(b, role="params")]), "x: got 'b', torch.float32 in params"),
-        (lambda: flat("x", [replace(a, role="activations")]), "accepted: persistent buffers with the dtype"),
+        (
+            lambda: flat("x", [a, replace(b, role="activations")]),
+            "accepted: buffers with the dtype, role and device of 'a'",
+        ),
         (lambda: bind(flat("x", [a, b]), arenas.view), "x: got 'b' of 12 bytes at 64; accepted: 12 bytes at -64"),
     )
     for call, message in refused:

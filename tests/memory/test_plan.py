@@ -8,6 +8,7 @@ import random
 import statistics
 import sys
 import time
+from dataclasses import replace
 from itertools import combinations, permutations
 from pathlib import Path
 
@@ -130,6 +131,23 @@ def check_timelines(seeds: range) -> None:
     assert statistics.median(ratios) <= 1.05
 
 
+def test_given_offsets_are_kept_and_other_requests_share_their_bytes() -> None:
+    for seed in range(100):
+        requests = timeline(seed)
+        end, given = 0, []
+        for request in random.Random(seed).sample(requests, min(5, len(requests))):
+            given.append(replace(request, offset=end))
+            end += -(-request.nbytes // 64) * 64
+        names = {request.name for request in given}
+        requests = [*given, *(request for request in requests if request.name not in names)]
+        shared, own = plan(requests), plan(requests, share=False)
+        for made in (shared, own):
+            assert [made.offsets[request.name] for request in given] == [request.offset for request in given]
+            assert not overlaps(requests, made), seed
+        assert shared.arena_bytes <= end + plan([r for r in requests if r.offset is None]).arena_bytes
+        assert own.arena_bytes >= sum(request.nbytes for request in requests)
+
+
 def test_plans_of_random_timelines_are_right_and_small() -> None:
     check_timelines(range(800))
 
@@ -232,6 +250,12 @@ def test_a_plan_without_requests_has_no_bytes() -> None:
         ([Request("a", 1, ((3, 2),))], 64, "'a' has live"),
         ([Request("a", 1, ((0, 5), (5, 6)))], 64, "'a' has live"),
         ([Request("a", 1, ())], 64, r"'a' has live=\(\): never alive"),
+        ([Request("a", 1, ((0, 0),), 32)], 64, "'a' has offset=32; accepted: a multiple of 64 that is at least 0"),
+        (
+            [Request("a", 65, ((0, 0),), 0), Request("b", 1, ((1, 1),), 64)],
+            64,
+            "'b' has offset=64; accepted: .* at least 65",
+        ),
         ([], 0, "align: got 0"),
     ],
 )

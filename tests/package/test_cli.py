@@ -563,7 +563,7 @@ def test_plan_of_a_file_has_the_bytes_of_its_run(tmp_path: Path, capsys: pytest.
     assert main(["plan", str(file), "--json", "--batch-size", "4"]) == 0
     planned = json.loads(capsys.readouterr().out)["peak_bytes"]
     run = run_from({"model": {"n_layer": 1, "n_embd": 16}, "train": {"batch_size": 4, "seq_len": 8}}, "here")
-    made = tilegrad.Engine(run.model, run.train.batch_size, run.train.seq_len)
+    made = tilegrad.Engine(run.model, run.train.batch_size, run.train.seq_len, **run.step_options)
     assert planned == made.plan.peak_bytes
 
 
@@ -721,10 +721,11 @@ def test_plan_finds_the_largest_batch_that_fits(
     def peak(batch_size: int, budget: int | None) -> float:
         """The peak of the plan that `train` would make; infinite where it refuses the budget."""
         try:
-            choice = choose_recompute(StepSpec(run.model, batch_size, *sizes), budget)
+            spec = StepSpec(run.model, batch_size, *sizes, accumulate=False)
+            choice = choose_recompute(spec, budget)
         except ValueError:
             return float("inf")
-        return plan_model(StepSpec(run.model, batch_size, *sizes, choice)).peak_bytes
+        return plan_model(replace(spec, recompute=choice)).peak_bytes
 
     five = int(peak(5, None))
     for limit, budget in ((five, None), (five - 1, None), (1, None), (1 << 30, five), (five, 1 << 30)):

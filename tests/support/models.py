@@ -123,8 +123,11 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 def run_as_traced(model: Transformer, optimizer: Optimizer) -> None:
-    """Runs what `plan_model` traces: a step with its update, then a forward and backward without one."""
+    """Runs what `plan_model` traces: a step with its update, then a forward and backward, with an update if gradients share
+    memory with activations."""
     model.step()
     optimizer.update(1e-2)
     model.forward()
     model.backward()
+    if next(p for p in model.params.values() if p.grad is not None).accumulate is False:
+        optimizer.update(1e-2)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,11 +38,13 @@ from tilegrad.engine.optimizer import NonFiniteError, Optimizer
 from tilegrad.engine.planning import plan_model
 from tilegrad.engine.spec import StepSpec
 from tilegrad.engine.state import counters
+from tilegrad.kernels.muon import MuonConfig
 from tilegrad.kernels.op import observe
 from tilegrad.memory.planned.arena import Arenas, poison_dead
 from tilegrad.memory.planned.trace import Handle, bind
 from tilegrad.model import reference as plain
-from tilegrad.model.layer import Declare
+from tilegrad.model.layer import Declare, States
+from tilegrad.model.lora import LoraConfig
 from tilegrad.model.transformer import Transformer, declare
 
 
@@ -378,15 +381,18 @@ def test_arenas_have_exactly_the_bytes_of_the_plan() -> None:
 @pytest.mark.parametrize(
     "config", [CONFIG, LLAMA, QWEN3, SPEED_RUN, replace(CONFIG, dropout=0.2, projection="per_head")]
 )
-def test_sharing_memory_and_poison_change_no_bit(config: ModelConfig) -> None:
+@pytest.mark.parametrize("accumulate", [True, False])
+def test_sharing_memory_and_poison_change_no_bit(config: ModelConfig, *, accumulate: bool) -> None:
+    """accumulate=False: gradients share memory too, and are poisoned after the update."""
     tokens, targets = batch(config, 2, 9)
     device = torch.device("cpu")
     results = []
     for share, poisoned in ((True, False), (False, False), (True, True)):
-        plan = plan_model(StepSpec(config, 2, 9, torch.float32, device), share=share)
+        spec = StepSpec(config, 2, 9, torch.float32, device, accumulate=accumulate)
+        plan = plan_model(spec, share=share)
         arenas = Arenas(plan)
         engine = Engine(config, 2, 9)
-        handles = declare(Declare(config, 2, 9, torch.float32, device))
+        handles = spec.declare()
         model, optimizer = bind((handles, Optimizer.declare(handles.params.values())), arenas.view)
         for name, p in model.params.items():
             p.master.copy_(engine.params[name])
@@ -396,12 +402,62 @@ def test_sharing_memory_and_poison_change_no_bit(config: ModelConfig) -> None:
         with poison_dead(arenas, observe) if poisoned else nullcontext():
             run_as_traced(model, optimizer)
         results.append(
-            clones({f"d {name}": p.grad for name, p in model.params.items() if p.grad is not None})
+            clones({f"d {name}": p.grad for name, p in model.params.items() if accumulate and p.grad is not None})
             | clones({name: p.master for name, p in model.params.items()} | optimizer.tensors())
         )
         assert optimizer.norm > 0 and not equal(engine.params, {name: p.master for name, p in model.params.items()})
     assert equal(results[0], results[1]) and equal(results[0], results[2])
     assert all(g.isfinite().all() for g in results[2].values())
+
+
+ODD = replace(CONFIG, vocab_size=61, n_embd=36, n_head=2)  # with gaps between parameters
+
+
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [
+        (ODD, {}), (SPEED_RUN, {"ema": 0.9, "windows": (4,)}), (QWEN3, {"muon": MuonConfig()}), (LLAMA, {"freeze": ("wte.*",)}),
+        (replace(LLAMA, dropout=0.2), {"states": States("bfloat16", "none", "bfloat16"), "dtype": torch.bfloat16}),
+        (replace(CONFIG, loss="embedding_mse"), {"dtype": torch.float64}), (LLAMA, {"lora": LoraConfig(4, 8)}),
+    ],
+)  # fmt: skip
+def test_gradients_that_share_memory_have_the_same_bits(config: ModelConfig, options: dict[str, Any]) -> None:
+    own, shared = engines = [Engine(config, 3, 8, accumulate=accumulate, **options) for accumulate in (True, False)]
+    assert shared.plan.peak_bytes <= own.plan.peak_bytes and "grads" not in shared.plan.arenas
+    assert (config is ODD) <= bool(shared.optimizer.gaps)
+    shared.arenas.poison()  # NaN in the gaps too
+    for i in range(3):
+        tokens, targets = batch(config, 3, 8, seed=i)
+        losses = {engine.step(tokens, targets, 1e-2) for engine in engines}
+        losses |= {engine.evaluate(tokens[:2], targets[:2]) + 1e9 for engine in engines}
+        losses |= {engine.forward(tokens[:, :5], targets[:, :5]) + 2e9 for engine in engines}
+        own.zero_gradients()
+        for engine in engines:
+            engine.backward()
+        assert equal(own.grads, shared.grads)
+        assert len(losses) == 3 and own.optimizer_step(1e-2) == shared.optimizer_step(1e-2)
+    assert equal(own.params, shared.params)
+
+
+def test_gradients_that_share_memory_are_used_only_before_they_are_overwritten() -> None:
+    tokens, targets = batch(CONFIG, 2, 8)
+    engine = Engine(CONFIG, 2, 8, accumulate=False)
+    lost = "optimizer_step: got accumulate=False and no gradients since the last"
+    for call in (engine.evaluate, engine.forward):
+        engine.gradients(tokens, targets)
+        call(tokens, targets)
+        with pytest.raises(RuntimeError, match=lost):
+            engine.optimizer_step(1e-2)
+    engine.backward()
+    engine.optimizer_step(1e-2)
+    with pytest.raises(RuntimeError, match=lost):
+        engine.optimizer_step(1e-2)
+    with pytest.raises(RuntimeError, match="zero_gradients: got an engine with accumulate=False"):
+        engine.zero_gradients()
+    for run in (engine.gradients, partial(engine.step, learning_rate=1e-2)):
+        with pytest.raises(ValueError, match="tokens: got 2 micro-batches with accumulate=False; accepted: one"):
+            run([tokens, tokens], [targets, targets])
+    assert engine.steps == 1
 
 
 @pytest.mark.parametrize("config", [CONFIG, LLAMA, QWEN3, SPEED_RUN, replace(CONFIG, dropout=0.2)])

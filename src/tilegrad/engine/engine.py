@@ -34,7 +34,7 @@ from .dist.mesh import Mesh
 from .initialise import initialise
 from .machine import check_device, check_fits, check_threads
 from .optimizer import AdamW, StepResult
-from .parallel import check_accumulation, check_same, make_strategy
+from .parallel import check_micro_batches, check_same, make_strategy
 from .planning import plan_model
 from .recompute import choose_recompute
 from .results import Results
@@ -78,6 +78,9 @@ class Engine:
     (model/layer.py): 8 instead of 18 in bfloat16 on CUDA. `params` and `grads` are then bfloat16.
 
     windows=(32, None, …) are attention windows that training steps may use instead of the model's window: `window` chooses one.
+
+    With accumulate=False, a step has one micro-batch, and `backward` overwrites the gradients. On one rank they then share
+    memory with the activations: `grads` are valid from `gradients` or `backward` to the update, or to the next forward.
 
     >>> import torch, tilegrad
     >>> config = tilegrad.ModelConfig(vocab_size=5, block_size=8, n_layer=1, n_head=2, n_embd=16)
@@ -134,8 +137,9 @@ class Engine:
         ema: float = 0.0,
         states: States = FULL,
         head: HeadProducts = "plain",
+        accumulate: bool = True,
     ) -> None:
-        # Longer than 60 lines because it has 27 options.
+        # Longer than 60 lines because it has 28 options.
         check_device(str(device))
         mesh = Mesh(device, alone=True) if mesh is None else mesh
         self.device = torch.empty(0, device=mesh.device if mesh.world > 1 else device).device
@@ -146,7 +150,7 @@ class Engine:
             linear=linear, deterministic=deterministic or self.device.type == "cpu",
             world=mesh.world, shard=shard, bucket_bytes=bucket_bytes, context=context, documents=documents,
             lora=lora, freeze=tuple(freeze) if isinstance(freeze, list) else cast(tuple[str, ...], freeze),
-            invariant=invariant, muon=muon, ema=ema, states=states, head=head,
+            invariant=invariant, muon=muon, ema=ema, states=states, head=head, accumulate=accumulate,
             windows=tuple(windows) if isinstance(windows, list) else cast(tuple[int | None, ...], windows),
         )  # fmt: skip
         check_spec(spec)
@@ -164,6 +168,7 @@ class Engine:
         self._bound: dict[tuple[int, int, bool, bool, int | None], Transformer] = {}
         self._window, self._threads = model_config.window, torch.get_num_threads()
         self._pending: Transformer | None = None  # the model of the last forward, until its backward
+        self._has_gradients = False  # whether no forward followed the last backward, and no update
         self._device_steps: dict[tuple[tuple[tuple[int, int], ...], int | None], DeviceStep] = {}
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._graph_pool = torch.cuda.graph_pool_handle() if self._stream is not None else None
@@ -257,6 +262,7 @@ class Engine:
         model, self._pending = self._pending, None
         with self._on_stream(), self.ranks.around("backward"):
             model.backward()
+        self._has_gradients = True
 
     def zero_gradients(self) -> None:
         """Zero every gradient, before the first `backward` of a step. `gradients` and `step` do not need this call.
@@ -265,6 +271,11 @@ class Engine:
         >>> float(engine.grads["wte.weight"].norm())
         0.0
         """
+        if self.spec.shares_gradients:
+            raise RuntimeError(
+                "zero_gradients: got an engine with accumulate=False, whose `backward` overwrites the gradients; leave "
+                "the call out"
+            )
         self.ranks.forget_sums()
         self.arenas.bytes["grads"].zero_()
 
@@ -283,7 +294,7 @@ class Engine:
         """
         batches = micro_batches(tokens, targets, cu_seqlens)
         self._check(batches)
-        check_accumulation(max(len(batches), 1), 1, 1, self.spec.states.gradients)
+        check_micro_batches(len(batches), self.spec)
         ranks, first, loss = self.ranks, self.draws, 0.0
         total, taken = ranks.count(sum(count_targets(batch.targets) for batch in batches), len(batches))
         given = len(batches)
@@ -314,7 +325,7 @@ class Engine:
                 self._model(self.batch_size, self.seq_len // self.spec.context).scale_step()
                 ranks.sum_gradients()
             ranks.agree_on_largest()
-        self.draws, self.loss = first + taken, loss
+        self.draws, self.loss, self._has_gradients = first + taken, loss, True
         return loss
 
     def optimizer_step(self, learning_rate: float) -> float:
@@ -365,7 +376,7 @@ class Engine:
             return
         batches = micro_batches(tokens, targets, cu_seqlens)
         check_some(len(batches))
-        check_accumulation(len(batches), 1, 1, self.spec.states.gradients)
+        check_micro_batches(len(batches), self.spec)
         self._check(batches)
         step = self._device_step(tuple((x.shape[0], x.shape[1]) for x, *_ in batches), self._queue.stream)
         seeds = [step.models[0].draw_seeds(self.seed, self.draws + i) for i in range(len(batches))]
@@ -456,7 +467,7 @@ class Engine:
 
     def _check(self, batches: list[Batch]) -> None:
         """Check batches before any buffer changes. The last forward is forgotten, because its buffers will be overwritten."""
-        self._pending = None
+        self._pending, self._has_gradients = None, False
         for batch in batches:
             check_batch(batch, self.spec)
 
@@ -503,6 +514,12 @@ class Engine:
 
     def _update(self, learning_rate: float) -> StepResult:
         """Update with the current gradients, and wait for the result."""
+        if self.spec.shares_gradients and not self._has_gradients:
+            raise RuntimeError(
+                "optimizer_step: got accumulate=False and no gradients since the last update, forward or evaluate, which "
+                "overwrite them; call gradients(tokens, targets) first"
+            )
+        self._has_gradients = False
         self.steps += 1
         with self._on_stream():
             self.loss = self.ranks.update(learning_rate, self.loss)

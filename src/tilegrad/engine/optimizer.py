@@ -42,6 +42,7 @@ from ..kernels.ema import ema_step, ema_workspace, swap
 from ..kernels.global_norm import global_norm, global_norm_workspace
 from ..kernels.guard import guard, guard_workspace
 from ..kernels.muon import Matrices, Matrix, MuonConfig, muon_step, muon_workspace
+from ..kernels.residual import zero_gaps
 from ..kernels.scratch import Scratch, Shapes, accumulation_dtype, below, larger, of
 from ..kernels.stochastic_rounding import Place, Places
 from ..memory.planned.arena import flat
@@ -220,6 +221,14 @@ def _places_inside(places: Places, start: int, stop: int) -> Places:
     return (*(Place(0, place.element + start - place.start) for place in before[-1:]), *inside)
 
 
+def _gaps(range: FlatHandle) -> Iterator[tuple[int, int]]:
+    """(start, stop) of each alignment gap."""
+    for buffer, start, following in zip(range.buffers, range.starts, (*range.starts[1:], range.shape[0]), strict=True):
+        stop = start + buffer.nbytes // buffer.dtype.itemsize
+        if stop < following:
+            yield stop, following
+
+
 def _master(p: Param) -> Buffer:
     return p.master
 
@@ -314,6 +323,9 @@ class Optimizer:
     starts: dict[str, int]  # parameter → its first element in `grads`, or in the flat range of all units
     scratch: Scratch
     adamw: AdamW
+    gaps: tuple[
+        tuple[int, int], ...
+    ] = ()  # (start, stop) of the gaps in `grads` that must be zeroed, if it shares memory
     muon: MuonConfig | None = None
     decay: float = 0.0  # the decay of ema; 0: there is no average
     steps: int = 0
@@ -380,6 +392,7 @@ class Optimizer:
                 for name, (shape, dtype) in scratch.items()
             },
             adamw=adamw or AdamW(),
+            gaps=tuple(_gaps(grads)) if grads.role == "activations" else (),
             muon=muon,
             decay=decay,
         )
@@ -393,6 +406,8 @@ class Optimizer:
 
     def measure(self) -> None:
         """norm = ‖the gradients that this rank owns‖₂"""
+        if self.gaps:
+            zero_gaps(self.gaps, x=self.grads)
         global_norm([x.grads for x in self.owned], norm=self.norm, scratch=of("global_norm", self.scratch))
 
     def apply(self, learning_rate: float | Tensor) -> None:

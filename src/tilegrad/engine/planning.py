@@ -43,6 +43,8 @@ def _trace(spec: StepSpec, *, one_step: bool) -> Trace:
             return
         forward()
         backward()
+        if spec.shares_gradients:  # they live until the update
+            optimizer.update(0.0)
         if model.scales:  # trace evaluation too, because it does not round to float8
             evaluation = replace(spec, linear="plain", head="plain").declare()
             in_units(units, evaluation, evaluation.forward)()

@@ -49,7 +49,7 @@ def choose_recompute(spec: StepSpec, budget: int | None) -> Recompute:
     applies the rule without a budget. `spec.recompute` is ignored."""
     n = spec.config.n_layer
     if budget is None:
-        plan = plan_model(replace(spec, recompute=()))
+        plan = plan_model(replace(spec, recompute=(), accumulate=True))
         activations_bytes = plan.arenas["activations"].arena_bytes
         if activations_bytes <= _SMALL * (plan.peak_bytes - activations_bytes):
             return _choice(n, norms=0, activations=0, blocks=0)

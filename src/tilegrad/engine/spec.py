@@ -27,6 +27,7 @@ class StepSpec:
     share each sequence. `lora` adds adapters and freezes every other parameter. `freeze` has fnmatch patterns of the names of
     frozen parameters. invariant: the bits of a row of the forward depend only on the tokens of its sequence up to that row.
     `windows` are attention windows that a training step may use instead of the model's window; None is no window.
+    accumulate=False: a step has one micro-batch.
 
     >>> import torch, tilegrad
     >>> from dataclasses import replace
@@ -57,6 +58,12 @@ class StepSpec:
     ema: float = 0.0  # the decay of an average of the weights; 0: none
     states: States = FULL
     head: HeadProducts = "plain"
+    accumulate: bool = True
+
+    @property
+    def shares_gradients(self) -> bool:
+        """Whether gradients share memory with activations: nothing adds to them after the backward."""
+        return not self.accumulate and self.world == 1
 
     @property
     def in_units(self) -> bool:
@@ -90,7 +97,7 @@ class StepSpec:
             local_seq_len or self.seq_len // self.context,
             self.dtype,
             self.device,
-            accumulate=accumulate,
+            accumulate=accumulate and not self.shares_gradients,
             linear=linear,
             deterministic=self.deterministic,
             context=ranks,
@@ -101,6 +108,7 @@ class StepSpec:
             windows=self.windows,
             states=replace(self.states, gradients="float32") if self.in_units else self.states,
             head=head,
+            shares_gradients=self.shares_gradients,
         )
         model = declare(at, self.recompute)
         check_frozen(model, self.freeze)

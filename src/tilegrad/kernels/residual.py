@@ -30,6 +30,13 @@ def zero_fwd(*, x: Tensor) -> None:
     x.zero_()
 
 
+@op(adds=("x",))
+def zero_gaps(gaps: tuple[tuple[int, int], ...], *, x: Tensor) -> None:
+    """x[start:stop] = 0 for each (start, stop) of gaps"""
+    for start, stop in gaps:
+        x[start:stop].zero_()
+
+
 @op()
 def copy_fwd(x: Tensor, *, y: Tensor) -> None:
     """y = x, converted to y's dtype and strides."""

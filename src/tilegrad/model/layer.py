@@ -185,6 +185,7 @@ class Declare:
     cache           a program of a decoder: the prefill of packed prompts (documents > 0), or a step on one token of each
                     sequence. Every parameter is frozen
     states          dtypes of masters and gradients
+    shares_gradients  gradients share memory with activations, and live only from the backward to the update
     head            "fp8": the head's products are in float8
     scales          the scale states of tensors that are rounded to float8, by name; `factors`: which factor each is
     rounded         the weights that are rounded to float8 once a step, by name
@@ -206,6 +207,7 @@ class Declare:
     windows: tuple[int | None, ...] = ()
     cache: CacheSize | None = None
     states: States = FULL
+    shares_gradients: bool = False
     head: HeadProducts = "plain"
     params: dict[str, Param] = field(default_factory=dict)
     scales: dict[str, Buffer] = field(default_factory=dict)
@@ -265,7 +267,8 @@ class Declare:
             copied = own and self.dtype != acc and self.device.type != "cpu"
             value = self.buffer(f"{name} (compute)", shape, self.dtype, role="params") if copied else master
             in_bfloat16 = states.gradients == "bfloat16"
-            kept = self.buffer(f"d {name}", shape, torch.bfloat16 if in_bfloat16 else acc, role="grads")
+            role: Role = "activations" if self.shares_gradients else "grads"
+            kept = self.buffer(f"d {name}", shape, torch.bfloat16 if in_bfloat16 else acc, role=role, flat=True)
             grad, total = (self.buffer(f"d {name} (float32)", shape, acc), kept) if in_bfloat16 else (kept, None)
             scratch = (
                 self.scratch("keep", keep_gradient_workspace(Form(shape, acc, self.device))) if in_bfloat16 else {}
@@ -301,11 +304,13 @@ class Declare:
         type: BufferType = BufferType.TEMP,
         role: Role = "activations",
         pitch: int | None = None,
+        flat: bool = False,
     ) -> Buffer:
+        """A buffer of the program. flat: it is in one flat range with the buffers of other parameters."""
         layer = _layer_of(name)
         if self.decodes and (role == "activations" or name.startswith("inputs.")):
             name = f"step.{name}"  # because the prefill has a buffer of this name with another size
-        multiple = self.states.multiple if role in ("params", "grads") else 1
+        multiple = self.states.multiple if role == "params" or flat else 1
         where = (type, role, layer, self.device, pitch, multiple)
         return cast(Buffer, Handle(name, shape, dtype or self.dtype, *where))
 

@@ -316,6 +316,7 @@ class StepOptions(TypedDict):
     muon: MuonConfig | None
     ema: float
     states: States
+    accumulate: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -421,6 +422,7 @@ class RunConfig:
             muon=self.muon,
             ema=self.optimizer.ema,
             states=self.states,
+            accumulate=t.gradient_accumulation > 1,
         )
 
     @property

@@ -24,7 +24,7 @@ from ..dist.mesh import Mesh
 from ..optimizer import AdamW
 from ..spec import BUCKET_BYTES, Shard, StepSpec
 from .alone import Alone, View
-from .check import check_accumulation, check_agreed, check_ranks, check_same, digest
+from .check import check_accumulation, check_agreed, check_micro_batches, check_ranks, check_same, digest
 from .replicated import Replicated
 from .sharded import FullySharded, ShardedOptimizer
 
@@ -37,6 +37,7 @@ __all__ = [
     "ShardedOptimizer",
     "check_accumulation",
     "check_agreed",
+    "check_micro_batches",
     "check_ranks",
     "check_same",
     "digest",

@@ -55,6 +55,13 @@ def check_accumulation(gradient_accumulation: int, world: int, context: int, gra
         )
 
 
+def check_micro_batches(count: int, spec: StepSpec) -> None:
+    """Refuse more micro-batches in a step than the engine sums."""
+    if count > 1 and not spec.accumulate:
+        raise ValueError(f"tokens: got {count} micro-batches with accumulate=False; accepted: one")
+    check_accumulation(max(count, 1), 1, 1, spec.states.gradients)
+
+
 def check_same(mesh: Mesh, spec: StepSpec, adamw: AdamW, seed: int) -> None:
     """Raise if the ranks differ in model, batch, seed, optimizer, version or number of threads."""
     native = native_library()

@@ -2,8 +2,8 @@
 
 `plan_memory` computes the arenas of a trace. Buffers of a persistent role follow each other in the order of declaration, so
 params, grads and each optimizer moment of one model have the same layout. `flat` is a handle over a range of such buffers, for
-example a bucket of gradients. Activations share addresses if their live ranges allow it. `Arenas` then allocates exactly
-`peak_bytes`.
+example a bucket of gradients. Activations share addresses if their live ranges allow it; a flat range of activations is at the
+start of their arena, and its buffers have live ranges of their own. `Arenas` then allocates exactly `peak_bytes`.
 
 To check a plan, `Arenas.poison` before a step and `poison_dead` during the step overwrite every byte without a live value. If
 this changes the result of the step, a live range in the plan is wrong.
@@ -46,7 +46,7 @@ def alignment(device: torch.device) -> int:
 
 
 def _room(buffer: Handle) -> int:
-    """Bytes of a persistent buffer in its arena. On CUDA this is a multiple of 128 elements, so that float32 parameters and
+    """Bytes of a buffer of a flat range. On CUDA this is a multiple of 128 elements, so that float32 parameters and
     their bfloat16 copies have the same layout in elements and one kernel writes both. On a CPU, `multiple` gives them the same
     layout."""
     step = (128 if buffer.device.type == "cuda" else buffer.multiple) * buffer.dtype.itemsize
@@ -54,13 +54,13 @@ def _room(buffer: Handle) -> int:
 
 
 def flat(name: str, buffers: Sequence[Handle]) -> FlatHandle:
-    """A handle over `buffers`, which must be adjacent and in this order in a persistent arena."""
+    """A handle over `buffers`, which are adjacent and in this order in their arena."""
     first, size = buffers[0], buffers[0].dtype.itemsize
     for b in buffers:
-        if b.role == "activations" or (b.dtype, b.role, b.device) != (first.dtype, first.role, first.device):
+        if (b.dtype, b.role, b.device) != (first.dtype, first.role, first.device):
             raise ValueError(
                 f"{name}: got {b.name!r}, {b.dtype} in {b.role} on {b.device}; "
-                f"accepted: persistent buffers with the dtype, role and device of {first.name!r}"
+                f"accepted: buffers with the dtype, role and device of {first.name!r}"
             )
     layout = plan([Request(b.name, _room(b), ((0, 0),)) for b in buffers], align=alignment(first.device), share=False)
     return FlatHandle(
@@ -96,10 +96,12 @@ def plan_memory(trace: Trace, *, align: int | None = None, share: bool = True) -
 
 
 def _requests(trace: Trace, role: Role) -> tuple[Request, ...]:
-    requests = trace.requests(role)
-    if role == "activations":
-        return requests
-    return tuple(replace(request, nbytes=_room(trace.handles[request.name])) for request in requests)
+    return tuple(
+        request
+        if role == "activations" and request.name not in trace.places
+        else replace(request, nbytes=_room(trace.handles[request.name]), offset=trace.places.get(request.name))
+        for request in trace.requests(role)
+    )
 
 
 class Arenas:

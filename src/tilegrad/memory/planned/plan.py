@@ -6,7 +6,8 @@ ranges even the optimum may be larger than L: if a, b and c are alive in pairs, 
 three addresses. The optimum is NP-hard to find, so `plan` packs greedily in several orders and keeps the best result:
 
     pack      place each request, in the given order, into the lowest (or the tightest) gap between conflicting requests
-    orders    sort by size × duration, size, duration, breadth and first use: measures of how hard a request is to place
+    orders    sort by size × duration, size, duration, breadth and first use: measures of how hard a request is to place;
+              requests with a given offset come first
     repair    move a request at the arena's top, or a random one, earlier in the order; keep the result if not worse
 
 The search stops at the bound, or when its work (requests² per pass) is used up, never after a time. So the same requests give
@@ -23,6 +24,7 @@ from functools import reduce
 from itertools import accumulate, chain, compress
 from operator import or_, xor
 from types import MappingProxyType
+from typing import cast
 
 _WORK = 20_000_000  # the most work of one plan, in requests² summed over passes: about a second
 _REPAIRS = 20  # passes of repair for each percent above the bound
@@ -35,6 +37,7 @@ class Request:
     name: str
     nbytes: int
     live: tuple[tuple[int, int], ...]  # ((first, last), …) in op order, both ends included
+    offset: int | None = None  # a given address; None: `plan` chooses one
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +53,20 @@ class Plan:
 def plan(requests: Iterable[Request], *, align: int = 64, share: bool = True) -> Plan:
     """Offsets, multiples of `align`, such that requests alive at the same op never overlap.
 
-    `share=False` gives each request bytes of its own, in the given order. Buffers that live for the whole program have this
-    layout. For activations it is the baseline without sharing.
+    `share=False` gives each request bytes of its own, in the given order, after those with a given offset. Buffers that live
+    for the whole program have this layout. For activations it is the baseline without sharing.
     """
     requests = tuple(requests)
     _check(requests, align)
     if share:
         offsets = _search(requests, align)
     else:
-        offsets, end = [], 0
+        given = [r.offset + r.nbytes for r in requests if r.offset is not None]
+        offsets, end = [], _round_up(max(given, default=0), align)
         for request in requests:
+            if request.offset is not None:
+                offsets.append(request.offset)
+                continue
             offsets.append(end)
             end += _round_up(request.nbytes, align)
     return Plan(
@@ -113,6 +120,15 @@ def _check(requests: Sequence[Request], align: int) -> None:
                     "0 <= first <= last, in order and disjoint"
                 )
             previous = last
+    end = 0
+    for request in sorted((r for r in requests if r.offset is not None), key=lambda r: cast(int, r.offset)):
+        offset = cast(int, request.offset)
+        if offset < end or offset % align:
+            raise ValueError(
+                f"request {request.name!r} has offset={offset}; accepted: a multiple of {align} that is at least {end}, "
+                "where the request before it ends"
+            )
+        end = offset + request.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +142,7 @@ class _Item:
     first: int
     duration: int
     breadth: int  # the most bytes of all items alive at one moment of its life
+    offset: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +195,7 @@ def _items(requests: Sequence[Request], align: int) -> tuple[list[_Item], int]:
             conflicts |= reduce(or_, whole)
             duration += last - first + 1
             breadth = max(breadth, *bytes_at[low:high])
-        items.append(_Item(index, size, conflicts, request.live[0][0], duration, breadth))
+        items.append(_Item(index, size, conflicts, request.live[0][0], duration, breadth, request.offset))
     return items, max(bytes_at, default=0)
 
 
@@ -192,12 +209,14 @@ def _orders(items: Sequence[_Item]) -> Iterator[tuple[list[_Item], bool]]:
         sorted(items, key=lambda i: (-i.duration, -i.size, i.index)),
         sorted(items, key=lambda i: (-i.first - i.duration, -i.size, i.index)),
     ):
+        order.sort(key=lambda i: i.offset is None)
         yield order, False
         yield order, True
 
 
 def _pack(order: list[_Item], *, tightest: bool, below: int | None = None) -> _Packing | None:
-    """Places each item in the lowest (or the tightest) gap that fits. None if the arena grows past `below`."""
+    """Places each item at its given offset, or in the lowest (or the tightest) gap that fits. None if the arena grows past
+    `below`."""
     placed: list[tuple[int, int]] = []  # (offset, end), by offset
     indices: list[int] = []  # item indices, in the order of `placed`
     offsets = [0] * len(order)
@@ -206,7 +225,7 @@ def _pack(order: list[_Item], *, tightest: bool, below: int | None = None) -> _P
         size = item.size
         end_below, found, room = 0, -1, 0
         conflicts = f"{item.conflicts:0{len(order)}b}"[::-1].encode().translate(_BOOLS)  # by index
-        for offset, end in compress(placed, map(conflicts.__getitem__, indices)):
+        for offset, end in compress(placed, map(conflicts.__getitem__, indices)) if item.offset is None else ():
             gap = offset - end_below
             if gap >= size and (found < 0 or gap < room):
                 found, room = end_below, gap
@@ -214,7 +233,9 @@ def _pack(order: list[_Item], *, tightest: bool, below: int | None = None) -> _P
                     break
             if end > end_below:
                 end_below = end
-        if found < 0:
+        if item.offset is not None:
+            found = item.offset
+        elif found < 0:
             found = end_below
         if found + size > top:
             top = found + size
@@ -229,15 +250,18 @@ def _pack(order: list[_Item], *, tightest: bool, below: int | None = None) -> _P
 
 
 def _repair(best: _Packing, bound: int, passes: int) -> _Packing:
-    """Seeded local search over orders. Even passes place an item that ends at the top earlier, odd passes a random item."""
-    chance = random.Random(0)
+    """Seeded local search over orders. Even passes place an item that ends at the top earlier, odd passes a random item. Items
+    with a given offset stay first."""
+    chance, given = random.Random(0), sum(item.offset is not None for item in best.order)
     for iteration in range(passes):
-        if best.top == bound:
-            break
         order = best.order.copy()
-        highest = [at for at, item in enumerate(order) if best.offsets[item.index] + item.size == best.top]
-        at = chance.choice(highest) if iteration % 2 == 0 else chance.randrange(len(order))
+        highest = [
+            at for at, item in enumerate(order) if at >= given and best.offsets[item.index] + item.size == best.top
+        ]
+        if best.top == bound or not highest:
+            break
+        at = chance.choice(highest) if iteration % 2 == 0 else chance.randrange(given, len(order))
         item = order.pop(at)
-        order.insert(chance.randrange(at + 1), item)
+        order.insert(chance.randrange(given, at + 1), item)
         best = _pack(order, tightest=best.tightest, below=best.top) or best
     return best

@@ -78,7 +78,7 @@ class Handle:
 
 @dataclass(frozen=True, slots=True)
 class FlatHandle(Handle):
-    """One flat range over adjacent persistent buffers of one dtype, with alignment padding between them. `starts` are the
+    """One flat range over adjacent buffers of one role and dtype, with alignment padding between them. `starts` are the
     positions of the first elements of the buffers. `arena.flat` makes a flat handle; `part` makes a slice of it, which begins
     `skipped` elements into the range."""
 
@@ -112,11 +112,12 @@ Observe = Callable[[Callable[[Any], None]], AbstractContextManager[None]]
 @dataclass(frozen=True, slots=True)
 class Trace:
     """`ops` in the order in which they ran, the buffers by name in the order of their first use, and the live ranges of
-    each."""
+    each. `places` are the bytes from the start of a flat range of activations to each of its buffers."""
 
     ops: tuple[str, ...]
     handles: Mapping[str, Handle]
     live: Mapping[str, tuple[Range, ...]]
+    places: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def requests(self, role: Role) -> tuple[Request, ...]:
         return tuple(Request(h.name, h.nbytes, self.live[h.name]) for h in self.handles.values() if h.role == role)
@@ -214,6 +215,7 @@ class _Recorder:
         self.ops: list[str] = []
         self.handles: dict[str, Handle] = {}
         self.live: dict[str, list[list[int]]] = {}
+        self.places: dict[str, int] = {}
         self.stream: str | None = None
         self.in_flight: dict[
             str, dict[str, bool]
@@ -230,6 +232,8 @@ class _Recorder:
                 raise TypeError(
                     f"op {call.name!r} was traced with a {type(handle).__name__}: a traced program runs on handles only"
                 )
+            if isinstance(handle, FlatHandle) and handle.role == "activations":
+                self.place(handle)
         for handle in handles((call.reads, call.writes)):
             self.declare(handle)
         read = {handle.name for handle in handles((call.reads, call.accumulates))}
@@ -245,6 +249,14 @@ class _Recorder:
         for name in read | written:
             touched[name] = touched.get(name, False) or name in written
         self.ops.append(call.name)
+
+    def place(self, range: FlatHandle) -> None:
+        places = {h.name: at * range.dtype.itemsize for h, at in zip(range.buffers, range.starts, strict=True)}
+        if self.places and self.places != places:
+            raise ValueError(
+                f"flat range {range.name!r} of activations is another than before; accepted: one flat range"
+            )
+        self.places = places
 
     def _extend(self, name: str, op: str) -> None:
         if self.handles[name].role != "activations":
@@ -294,4 +306,6 @@ class _Recorder:
             name: whole if handle.role != "activations" else tuple((first, last) for first, last in self.live[name])
             for name, handle in self.handles.items()
         }
-        return Trace(tuple(self.ops), MappingProxyType(self.handles), MappingProxyType(live))
+        return Trace(
+            tuple(self.ops), MappingProxyType(self.handles), MappingProxyType(live), MappingProxyType(self.places)
+        )
