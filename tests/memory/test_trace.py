@@ -14,6 +14,7 @@ from support import tanh_stack
 
 from tilegrad.kernels.linear import linear_bwd
 from tilegrad.kernels.op import observe, op
+from tilegrad.memory.planned.arena import flat
 from tilegrad.memory.planned.trace import FlatHandle, Handle, Trace, bind, handles, start, trace, wait
 from tilegrad.memory.types import BufferType, Role
 
@@ -246,6 +247,22 @@ def test_two_buffers_of_one_name_are_refused() -> None:
     for other in (buffer("a", 5), buffer("a", role="params"), buffer("a", dtype=torch.int32)):
         with pytest.raises(ValueError, match="two buffers are named 'a'"):
             traced(partial(write_both, other))
+
+
+def test_a_flat_range_of_activations_gives_its_buffers_their_places_and_is_the_only_one() -> None:
+    def use_flat(*buffers: Handle) -> None:
+        for each in buffers:
+            write(out=each)
+        use(flat("both", buffers))
+
+    assert traced(partial(use_flat, b, a)).places == {"b": 0, "a": 64}
+
+    def two_ranges() -> None:
+        use_flat(b, a)
+        use_flat(a, b)
+
+    with pytest.raises(ValueError, match="flat range 'both' of activations differs from an earlier one; accepted: one"):
+        traced(two_ranges)
 
 
 def test_a_tensor_in_a_traced_program_is_refused() -> None:

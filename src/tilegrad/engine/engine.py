@@ -79,8 +79,8 @@ class Engine:
 
     windows=(32, None, …) are attention windows that training steps may use instead of the model's window: `window` chooses one.
 
-    With accumulate=False, a step has one micro-batch, and `backward` overwrites the gradients. On one rank they then share
-    memory with the activations: `grads` are valid from `gradients` or `backward` to the update, or to the next forward.
+    With accumulate=False, a step has one micro-batch. On one rank the gradients then share memory with the activations, and
+    `backward` overwrites them: `grads` are valid from `gradients` or `backward` to the update, or to the next forward.
 
     >>> import torch, tilegrad
     >>> config = tilegrad.ModelConfig(vocab_size=5, block_size=8, n_layer=1, n_head=2, n_embd=16)

@@ -42,7 +42,7 @@ from ..kernels.ema import ema_step, ema_workspace, swap
 from ..kernels.global_norm import global_norm, global_norm_workspace
 from ..kernels.guard import guard, guard_workspace
 from ..kernels.muon import Matrices, Matrix, MuonConfig, muon_step, muon_workspace
-from ..kernels.residual import zero_gaps
+from ..kernels.residual import Gaps, zero_gaps
 from ..kernels.scratch import Scratch, Shapes, accumulation_dtype, below, larger, of
 from ..kernels.stochastic_rounding import Place, Places
 from ..memory.planned.arena import flat
@@ -221,9 +221,9 @@ def _places_inside(places: Places, start: int, stop: int) -> Places:
     return (*(Place(0, place.element + start - place.start) for place in before[-1:]), *inside)
 
 
-def _gaps(range: FlatHandle) -> Iterator[tuple[int, int]]:
+def _gaps(grads: FlatHandle) -> Iterator[tuple[int, int]]:
     """(start, stop) of each alignment gap."""
-    for buffer, start, following in zip(range.buffers, range.starts, (*range.starts[1:], range.shape[0]), strict=True):
+    for buffer, start, following in zip(grads.buffers, grads.starts, (*grads.starts[1:], grads.shape[0]), strict=True):
         stop = start + buffer.nbytes // buffer.dtype.itemsize
         if stop < following:
             yield stop, following
@@ -323,9 +323,7 @@ class Optimizer:
     starts: dict[str, int]  # parameter → its first element in `grads`, or in the flat range of all units
     scratch: Scratch
     adamw: AdamW
-    gaps: tuple[
-        tuple[int, int], ...
-    ] = ()  # (start, stop) of the gaps in `grads` that must be zeroed, if it shares memory
+    gaps: Gaps = ()  # the alignment gaps in `grads`, if it shares memory with activations
     muon: MuonConfig | None = None
     decay: float = 0.0  # the decay of ema; 0: there is no average
     steps: int = 0

@@ -13,6 +13,7 @@ from .checks import check_tensor
 from .op import op
 from .scratch import Scratch, Shapes, TensorLike, blocks, views
 
+Gaps = tuple[tuple[int, int], ...]  # (start, stop) of each
 BLOCK = 1 << 15  # elements of a gradient that are added at once on a CPU
 
 
@@ -31,7 +32,7 @@ def zero_fwd(*, x: Tensor) -> None:
 
 
 @op(adds=("x",))
-def zero_gaps(gaps: tuple[tuple[int, int], ...], *, x: Tensor) -> None:
+def zero_gaps(gaps: Gaps, *, x: Tensor) -> None:
     """x[start:stop] = 0 for each (start, stop) of gaps"""
     for start, stop in gaps:
         x[start:stop].zero_()

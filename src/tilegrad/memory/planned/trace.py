@@ -250,11 +250,11 @@ class _Recorder:
             touched[name] = touched.get(name, False) or name in written
         self.ops.append(call.name)
 
-    def place(self, range: FlatHandle) -> None:
-        places = {h.name: at * range.dtype.itemsize for h, at in zip(range.buffers, range.starts, strict=True)}
+    def place(self, flat: FlatHandle) -> None:
+        places = {h.name: at * flat.dtype.itemsize for h, at in zip(flat.buffers, flat.starts, strict=True)}
         if self.places and self.places != places:
             raise ValueError(
-                f"flat range {range.name!r} of activations is another than before; accepted: one flat range"
+                f"flat range {flat.name!r} of activations differs from an earlier one; accepted: one flat range"
             )
         self.places = places
 
