@@ -27,7 +27,7 @@ from tilegrad.kernels.cross_entropy.softcap import softcap_fwd
 from tilegrad.kernels.embedding_mse import embedding_mse_scores_fwd, embedding_mse_scores_workspace
 from tilegrad.kernels.low_rank import Part, low_rank_add_fwd, low_rank_workspace
 from tilegrad.kernels.mix import mix_fwd, mix_workspace
-from tilegrad.kernels.residual import add_fwd, copy_fwd, keep_gradient, keep_gradient_workspace
+from tilegrad.kernels.residual import add_fwd, copy_fwd, keep_gradient, keep_gradient_workspace, zero_gaps
 from tilegrad.kernels.rope import rope_bwd, rope_fwd, rope_table, rope_workspace
 from tilegrad.kernels.sampling import logprobs_fwd, logprobs_workspace, sample_fwd, sample_workspace
 
@@ -139,6 +139,7 @@ def calls_outside_models(dtype: torch.dtype) -> None:
     column_sum_fwd(x, sums=sums, scratch=poisoned(column_sum_workspace(x)))
     copy_fwd(x, y=y)
     grad = torch.zeros(x.shape)
+    zero_gaps(((0, 1),), x=grad.view(-1))
     for accumulate in (False, True):
         scratch = poisoned(keep_gradient_workspace(grad))
         keep_gradient(grad, total=grad.bfloat16(), accumulate=accumulate, scratch=scratch)
