@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,6 +30,7 @@ from tilegrad.kernels.cpu import abi, rows
 from tilegrad.kernels.cross_entropy import cross_entropy_fwd, cross_entropy_workspace
 from tilegrad.kernels.linear import (
     FEW_ROWS,
+    FEW_ROWS_BFLOAT16,
     LINEAR,
     Problem,
     fixed_order,
@@ -181,6 +183,23 @@ def test_products_may_have_no_rows_or_columns_and_numbers_that_are_not_finite(
     assert bool(y[:, 1].isnan().all()) and bool(y[:, 2].isinf().all()) and bool(y[:, 0].isfinite().all())
 
 
+@pytest.mark.parametrize("products", [False, True])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_the_scratch_of_many_rows_is_enough_for_fewer(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, *, products: bool
+) -> None:
+    monkeypatch.setattr("tilegrad.kernels.linear._has_bf16_products", lambda: products)
+    w, selected = torch.empty(512, 256, dtype=dtype), set()
+    for invariant in (False, True):
+        planned = linear_workspace(torch.empty(200, 256, dtype=dtype), w, backward=False, invariant=invariant)
+        for n in (1, FEW_ROWS, FEW_ROWS + 1, FEW_ROWS_BFLOAT16, FEW_ROWS_BFLOAT16 + 1):
+            x = torch.empty(n, 256, dtype=dtype)
+            selected.add(LINEAR.select(Problem(x, w, invariant)).name)
+            for name, (shape, kind) in linear_workspace(x, w, backward=False, invariant=invariant).items():
+                assert planned[name][1] == kind and math.prod(shape) <= math.prod(planned[name][0]), (n, name)
+    assert dtype == F32 or ("bf16" if products else "tiled") in selected
+
+
 @needs_library
 def test_the_table_selects_a_fixed_order_for_invariant_problems_and_for_few_rows(
     monkeypatch: pytest.MonkeyPatch,
@@ -197,6 +216,11 @@ def test_the_table_selects_a_fixed_order_for_invariant_problems_and_for_few_rows
     bf16 = Problem(torch.empty(1, 256, dtype=BF16), w)
     assert "fixed_order" not in LINEAR.select(bf16).name  # it would round w, which no other kernel does
     assert LINEAR.select(bf16._replace(w=w.bfloat16())).name == "fixed_order"
+    for products, most in ((True, FEW_ROWS), (False, FEW_ROWS_BFLOAT16)):
+        monkeypatch.setattr("tilegrad.kernels.linear._has_bf16_products", lambda products=products: products)
+        for n in (most, most + 1):
+            found = LINEAR.select(Problem(torch.empty(n, 256, dtype=BF16), w.bfloat16())).name
+            assert found == ("fixed_order" if n == most else "bf16" if products else "tiled")
     reasons = LINEAR.explain(Problem(torch.empty(64, 256), w, invariant=True)).reasons
     for name in ("native", "torch"):
         assert "depends on the number of rows" in reasons[name] or "OpenBLAS" in reasons[name]

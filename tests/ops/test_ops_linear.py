@@ -104,6 +104,20 @@ def test_bfloat16_layers_in_tiles_agree_with_autograd(
     check(33, 20, 67, torch.bfloat16, bias=False)
 
 
+@pytest.mark.parametrize(
+    ("one_dnn", "avx512", "avx512_bf16", "products"),
+    [(True, True, True, True), (True, True, False, False), (True, False, False, True), (False, False, False, False)],
+    ids=["AMX or Zen 4", "Cascade Lake", "aarch64 with bf16", "AVX2 or Neoverse N1"],
+)
+def test_products_of_bfloat16_are_torchs_only_where_the_cpu_has_instructions_for_them(
+    monkeypatch: pytest.MonkeyPatch, *, one_dnn: bool, avx512: bool, avx512_bf16: bool, products: bool
+) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: one_dnn)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: avx512)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
+    assert linear._has_bf16_products.__wrapped__() is products
+
+
 @pytest.mark.parametrize("products", [False, True])
 def test_float32_weights_of_bfloat16_layers_are_rounded_where_products_are_bf16(
     monkeypatch: pytest.MonkeyPatch, products: bool

@@ -37,6 +37,7 @@ from ..table import Problem as SumProblem
 
 NO_BIAS, BIAS = {"bias": False}, {"bias": True}  # options of a `workspace`
 FEW_ROWS = 12  # up to this many rows fixed_order is faster than a BLAS, which copies w, or reads it slowly for one row
+FEW_ROWS_BFLOAT16 = 64  # the same where BLAS needs float32 copies of bfloat16 tiles
 FEW_ROWS_ELEMENTS = 1 << 16  # and only if w has at least this many elements: a smaller w is in the caches
 FEW_ROWS_ON_CUDA = 4  # up to this many rows few_rows is faster than cuBLAS
 
@@ -53,7 +54,10 @@ class Problem(NamedTuple):
 
 @cache
 def _has_bf16_products() -> bool:
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    """Whether the CPU has bf16 instructions. oneDNN multiplies bfloat16 with AVX-512 alone too, but 2.5 times slower than
+    `tiled`."""
+    without = torch.cpu._is_avx512_supported() and not torch.cpu._is_avx512_bf16_supported()
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()) and not without
 
 
 def _bf16_on_cpu(x: TensorLike) -> bool:
@@ -85,14 +89,18 @@ def _tiled_refuses(problem: Problem) -> str | None:
 
 
 def _bf16_refuses(problem: Problem) -> str | None:
-    without = "needs a CPU with bf16 instructions: without them torch's product is about 100 times slower"
+    without = "needs a CPU with bf16 instructions: without them torch's product is 2 to 100 times slower"
     return _tiled_refuses(problem) or (None if _has_bf16_products() else without)
 
 
 def _few_rows(x: TensorLike, w: TensorLike) -> bool:
     """Whether fixed_order is the fastest kernel."""
     large = w.shape[-2] * w.shape[-1] >= FEW_ROWS_ELEMENTS
-    return x.shape[0] <= FEW_ROWS and large and w.dtype == x.dtype
+    return x.shape[0] <= _most_few_rows(x) and large and w.dtype == x.dtype
+
+
+def _most_few_rows(x: TensorLike) -> int:
+    return FEW_ROWS_BFLOAT16 if _bf16_on_cpu(x) and not _has_bf16_products() else FEW_ROWS
 
 
 def _fixed_order_refuses(problem: Problem) -> str | None:
@@ -100,7 +108,7 @@ def _fixed_order_refuses(problem: Problem) -> str | None:
     if backward:
         return "has the forward only"
     if not invariant and not _few_rows(x, w):
-        return f"is for invariant problems, and for up to {FEW_ROWS} rows with a large w of x's dtype"
+        return f"is for invariant problems, and for up to {_most_few_rows(x)} rows with a large w of x's dtype"
     return _strided_columns(x, w) or rows.refusal(x)
 
 
@@ -161,8 +169,11 @@ def linear_workspace(
     invariant: bool = False,
     kernel: str | None = None,
 ) -> Shapes:
-    """Name → (shape, dtype) of the scratch. For w (H, D, D) this is the scratch of one head, because heads run one by one."""
-    shapes = LINEAR.workspace(Problem(x, w, invariant and not backward, backward), kernel=kernel, bias=bias)
+    """Name → (shape, dtype) of the scratch. It is enough for fewer rows too, for which the table may select `fixed_order`.
+    For w (H, D, D) this is the scratch of one head, because heads run one by one."""
+    problem = Problem(x, w, invariant and not backward, backward)
+    few = problem._replace(x=Form((min(x.shape[0], FEW_ROWS_BFLOAT16), x.shape[1]), x.dtype, x.device))
+    shapes = LINEAR.workspace(problem, few, kernel=kernel, bias=bias)
     if backward and bias:
         dy = Form((x.shape[0], w.shape[-2]), x.dtype, x.device)
         shapes |= below("column_sum", column_sum_workspace(dy))
