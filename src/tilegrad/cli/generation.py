@@ -110,7 +110,7 @@ def _print_all(generation: Generation, args: argparse.Namespace) -> int:
     number of tokens."""
     from .progress import watch
 
-    out = None if sys.stdout.isatty() else sys.stdout  # None: the sys.stdout of the bar, which prints above it
+    out = None if sys.stdout.isatty() else sys.stdout  # None: sys.stdout as the bar replaces it
     tokens, started_at, shown_at = 0, time.perf_counter(), time.perf_counter()
     many = generation.sequences > 1
     with watch(sys.stderr) as show:
@@ -231,7 +231,7 @@ def add_generation(commands: Commands) -> None:
         "text", nargs="*", metavar="PROMPT", help=f"texts to continue; - reads stdin (default: {PROMPT!r})"
     )
     text.add_argument("--prompt", metavar="TEXT", help="the same as one PROMPT")
-    text.add_argument("--prompt-file", metavar="FILE", help="a text to continue in each line; - reads stdin")
+    text.add_argument("--prompt-file", metavar="FILE", help="a file with a prompt in each line; - reads stdin")
     text.add_argument(
         "--max-tokens", type=int, default=80, metavar="N", help="most new tokens of a sequence (default: %(default)s)"
     )

@@ -3,9 +3,9 @@
 A row that refuses gives a reason, and there is no silent fallback: a kernel requested by name runs or raises. The names of the
 rows are public.
 
-A problem has the properties of a call that its table reads. It is a NamedTuple, whose fields are the positional arguments of a
-kernel's `workspace`. The first field is a tensor on the call's device. The table reads only shapes, dtypes, devices and
-options, so a kernel can be selected before a tensor exists. `NORM.explain(Problem(x))` says which kernel would run; `tilegrad
+A problem describes a call to the table. It is a NamedTuple, whose fields are the positional arguments of a kernel's
+`workspace`. The first field is a tensor on the call's device. The table reads only shapes, dtypes, devices and options, so a
+kernel can be selected before a tensor exists. `NORM.explain(Problem(x))` says which kernel would run; `tilegrad
 doctor --kernels` prints this for every op.
 """
 
@@ -39,8 +39,8 @@ class Where(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A row. `refuses` returns the reason why this kernel cannot run a problem, or None. If the kernel runs only if requested
-    by name, `by_name_only` is the reason.
+    """A row. `refuses` returns the reason why this kernel cannot run a problem, or None. A kernel with
+    `by_name_only` runs only when it is requested by name, and `by_name_only` says why.
 
     `module`, a dotted name below tilegrad.kernels, offers `workspace` and the functions that the op's `__init__` lists.
     """

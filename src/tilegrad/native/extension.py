@@ -1,9 +1,9 @@
 """A Python extension module from one C++ source file of the package. The package also works without it, but more slowly.
 
 `tilegrad doctor --build` compiles the module against the running torch and Python. This needs a C++ compiler and the headers of
-Python; torch contains its headers. The C++ interface of torch changes between versions. So the file name contains the versions
-of torch and Python, and a module that was built for other versions is never loaded. The module contains a digest of its source
-and flags.
+Python; the headers of torch are part of its package. The C++ interface of torch changes between versions. So the file name
+contains the versions of torch and Python, and a module that was built for other versions is never loaded. The module contains a
+digest of its source and flags.
 """
 
 from __future__ import annotations

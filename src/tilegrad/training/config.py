@@ -1,5 +1,5 @@
 """The values of a run, by section: [model], [train], [optimizer], [data] and [lora]. `sections.py` reads them from a TOML file,
-flags or a dictionary. LIMITS bounds sizes; they are checked before memory is allocated for them.
+flags or a dictionary. Every size is checked against LIMITS before memory is allocated for it.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.
 class TrainConfig:
     """A step has `gradient_accumulation` micro-batches of `batch_size` sequences, counted over all ranks. Intervals are in
     steps; 0: never. A RunConfig replaces seq_len=0 by the model's block_size, warmup_steps=-1 by a twentieth of the steps,
-    decay_steps=-1 by a fifth of the steps if the schedule decays last, and dtype="auto" by bfloat16 on CUDA, else by
-    float32."""
+    decay_steps=-1 by a fifth of the steps if the schedule is "wsd" or "trapezoid", and dtype="auto" by bfloat16 on CUDA,
+    else by float32."""
 
     steps: int = 1000
     batch_size: int = 16
@@ -168,7 +168,7 @@ class TrainConfig:
             )
 
     def with_steps(self, steps: int) -> TrainConfig:
-        """These settings with `steps`, and with the warm-up and decay that follow from them where none are given."""
+        """These settings with this number of steps. Where warmup_steps or decay_steps is -1, it is computed from `steps`."""
         decay = -(-steps // 5) if self.decay_steps == -1 and self.schedule in DECAYS_LAST else self.decay_steps
         warmup = steps // 20 if self.warmup_steps == -1 else self.warmup_steps
         return replace(self, steps=steps, warmup_steps=warmup, decay_steps=decay)
@@ -235,8 +235,8 @@ class OptimizerConfig:
 @dataclass(frozen=True, slots=True)
 class DataConfig:
     """`files` are text files and folders, joined in order; none: the text that ships with the package. validation="windows"
-    draws validation windows, or documents, from the whole text; "end" takes the last ones. `settled` replaces
-    format="auto", packing=None and too_long="auto"."""
+    draws validation windows, or documents, from the whole text; "end" takes the last ones. `sections.settled`
+    replaces format="auto", packing=None and too_long="auto" by the values that fit the files."""
 
     files: tuple[str, ...] = ()
     tokenizer: str = "bytes"
@@ -261,7 +261,7 @@ class DataConfig:
         if not is_count(self.bpe_vocab_size, LIMITS["bpe_vocab_size"], 256):
             most = LIMITS["bpe_vocab_size"]
             raise ValueError(
-                f"bpe_vocab_size: got {shown(self.bpe_vocab_size)}; accepted: an int from 256, the bytes, to {most:,}"
+                f"bpe_vocab_size: got {shown(self.bpe_vocab_size)}; accepted: an int from 256 (one for each byte) to {most:,}"
             )
         fraction = self.validation_fraction
         if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 <= fraction < 1:
@@ -389,7 +389,7 @@ class RunConfig:
         if shorter is not None and (self.data.packing or self.data.format not in ("auto", "text")):
             raise ValueError(
                 f"stages: got seq_len {shorter} with rows of documents; accepted: the run's value, {t.seq_len}, because "
-                "documents are cut and packed for it, or data.packing false with data.format 'text'"
+                "documents are cut and packed into rows of this length; or data.packing false with data.format 'text'"
             )
 
     @property
@@ -409,7 +409,7 @@ class RunConfig:
 
     @property
     def step_options(self) -> StepOptions:
-        """The run's values of these keyword arguments."""
+        """The values that this run gives to the keyword arguments in `StepOptions`."""
         t = self.train
         return StepOptions(
             linear=t.linear,

@@ -8,14 +8,14 @@
                                       o[b] = attention of q[b] to columns 0 … p of k_cache[b] and v_cache[b]
 
 The equations of attention/mask.py apply with Tq = 1 and Tk = p + 1: window, softcap, ALiBi slopes, sinks and scale are
-taken from the mask. The mask must be causal, without dropout, bias and packed sequences.
+taken from the mask. The mask must be causal, without dropout, bias, intervals and packed sequences.
 
 A position outside 0 … capacity − 1 writes nothing and gives o[b] = 0, so −1 marks a row of the batch without a sequence. A slot
 outside 0 … B · capacity − 1 writes nothing either. Columns after positions[b] are not used, so a cache needs no initial value.
 
-The bits of a row depend on its own sequence alone, not on the batch or on the number of threads. With kernel `native` a row has
-the same bits as in the training forward, dense or packed, with attention's kernel `native`. With kernel `triton` it has the
-bits of attention's kernel `triton` with invariant=True.
+The bits of a row depend on its own sequence alone, not on the batch or on the number of threads. Kernel `native` computes the
+same bits as the kernel `native` of attention in a training forward, dense or packed. Kernel `triton` computes the same bits as
+the kernel `triton` of attention with invariant=True.
 
 `CACHE_ATTENTION` is the table of kernels. Each module offers `workspace`, `write` on k and v (N, Hkv, D), and `fwd` on q and o
 (B, Hq, D), k and v (B, Hkv, D).

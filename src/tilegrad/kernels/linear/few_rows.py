@@ -20,7 +20,7 @@ from ..scratch import Scratch, Shapes, TensorLike
 TILE, WARPS = 8192, 4  # elements of a tile of w
 LARGE, LARGE_TILE, LARGE_WARPS = 1 << 23, 4096, 2  # if w has at least LARGE elements, so that more programs run at once
 MOST_OUTPUTS, LEAST_OUTPUTS = 4, 2  # outputs of a program
-PROGRAMS = 2  # wanted per multiprocessor: programs have fewer outputs, down to LEAST_OUTPUTS, until there are as many
+PROGRAMS = 2  # per multiprocessor; if w has too few rows for these, a program has fewer outputs, at least LEAST_OUTPUTS
 
 
 @triton.jit

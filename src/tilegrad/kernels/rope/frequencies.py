@@ -4,9 +4,9 @@ default   f_i = theta^(−2i/D)
 linear    f_i / factor
 llama3    f/factor for wavelengths 2π/f longer than original/low, f for wavelengths shorter than original/high;
           between: (1 − m) · f/factor + m · f,  m = (original/wavelength − low) / (high − low)
-yarn      f for every i up to the one that rotates beta_fast times in `original` tokens, f/factor for every i from the one that
-          rotates beta_slow times, linear between; cos and sin are multiplied by attention_factor, 0.1 · ln(factor) + 1 by
-          default
+yarn      f for i ≤ ⌊fast⌋, f/factor for i ≥ ⌈slow⌉, linear in i between. frequency[fast] makes beta_fast rotations in
+          `original` tokens, and frequency[slow] makes beta_slow. cos and sin are multiplied by attention_factor, which
+          defaults to 0.1 · ln(factor) + 1
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MOST = 1e9  # the limit of every field; the largest published `original` is 262
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """Frequency scaling of a model that reads `factor` times the `original` number of tokens it was first trained on."""
+    """How a model that was trained on `original` tokens scales its frequencies to read `factor` times as many."""
 
     kind: Kind
     factor: float
