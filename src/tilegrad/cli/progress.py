@@ -18,7 +18,7 @@ _UNITS = ((10**9, "B"), (10**6, "M"), (10**3, "k"), (1, ""))
 
 
 def _time(seconds: float) -> str:
-    """Hours, minutes and seconds, such as 1:02:03; below an hour minutes and seconds, such as 2:03."""
+    """Hours, minutes and seconds, such as 1:02:03; below an hour, minutes and seconds, such as 2:03."""
     minutes, s = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{s:02}" if minutes >= 60 else f"{minutes}:{s:02}"
 
@@ -176,7 +176,7 @@ def _rich(out: TextIO) -> Iterator[Show]:
                 bar.update(task, total=numbers["batches"], completed=numbers["batch"], description=message)
             elif event == "generate":
                 bar.update(task, total=numbers["sequences"], completed=numbers["sequence"], description=message)
-                bar.advance(task, 0)  # the mean speed begins with the first event, at which no sequence is complete
+                bar.advance(task, 0)  # starts the mean speed at the first event, when no sequence is complete
             elif message:
                 bar.console.print(message)
             if event == "start":

@@ -48,8 +48,9 @@ class Sampling:
             raise ValueError(f"seed: got {seed!r}; accepted: an int, −2⁶³ … 2⁶⁴ − 1, as torch.Generator takes it")
 
     def row(self) -> tuple[float, float, float, float, float]:
-        """The settings as `sample_fwd` reads them, rounded to float32. A positive number outside the range of float32 becomes
-        the nearest number in the range, so it stays positive, except that a temperature below the range becomes 0."""
+        """The settings as `sample_fwd` reads them, rounded to float32. A temperature or repetition_penalty above the largest
+        float32 becomes the largest. A top_p or repetition_penalty below the smallest normal float32 becomes the smallest, so it
+        stays positive. A temperature below the smallest becomes 0."""
         temperature = _float32(self.temperature) if self.temperature >= _TINY else 0.0
         top_k = 0.0 if self.top_k is None else float(min(self.top_k, MOST_TOKENS))
         top_p, penalty = _float32(self.top_p), _float32(self.repetition_penalty)

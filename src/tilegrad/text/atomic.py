@@ -72,7 +72,7 @@ def check_new(path: Path) -> None:
 
 
 def check_replaceable(path: Path, mark: str) -> None:
-    """Refuses a path that exists, unless the file begins with `mark`, which says that tilegrad wrote it."""
+    """Refuses a path that exists, unless its first 4096 bytes contain `mark`, which says that tilegrad wrote it."""
     if path.is_file():
         with path.open("rb") as file:
             if mark.encode("utf-8") in file.read(4096):

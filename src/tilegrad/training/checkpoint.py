@@ -2,7 +2,7 @@
 
     runs/tiny/checkpoints/000007-step-350/     the seventh that was saved, after 350 steps
         tensors.safetensors
-        manifest.json                          step, state, size and sha256 of every file, and a digest of itself
+        manifest.json                          step and state, every file's size and sha256, and a digest of the manifest
 
 A checkpoint is written into a folder with a hidden name, every file is synced to disk, and then the folder is renamed. Only
 then are older checkpoints deleted, each after it was renamed to a hidden name. So every visible checkpoint is whole, and if a
@@ -74,8 +74,8 @@ def save_checkpoint(
 
     tensors   contiguous, on any device; views of one arena are accepted, tensors that overlap are refused
     state     everything else that a resumed run needs, as plain JSON: configuration, seeds, position in the data
-    keep      how many good checkpoints stay, including this one; older ones are deleted. A checkpoint counts as good by its
-              manifest and the sizes of its files; `latest_checkpoint` checks every byte.
+    keep      how many complete checkpoints stay, including this one; older ones are deleted. A complete checkpoint has a valid
+              manifest and files of the right sizes; their bytes are checked when a checkpoint is read.
     """
     if keep < 1:
         raise ValueError(f"keep: got {keep}; accepted: at least 1, the new checkpoint")
@@ -148,9 +148,9 @@ def load_model(
     must be exactly those of the model. bfloat16 parameters (train.masters none) are returned in float32. Adapters are merged
     into their base weights (`base_of`), in the adapters' dtype.
 
-    averaged   the average of the weights (optimizer.ema), if the checkpoint has one; False: the weights themselves
-    mean_of    checkpoints of the same run, the last of them `path`: the mean of their weights, computed in float64 and
-               rounded once. The mean of adapters is computed before they are merged.
+    averaged   True: return the average of the weights (optimizer.ema) if the checkpoint has one; False: the weights themselves
+    mean_of    checkpoints of the same run, of which `path` is the last. The mean of their weights is returned, computed in
+               float64 and rounded once. Adapters are merged after their mean is computed.
     """
     state = read_state(path)
     config, lora = ModelConfig.from_dict(state["run"]["model"]), adapters_of(state["run"])

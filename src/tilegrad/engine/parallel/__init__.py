@@ -1,4 +1,4 @@
-"""A step over ranks, by one of four strategies. With one rank all of this is a no-op.
+"""A step over ranks, by one of four strategies. One rank alone sends nothing.
 
     Alone              one rank; an engine calls the methods of this class
     Replicated         shard="none": every rank has all parameters, gradients and moments
@@ -12,7 +12,7 @@
     one all-reduce     sums ‖own slices of the gradients‖², the loss, and whether any rank must stop
     own slices         clip and AdamW
     slices          →  all-gather in place, during the next forward: an op waits for the buckets that it reads
-    context=n          n neighbouring ranks share each micro-batch (parallel/context.py); group g mod (world / n) runs number g
+    context=n          n neighbouring ranks share each micro-batch (context.py); group g mod (world / n) runs micro-batch g
 
 Collectives run on slices of the arenas and allocate nothing. All ranks launch them in the order of one schedule, even a rank
 without a micro-batch, because ranks with different orders would wait for each other forever.

@@ -72,8 +72,8 @@ def _inside(x: Tensor, end: int, scratch: Scratch) -> Tensor:
 
 
 def write(k: Tensor, v: Tensor, slots: Tensor, *, k_cache: Tensor, v_cache: Tensor, scratch: Scratch) -> None:
-    """Every row must write, so a row whose slot is outside the cache repeats the last row of its block whose slot is inside. If
-    all slots of a block are outside, the old numbers of one slot are written back."""
+    """The host does not read `slots`, so every row writes something. A row whose slot is outside the cache writes a copy of its
+    block's last row with a slot inside. If the block has no such row, the old numbers of one slot are written back."""
     b, hkv, capacity, d = k_cache.shape
     for i in blocks(len(k), ROWS):
         n = i.stop - i.start
@@ -122,7 +122,7 @@ def _append(new: Tensor, positions: Tensor, cache: Tensor, scratch: Scratch) -> 
 
 def _columns(positions: Tensor, mask: Mask, capacity: int) -> Iterator[slice]:
     """Tiles of the columns that a row of the block may attend to. On a CPU a block is one sequence, and its position limits
-    them."""
+    the columns."""
     start, stop, left = 0, capacity, mask.band[0]
     if positions.device.type == "cpu":
         position = int(positions)

@@ -4,8 +4,8 @@
     backward   P programs; program p has the row tiles p, p + P, p + 2P, …: it adds to dx, writes y, and writes
                partials[:, p] = Σ dy ∘ x̂, Σ dy, Σ dx of its rows, if requested; then dw, db, dx_sum (+)= Σ_p partials
 
-A whole row is in registers, in float32. Only x1, y and dx are rounded; sums and norms use the rounded numbers. Sums are in the
-order of the grid, so the bits are the same each time. With STAGES > 1 the backward prefetches tiles (cp.async). The backward
+A whole row is in registers, in float32. Only x1, y and dx are rounded; sums and norms use the rounded numbers. Sums have a
+fixed order, so the bits are the same each time. With STAGES > 1 the backward prefetches tiles (cp.async). The backward
 spills some registers with 16384 columns, and four with 1024 columns if y is written. With other sizes it spills none.
 """
 

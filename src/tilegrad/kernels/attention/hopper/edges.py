@@ -1,8 +1,8 @@
-"""The edges of the intervals in a tile of columns, as ../triton/intervals.py computes them: least start, largest start,
-least end, largest end of each interval.
+"""The edges of a tile of columns, as ../triton/intervals.py computes them. Each column of the tile has one interval or two. For
+the first intervals of all columns, and for the second, the edges are: least start, largest start, least end, largest end.
 
-`params`, of the forward or of the backward, has a pointer `edges`, its strides edges_b and edges_h in tiles, and
-`second`, which is None if a column has one interval."""
+`params` belongs to the forward or to the backward. It has the pointer `edges`, the strides edges_b and edges_h of the pointer,
+counted in tiles, and `second`, which is None if a column has one interval."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def edges_of(b, kv_head, n, params):
 
 @gluon.jit
 def masks_all(edges, start, stop, params):
-    """Whether one interval contains all rows start … stop in every column. The tile is then skipped."""
+    """Whether the first interval of every column contains all rows start … stop, or the second interval of every column does. If
+    so, the tile is skipped."""
     gone = (gl.load(edges + 1) <= start) & (gl.load(edges + 2) >= stop)
     if params.second is not None:
         gone |= (gl.load(edges + 5) <= start) & (gl.load(edges + 6) >= stop)
@@ -28,7 +29,7 @@ def masks_all(edges, start, stop, params):
 
 @gluon.jit
 def masks_some(edges, start, stop, params):
-    """Whether an interval of a column contains a row of start … stop. Each element of the tile is then tested."""
+    """Whether an interval of a column may contain a row of start … stop. If so, each element of the tile is tested."""
     some = (gl.load(edges) < stop) & (start < gl.load(edges + 3))
     if params.second is not None:
         some |= (gl.load(edges + 4) < stop) & (start < gl.load(edges + 7))
