@@ -221,14 +221,6 @@ def _places_inside(places: Places, start: int, stop: int) -> Places:
     return (*(Place(0, place.element + start - place.start) for place in before[-1:]), *inside)
 
 
-def _gaps(grads: FlatHandle) -> Iterator[tuple[int, int]]:
-    """(start, stop) of each alignment gap."""
-    for buffer, start, following in zip(grads.buffers, grads.starts, (*grads.starts[1:], grads.shape[0]), strict=True):
-        stop = start + buffer.nbytes // buffer.dtype.itemsize
-        if stop < following:
-            yield stop, following
-
-
 def _master(p: Param) -> Buffer:
     return p.master
 
@@ -385,12 +377,9 @@ class Optimizer:
             agreed=buffer("optimizer.agreed", (3,), torch.float64) if world > 1 else None,
             largest=buffer("optimizer.largest", (scales,), torch.float32) if world > 1 and scales else None,
             starts=starts if units is None else units.starts,
-            scratch={
-                name: buffer(f"scratch.optimizer.{name}", shape, dtype, "activations")
-                for name, (shape, dtype) in scratch.items()
-            },
+            scratch={name: buffer(f"scratch.optimizer.{name}", *x, "activations") for name, x in scratch.items()},
             adamw=adamw or AdamW(),
-            gaps=tuple(_gaps(grads)) if grads.role == "activations" else (),
+            gaps=grads.gaps if grads.role == "activations" else (),
             muon=muon,
             decay=decay,
         )

@@ -86,6 +86,12 @@ class FlatHandle(Handle):
     starts: tuple[int, ...] = ()
     skipped: int = 0
 
+    @property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """(start, stop) of each alignment gap of a whole range."""
+        ends = (start + b.nbytes // b.dtype.itemsize for b, start in zip(self.buffers, self.starts, strict=True))
+        return tuple((a, b) for a, b in zip(ends, (*self.starts[1:], *self.shape), strict=True) if a < b)
+
     def part(self, start: int, stop: int) -> FlatHandle:
         """Elements [start, stop) of this range. A trace counts this as a use of all of its buffers."""
         return dataclasses.replace(self, shape=(stop - start,), skipped=self.skipped + start)
