@@ -567,6 +567,21 @@ def test_plan_of_a_file_has_the_bytes_of_its_run(tmp_path: Path, capsys: pytest.
     assert planned == made.plan.peak_bytes
 
 
+def test_plan_says_how_many_bytes_of_gradients_share_memory_with_activations(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    gradients = 4 * sum(p.numel() for p in tilegrad.Engine(tilegrad.presets()["tiny"].model, 1, 8).params.values())
+    for micro_batches, shared, roles in ((1, gradients, 0), (2, 0, 1)):
+        flags = ["plan", "--preset", "tiny", "--train.gradient_accumulation", str(micro_batches)]
+        assert main([*flags, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["shared_gradients_bytes"] == shared
+        assert sum(row["name"] == "grads" for row in found["roles"]) == roles
+        assert main(flags) == 0
+        said = capsys.readouterr().out
+        assert (f"({shared:,} bytes), in the memory of the activations" in said) == (not roles)
+
+
 def test_a_resume_accepts_keys_as_flags(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--resume", str(trained), "--model.n_layer", "2"]) == 2
     assert capsys.readouterr().err == "tilegrad: n_layer: got 2; accepted: the run's value, 1, when resuming\n"
