@@ -295,6 +295,7 @@ def test_every_pair_of_arguments_has_autograds_numbers_and_the_bits_of_the_defau
         ("linear", "fp8"), ("linear", "other"), ("dtype", torch.float16), ("batch_size", 0), ("batch_size", True),
         ("seq_len", 17), ("memory_budget", 0), ("memory_budget", 1.5), ("context", 2), ("shard", "some"),
         ("documents", -1), ("documents", 9), ("documents", True), ("invariant", 1), ("muon", "muon"),
+        ("accumulate", 0), ("accumulate", "no"),
         ("ema", 1.0), ("ema", -0.1), ("ema", True), ("ema", "0.9"), ("ema", math.nan),
     ],
 )  # fmt: skip

@@ -84,6 +84,8 @@ def check_spec(spec: StepSpec) -> None:
         raise ValueError(
             "muon: got a MuonConfig with lora, but Muon does not update adapters; accepted: None with lora"
         )
+    if not isinstance(spec.accumulate, bool):
+        raise ValueError(f"accumulate: got {shown(spec.accumulate)}; accepted: True or False")
     check_decay("ema", spec.ema)
     check_states(spec.states, spec.dtype, muon=spec.muon, lora=spec.lora, ema=spec.ema)
     _check_float8(spec)

@@ -168,7 +168,7 @@ class Engine:
         self._bound: dict[tuple[int, int, bool, bool, int | None], Transformer] = {}
         self._window, self._threads = model_config.window, torch.get_num_threads()
         self._pending: Transformer | None = None  # the model of the last forward, until its backward
-        self._has_gradients = False  # whether no forward followed the last backward, and no update
+        self._has_gradients = False  # whether `grads` are those of a backward, for the next update
         self._device_steps: dict[tuple[tuple[tuple[int, int], ...], int | None], DeviceStep] = {}
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._graph_pool = torch.cuda.graph_pool_handle() if self._stream is not None else None
@@ -516,8 +516,8 @@ class Engine:
         """Update with the current gradients, and wait for the result."""
         if self.spec.shares_gradients and not self._has_gradients:
             raise RuntimeError(
-                "optimizer_step: got accumulate=False and no gradients since the last update, forward or evaluate, which "
-                "overwrite them; call gradients(tokens, targets) first"
+                "optimizer_step: got accumulate=False and no gradients since the last update, forward, evaluate or "
+                "refused batch; call gradients(tokens, targets) first"
             )
         self._has_gradients = False
         self.steps += 1

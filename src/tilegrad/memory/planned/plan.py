@@ -24,7 +24,6 @@ from functools import reduce
 from itertools import accumulate, chain, compress
 from operator import or_, xor
 from types import MappingProxyType
-from typing import cast
 
 _WORK = 20_000_000  # the most work of one plan, in requests² summed over passes: about a second
 _REPAIRS = 20  # passes of repair for each percent above the bound
@@ -121,14 +120,13 @@ def _check(requests: Sequence[Request], align: int) -> None:
                 )
             previous = last
     end = 0
-    for request in sorted((r for r in requests if r.offset is not None), key=lambda r: cast(int, r.offset)):
-        offset = cast(int, request.offset)
+    for offset, nbytes, name in sorted((r.offset, r.nbytes, r.name) for r in requests if r.offset is not None):
         if offset < end or offset % align:
             raise ValueError(
-                f"request {request.name!r} has offset={offset}; accepted: a multiple of {align} that is at least {end}, "
-                "where the request before it ends"
+                f"request {name!r} has offset={offset}; accepted: a multiple of {align} that is at least {end}, where the "
+                "request before it ends"
             )
-        end = offset + request.nbytes
+        end = offset + nbytes
 
 
 @dataclass(frozen=True, slots=True)

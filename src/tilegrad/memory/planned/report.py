@@ -30,7 +30,7 @@ class MemoryReport:
     layers: tuple[Row, ...]
     alive: tuple[Span, ...]  # the buffers alive at the peak, the largest first
     spans: tuple[Span, ...]
-    gradients_bytes: int = 0  # the bytes of gradients that share memory with activations
+    shared_gradients_bytes: int = 0  # the bytes of gradients that share memory with activations
     unplanned: tuple[tuple[str, int], ...] = ()  # (library, bytes that it allocates outside the arenas)
 
     @property
@@ -48,7 +48,11 @@ class MemoryReport:
                 *(f"outside them   {_exact(nbytes)}, {name}" for name, nbytes in self.unplanned),
                 f"alive at most  {_exact(self.max_live_bytes)}, at {self._moment()}",
                 f"sharing saves  {_exact(self.saved_bytes)}, {share:.1%} of {human(self.unshared_bytes)} without it",
-                *([f"gradients      {_exact(self.gradients_bytes)}, {_SHARED}"] if self.gradients_bytes else []),
+                *(
+                    [f"gradients      {_exact(self.shared_gradients_bytes)}, {_SHARED}"]
+                    if self.shared_gradients_bytes
+                    else []
+                ),
                 "",
                 *_aligned(("role", "buffers", "at the peak", "allocated", "bytes"), self.roles),
                 "",
@@ -70,7 +74,7 @@ class MemoryReport:
             "max_live_bytes": self.max_live_bytes,
             "unshared_bytes": self.unshared_bytes,
             "saved_bytes": self.saved_bytes,
-            "shared_gradients_bytes": self.gradients_bytes,
+            "shared_gradients_bytes": self.shared_gradients_bytes,
             "ops": self.ops,
             "peak": {"op": self.peak_op, "name": self.peak_op_name, "alive": [_plain(span) for span in self.alive]},
             "roles": [asdict(row) for row in self.roles],
@@ -85,7 +89,9 @@ class MemoryReport:
             "alive at most": _exact(self.max_live_bytes),
             "the peak": self._moment(),
             "sharing saves": f"{human(self.saved_bytes)} of {human(self.unshared_bytes)}",
-            **({"gradients": f"{human(self.gradients_bytes)}, {_SHARED}"} if self.gradients_bytes else {}),
+            **(
+                {"gradients": f"{human(self.shared_gradients_bytes)}, {_SHARED}"} if self.shared_gradients_bytes else {}
+            ),
             "buffers": f"{sum(row.buffers for row in self.roles):,}",
             "device": self.device,
         }
@@ -121,7 +127,7 @@ def memory_report(memory: MemoryPlan, title: str) -> MemoryReport:
         layers=by_group(spans, alive, lambda span: span.layer or "(no layer)"),
         alive=alive,
         spans=spans,
-        gradients_bytes=sum(trace.handles[name].nbytes for name in trace.places),
+        shared_gradients_bytes=sum(trace.handles[name].nbytes for name in trace.places),
     )
 
 
