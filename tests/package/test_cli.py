@@ -801,7 +801,7 @@ def test_data_files_may_be_one_string(
 
 def test_bucket_sizes_on_the_command_line_are_in_mib() -> None:
     from tilegrad.cli.arguments import add_ranks, sharding_of
-    from tilegrad.engine.parallel import BUCKET_BYTES
+    from tilegrad.engine.spec import BUCKET_BYTES
 
     parser = argparse.ArgumentParser()
     add_ranks(parser)

@@ -435,7 +435,7 @@ def refused(mesh: Mesh) -> list[str]:
 
 def test_ranks_with_other_levels_or_a_forward_by_hand_are_refused(two_ranks: Ranks) -> None:
     errors = [
-        "forward: got float8 with 2 ranks, which agree on its scales once a step; call gradients(tokens, targets)",
+        "forward: got float8 with 2 ranks, which agree on the scales once a step; call gradients(tokens, targets)",
         "linear: got fp8-all on rank 1; accepted: the value of rank 0, fp8",
         "head: got fp8 on rank 1; accepted: the value of rank 0, plain",
     ]

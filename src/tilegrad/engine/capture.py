@@ -131,12 +131,11 @@ def without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def keep(programs: dict[K, P], shape: K, program: P) -> P:
+def keep(programs: dict[K, P], shape: K, program: P) -> None:
     """programs[shape] = program. If there are MOST_SHAPES programs, the oldest is dropped first."""
     if len(programs) >= MOST_SHAPES:
         programs.pop(next(iter(programs)))
     programs[shape] = program
-    return program
 
 
 class CapturedProgram:

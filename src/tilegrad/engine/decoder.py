@@ -6,9 +6,9 @@
 
 The two programs, prefill and step (model/decoding.py), are traced and planned before anything is allocated. Sizes are fixed: a
 slot has room for `capacity` tokens, and kernels read the number of tokens in a slot from `positions` on the device. So on CUDA
-the step is one graph, captured when the step runs the second time. From then on its ops allocate nothing on the device, and the
-host reads tokens without waiting for the newest step. There is one graph of the prefill for each number of tokens. The number
-is rounded up (`prefill_rows`), so that prompts of many lengths share few graphs.
+the step is one graph, captured when the step runs the second time. From then on a step allocates nothing on the device, and the
+host reads tokens without waiting for the newest step. The prefill has one graph for each number of tokens, which is rounded up
+(`prefill_rows`), so that prompts of many lengths share few graphs.
 """
 
 from __future__ import annotations
@@ -177,9 +177,9 @@ def largest_batch(spec: DecoderSpec, limit: int | None = None) -> tuple[dict[str
         return plan_decoder(replace(spec, batch_size=batch_size, prefill_tokens=tokens)).peak_bytes
 
     if limit is None:
-        raise ValueError(f"fit: got {spec.device}, whose memory is unknown here; accepted: devices that report it")
-    found = most(lambda batch_size: batch_size <= LIMITS["batch_size"] and nbytes(batch_size) <= limit)
-    return what_is_largest(found, nbytes(found) if found else None, spec.capacity)
+        raise ValueError(f"fit: got {spec.device}, whose memory is unknown; accepted: a device that reports its memory")
+    largest = most(lambda batch_size: batch_size <= LIMITS["batch_size"] and nbytes(batch_size) <= limit)
+    return what_is_largest(largest, nbytes(largest) if largest else None, spec.capacity)
 
 
 class Decoder:

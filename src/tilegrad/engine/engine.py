@@ -1,13 +1,13 @@
 """A model in planned memory, and its step: forward, loss, backward, clip, and AdamW or Muon.
 
 Before the first step the model and its optimizer are declared on handles, traced and planned. Then each role (params, grads,
-optimizer, inputs, activations) gets one allocation. All of them together have `plan.peak_bytes` bytes, and nothing else is
-allocated. A smaller batch uses the beginning of each buffer.
+optimizer, inputs, activations) gets one allocation. Together the allocations have `plan.peak_bytes` bytes; on a GPU a workspace
+and a copy of the batch are added (`planning.unplanned_bytes`). A smaller batch uses the beginning of each buffer.
 
     loss = Σ over targets of nll / total_targets         so that micro-batches of any lengths add up to one large batch
 
-On CUDA `submit` launches the step as one graph (engine/capture.py) and returns; results follow some steps later. On a CPU a
-step is done when `submit` returns.
+On CUDA `submit` launches the step as one graph (engine/capture.py) and returns before the step is done. On a CPU the step is
+done when `submit` returns.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class Engine:
     CUDA, float32 on a CPU. capture=False runs a CUDA step op by op, with the same bits, for a debugger. On a GPU,
     deterministic=False lets the backward of attention add in any order; on a CPU the order is always the same.
 
-    linear="fp8" computes y and dx of the linear layers of the blocks in float8; "fp8-all" also computes the gradients of their
-    weights in float8. head="fp8" computes the products of the head in float8. All of these need a GPU with float8, and are
-    experimental (docs/training.md). `jumps` counts how often a magnitude grew too fast for its scale.
+    linear="fp8" computes the outputs and input gradients of the linear layers of the blocks in float8. "fp8-all" also computes
+    the gradients of their weights in float8. head="fp8" computes the products of the head in float8. All three need a GPU with
+    float8, and are experimental (docs/training.md). `jumps` counts how often a magnitude grew too fast for its scale.
 
     With a `mesh` of several ranks (engine/parallel) each rank gives its own micro-batches, and the step covers all of
     them. With shard="optimizer" a rank has 1/world of the moments, with "none" all moments, with "all" 1/world of everything.
@@ -80,7 +80,7 @@ class Engine:
     windows=(32, None, …) are attention windows that training steps may use instead of the model's window: `window` chooses one.
 
     With accumulate=False, a step has one micro-batch. On one rank the gradients then share memory with the activations, and
-    `backward` overwrites them: `grads` are valid from `gradients` or `backward` to the update, or to the next forward.
+    `backward` overwrites `grads`, which are valid from `gradients` or `backward` to the update, or to the next forward.
 
     >>> import torch, tilegrad
     >>> config = tilegrad.ModelConfig(vocab_size=5, block_size=8, n_layer=1, n_head=2, n_embd=16)
@@ -177,7 +177,7 @@ class Engine:
         self._rounded = -1  # the version of the params that the compute copies were rounded from
         self.draws = self._total = self._count = self.steps = 0  # draws: how often dropout's seeds were drawn
         self.loss = 0.0
-        self._averaged = False  # whether the weights are their average now (engine/state.py)
+        self._averaged = False  # whether `params` and their average are exchanged now (engine/state.py)
         model = self._model(batch_size, seq_len // context)
         initialise(model, self.ranks, spec, seed, masters=self._has_masters(model))
         self.grads = {name: p.kept_grad for name, p in model.params.items() if p.kept_grad is not None}
@@ -220,14 +220,14 @@ class Engine:
         *,
         cu_seqlens: Tensor | None = None,
     ) -> float:
-        """The mean loss over the targets of this call; 0 if it has none. `total_targets` is the number of targets in the whole
-        step.
+        """The mean loss over the targets of this call, or 0 without targets. `total_targets` is the number of targets in the
+        whole step.
 
         >>> loss = engine.forward(x, y)
         """
         if self._scales and self.ranks.mesh.world > 1:
             raise RuntimeError(
-                f"forward: got float8 with {self.ranks.mesh.world} ranks, which agree on its scales once a step; call "
+                f"forward: got float8 with {self.ranks.mesh.world} ranks, which agree on the scales once a step; call "
                 "gradients(tokens, targets)"
             )
         batch = Batch(tokens, targets, cu_seqlens)
@@ -297,7 +297,7 @@ class Engine:
         check_micro_batches(len(batches), self.spec)
         ranks, first, loss = self.ranks, self.draws, 0.0
         total, taken = ranks.count(sum(count_targets(batch.targets) for batch in batches), len(batches))
-        given = len(batches)
+        unpadded = len(batches)
         batches = ranks.padded(batches)
 
         def models() -> Iterator[Transformer]:
@@ -312,7 +312,7 @@ class Engine:
         def around(i: int) -> Iterator[None]:
             with ranks.around("step", accumulate=i > 0, last=i == len(batches) - 1):
                 yield
-            if i == given - 1:
+            if i == unpadded - 1:
                 ranks.keep_largest()
 
         if not batches:
@@ -416,8 +416,8 @@ class Engine:
             return self._mean_loss(model)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that a resumed run needs, as views of the arenas, without frozen parameters, which the run loads from
-        their source again. So a run with adapters saves the adapters and their moments.
+        """The tensors that a resumed run needs, as views of the arenas. Frozen parameters are left out, because the run loads
+        them from their source again. So a run with adapters saves the adapters and their moments.
 
         >>> {"wte.weight", "m.wte.weight", "v.wte.weight", "adam_step"} <= set(engine.tensors())
         True
@@ -428,14 +428,13 @@ class Engine:
 
     @property
     def jumps(self) -> dict[str, int]:
-        """tensor → how often its largest magnitude has grown 100-fold from one step to the next, for the tensors that are
-        rounded to float8 and have grown so.
+        """tensor in float8 → how often its largest magnitude has grown 100-fold from one step to the next, if it ever has.
 
         >>> engine.jumps
         {}
         """
-        found = {name: int(state[JUMPS]) for name, state in self._scales.items()}
-        return {name: count for name, count in found.items() if count}
+        counts = {name: int(state[JUMPS]) for name, state in self._scales.items()}
+        return {name: count for name, count in counts.items() if count}
 
     def _settle(self) -> None:
         """Wait for the parameters that other ranks are sending."""

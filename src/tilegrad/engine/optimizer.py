@@ -106,23 +106,23 @@ class Owned(NamedTuple):
     places: Places  # the indices that the elements have in the params of a single process
 
 
-def _padded(
-    name: str, ordered: Sequence[Param], buckets: Sequence[Bucket], of_param: Callable[[Param], Buffer]
+def _flat_of(
+    name: str, ordered: Sequence[Param], buckets: Sequence[Bucket], buffer_of: Callable[[Param], Buffer]
 ) -> FlatHandle:
     """A flat handle over one buffer of each parameter, with the padding of the buckets."""
-    every = list(handles([of_param(p) for p in ordered]))
+    buffers = list(handles([buffer_of(p) for p in ordered]))
     if not buckets:
-        return flat(name, every)
-    by_name, form = {p.name: h for p, h in zip(ordered, every, strict=True)}, every[0]
-    padded: list[Handle] = []
+        return flat(name, buffers)
+    by_name, form = {p.name: h for p, h in zip(ordered, buffers, strict=True)}, buffers[0]
+    parts: list[Handle] = []
     for member in (member for bucket in buckets for member in bucket.members):
         if isinstance(member, str):
-            padded.append(by_name[member])
+            parts.append(by_name[member])
             continue
-        pad = f"{'d ' if form.role == 'grads' else ''}pad.{len(padded)}"
+        pad = f"{'d ' if form.role == 'grads' else ''}pad.{len(parts)}"
         pads = (form.role, "pads", form.device, None, form.multiple)
-        padded.append(Handle(pad, (member,), form.dtype, BufferType.COMM, *pads))
-    return flat(name, padded)
+        parts.append(Handle(pad, (member,), form.dtype, BufferType.COMM, *pads))
+    return flat(name, parts)
 
 
 def _grads_and_values(
@@ -133,8 +133,10 @@ def _grads_and_values(
     name = "params" if ordered[0].value is ordered[0].master else "rounded"
     if units is not None:
         return flat("grads", list(handles(units.grad_parts))), flat(name, list(handles(units.value_parts)))
-    grads = _padded("grads", ordered, buckets, lambda p: cast(Buffer, p.kept_grad))  # `ordered` has no frozen parameter
-    return grads, _padded(name, ordered, buckets, lambda p: p.value)
+    grads = _flat_of(
+        "grads", ordered, buckets, lambda p: cast(Buffer, p.kept_grad)
+    )  # `ordered` has no frozen parameter
+    return grads, _flat_of(name, ordered, buckets, lambda p: p.value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,12 +208,12 @@ def _inside(matrices: Matrices, start: int, stop: int) -> Matrices:
 def _places(ordered: Sequence[Param], starts: dict[str, int]) -> Places:
     """The places of the elements of all parameters in `grads`, with the indices that they have in the params of a single
     process. Parameters that follow each other in both have one place together."""
-    alone = flat("params", list(handles([p.master for p in ordered])))
-    found: list[Place] = []
+    alone = _flat_of("params", ordered, (), lambda p: p.master)
+    places: list[Place] = []
     for start, element in sorted((starts[p.name], at) for p, at in zip(ordered, alone.starts, strict=True)):
-        if not found or element - start != found[-1].element - found[-1].start:
-            found.append(Place(start, element))
-    return tuple(found)
+        if not places or element - start != places[-1].element - places[-1].start:
+            places.append(Place(start, element))
+    return tuple(places)
 
 
 def _places_inside(places: Places, start: int, stop: int) -> Places:
@@ -219,10 +221,6 @@ def _places_inside(places: Places, start: int, stop: int) -> Places:
     before = [place for place in places if place.start <= start]
     inside = [Place(place.start - start, place.element) for place in places if start < place.start < stop]
     return (*(Place(0, place.element + start - place.start) for place in before[-1:]), *inside)
-
-
-def _master(p: Param) -> Buffer:
-    return p.master
 
 
 def _buffer(handle: Handle) -> Buffer:
@@ -258,8 +256,10 @@ def _flats(
     grads, values = _grads_and_values(ordered, buckets, units)
     masters, rounded = values, None
     if copied:
-        masters = cast(FlatHandle, state("master", ordered) if buckets else _padded("params", ordered, (), _master))
         rounded = values
+        masters = _flat_of("params", ordered, (), lambda p: p.master)
+        if buckets:
+            masters = cast(FlatHandle, state("master", ordered))
     m, v = cast(FlatHandle, state("m", ordered, of_moments)), state("v", by_adamw, of_moments)
     return _Flats(masters, grads, m, v, state("ema", ordered) if averaged else None, rounded)
 
@@ -287,8 +287,8 @@ def _scratch_of(
     return scratch
 
 
-def _shapes(having: Mapping[str, Sequence[Param]]) -> dict[str, tuple[int, ...]]:
-    return {f"{kind}.{p.name}": tuple(p.master.shape) for kind, params in having.items() for p in params}
+def _shapes(by_kind: Mapping[str, Sequence[Param]]) -> dict[str, tuple[int, ...]]:
+    return {f"{kind}.{p.name}": tuple(p.master.shape) for kind, params in by_kind.items() for p in params}
 
 
 @dataclass(slots=True)

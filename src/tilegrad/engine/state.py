@@ -1,5 +1,5 @@
 """The state of an engine that a run saves and loads: `Engine.tensors`, counters, and the slices of the tensors on each rank.
-Also the context in which the engine computes with the average of its weights."""
+`averaged` is a context in which the engine computes with the average of its weights."""
 
 from __future__ import annotations
 

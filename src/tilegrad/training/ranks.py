@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 from ..engine.dist.mesh import Mesh
-from ..engine.parallel import Shard
+from ..engine.spec import Shard
 
 
 class Sharding(TypedDict):

@@ -22,8 +22,8 @@ from ..data.tokens import TokenFile
 from ..engine.dist.mesh import Mesh, RankLost
 from ..engine.engine import Engine
 from ..engine.machine import check_device, check_platform
-from ..engine.parallel import BUCKET_BYTES, Shard, check_accumulation, check_agreed, check_ranks, digest
-from ..engine.spec import StepSpec
+from ..engine.parallel import check_accumulation, check_agreed, check_ranks, digest
+from ..engine.spec import BUCKET_BYTES, Shard, StepSpec
 from ..engine.state import write_param
 from ..model.layer import is_adapter
 from ..model.lora import LoraConfig, adapter_parts

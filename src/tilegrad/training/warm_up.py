@@ -11,7 +11,7 @@ import torch
 
 from ..engine.dist.mesh import Mesh
 from ..engine.machine import check_device
-from ..engine.parallel import BUCKET_BYTES
+from ..engine.spec import BUCKET_BYTES
 from .config import RunConfig
 from .generation import draw
 from .loop import engine_of

@@ -74,8 +74,8 @@ def missing(before: dict[int, Note], after: dict[int, Note]) -> str:
 class Mesh:
     """The ranks that torchrun launched or, with `alone`, only this process. A collective waits up to `timeout_s` for a rank.
 
-    rank, world               the number of this process, and how many processes there are
-    local_rank, local_world   the same among the processes on this node
+    rank, world               the number of this process, and how many processes the run has
+    local_rank, local_world   the number of this process on its node, and how many processes the node has
     device                    the device of this rank: cpu, or the GPU with the number of its local rank
     """
 

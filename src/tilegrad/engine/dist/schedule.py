@@ -1,5 +1,5 @@
-"""The schedule of a program: which op reads which parameters, and which op completes which gradients. The
-schedule comes from a run of the program on handles, and says when collectives may start.
+"""The schedule of a program: which op reads which parameters, and which op completes which gradients. It comes from a run of the
+program on handles, and says when collectives may start.
 
     touches    the schedule: for each op, the parameters that it reads and those whose gradients it writes
     cut        splits the arena into buckets: adjacent parameters that one collective sums or gathers

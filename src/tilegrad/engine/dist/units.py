@@ -1,8 +1,8 @@
 """Fully sharded: whole parameters and gradients exist only around the ops that need them.
 
-Each block is a unit, and everything outside of the blocks is another. A rank keeps 1/world of each unit, its part. The values of
-a whole unit are one flat COMM buffer, and its gradients are another. Both have live ranges like activations, so units share
-addresses in the plan, and poison exposes a unit that is read after its live range. For each unit:
+Each block is a unit, and everything outside of the blocks is one more unit. A rank keeps 1/world of each unit, its part. The
+values of a whole unit are one flat COMM buffer, and its gradients are a second one. These buffers have live ranges like
+activations, so units share addresses in the plan, and poison exposes a unit that is read after its live range. For each unit:
 
     before the previous unit is used   start the gather (prefetch by one unit)
     before an op reads the unit        wait for the gather
@@ -95,11 +95,11 @@ class Units:
         def buffers(kind: str, form: Handle, role: Role) -> Buffers:
             whole = role == "activations"
             type, share = (BufferType.COMM, 1) if whole else (BufferType.TEMP, world)
-            found = {
+            by_name = {
                 unit: Handle(f"{kind} of {unit}", ((b.stop - b.start) // share,), form.dtype, type, role, unit, form.device)
                 for unit, b in buckets.items()
             }
-            return cast(Buffers, found)
+            return cast(Buffers, by_name)
 
         value, grad = params[0].value, params[0].grad
         return cls(

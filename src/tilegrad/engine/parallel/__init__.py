@@ -22,18 +22,16 @@ from __future__ import annotations
 
 from ..dist.mesh import Mesh
 from ..optimizer import AdamW
-from ..spec import BUCKET_BYTES, Shard, StepSpec
+from ..spec import StepSpec
 from .alone import Alone, View
 from .check import check_accumulation, check_agreed, check_micro_batches, check_ranks, check_same, digest
 from .replicated import Replicated
 from .sharded import FullySharded, ShardedOptimizer
 
 __all__ = [
-    "BUCKET_BYTES",
     "Alone",
     "FullySharded",
     "Replicated",
-    "Shard",
     "ShardedOptimizer",
     "check_accumulation",
     "check_agreed",

@@ -19,7 +19,7 @@ from ..optimizer import AdamW
 from ..spec import Shard, StepSpec
 from .context import check_context
 
-MOST_IN_BFLOAT16 = 128  # micro-batches, because adding less than 2⁻⁹ of a bfloat16 sum does not change it
+MOST_IN_BFLOAT16 = 128  # micro-batches: adding less than 2⁻⁹ of a bfloat16 sum does not change the sum
 
 
 def check_ranks(spec: StepSpec) -> None:
@@ -122,8 +122,8 @@ def _leaves(fields: Mapping[str, object], inside: str = "") -> Iterator[tuple[st
 
 def digest(tensors: Iterable[Tensor]) -> str:
     """The first 16 digits of the sha256 of the bytes of the tensors."""
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for x in tensors:
         for part in x.detach().reshape(-1).view(torch.uint8).split(1 << 26):
-            found.update(part.cpu().numpy().data)
-    return found.hexdigest()[:16]
+            sha256.update(part.cpu().numpy().data)
+    return sha256.hexdigest()[:16]

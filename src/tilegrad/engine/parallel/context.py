@@ -28,8 +28,8 @@ def check_context(config: ModelConfig, seq_len: int, world: int, context: int) -
 
 
 def own_rows(ranks: Ranks, tokens: Tensor, targets: Tensor) -> Batch:
-    """The two runs of each sequence that this rank computes. Sequences are padded at the end to a multiple of 2 · ranks.world.
-    The padding has no targets, and because attention is causal, no token attends to it."""
+    """The two ranges of positions of each sequence that this rank computes. Sequences are padded at the end to a multiple of
+    2 · ranks.world. The padding has no targets, and because attention is causal, no token attends to the padding."""
     n, t = ranks.world, tokens.shape[1]
     more = -t % (2 * n)
     first, last = positions_of(ranks.rank, n, (t + more) // n)

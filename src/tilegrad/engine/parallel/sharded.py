@@ -79,13 +79,13 @@ class ShardedOptimizer(Replicated):
                     x[at].copy_(value.reshape(-1)[low:high])
 
     def pieces(self, *, shared: bool) -> dict[str, Run]:
-        found: dict[str, Run] = {"adam_step": (self.optimizer.adam_step.view(1), 0, 1)}
-        found |= self._shares(self.scales, shared=shared)
+        pieces: dict[str, Run] = {"adam_step": (self.optimizer.adam_step.view(1), 0, 1)}
+        pieces |= self._shares(self.scales, shared=shared)
         for name, own, at, low, _ in self._owned(self.trained):
             for kind, x in (("", own.params), ("m.", own.m), ("v.", own.v), ("ema.", own.ema)):
                 if x is not None:  # Muon has no v
-                    found[kind + name] = x[at], low, self.params[name].numel()
-        return found
+                    pieces[kind + name] = x[at], low, self.params[name].numel()
+        return pieces
 
     def spread(self) -> None:
         for own in self.optimizer.owned:
@@ -127,5 +127,5 @@ class FullySharded(ShardedOptimizer):
         """Do nothing, because a program gathers the units that it uses."""
 
     def whole_params(self) -> dict[str, Tensor]:
-        found = gathered(self.units, self.mesh)
-        return {name: found[name][: p.numel()].view(p.shape) for name, p in self.params.items()}
+        flat = gathered(self.units, self.mesh)
+        return {name: flat[name][: p.numel()].view(p.shape) for name, p in self.params.items()}
