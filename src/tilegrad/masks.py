@@ -58,10 +58,8 @@ def documents(cu_seqlens: Integers, *, causal: bool = True, device: torch.device
     True
     """
     ends = _integers("cu_seqlens", cu_seqlens, device)
-    t, accepted = (
-        _total("cu_seqlens", ends),
-        "numbers that start at 0, never decrease, and end at one T in all sequences",
-    )
+    t = _total("cu_seqlens", ends)
+    accepted = "numbers that start at 0, never decrease, and end at one T in all sequences"
     grows = ends.shape[1] > 1 and not ends[:, 0].any() and bool((ends.diff() >= 0).all())
     require(grows and bool((ends[:, -1] == t).all()), "cu_seqlens", ends.tolist(), accepted, show=str)
     of = _segments(ends[:, 1:], t)
@@ -81,9 +79,9 @@ def prefix(lengths: Integers, length: int, *, device: torch.device | str | None 
     >>> mask["causal"], mask["intervals"][:, 0].tolist()  # rows 0 to j − 1 do not attend to a column j after the prefix
     (False, [[[0, 0], [0, 0], [0, 2], [0, 3]], [[0, 0], [0, 1], [0, 2], [0, 3]]])
     """
-    whole = isinstance(length, int) and not isinstance(length, bool)
-    require(whole, "length", length, "an int ≥ 0, the tokens of a sequence", TypeError)
-    require(length >= 0, "length", length, "an int ≥ 0, the tokens of a sequence")
+    is_int, accepted = isinstance(length, int) and not isinstance(length, bool), "an int ≥ 0, the tokens of a sequence"
+    require(is_int, "length", length, accepted, TypeError)
+    require(length >= 0, "length", length, accepted)
     numbers = _integers("lengths", lengths, device)
     require(len(numbers) == 1, "lengths", f"shape {tuple(numbers.shape)}", "a number for each sequence, (B,)", show=str)
     inside = bool(((numbers >= 0) & (numbers <= length)).all())
@@ -109,10 +107,8 @@ def shared_question(lengths: Integers, *, device: torch.device | str | None = No
     """
     numbers = _integers("lengths", lengths, device)
     ends = numbers.cumsum(1)
-    t, accepted = (
-        _total("lengths", ends),
-        "numbers ≥ 0 of the question and of each answer, with one sum in all sequences",
-    )
+    t = _total("lengths", ends)
+    accepted = "numbers ≥ 0 of the question and of each answer, with one sum in all sequences"
     fits = bool((numbers >= 0).all()) and bool((ends[:, -1] == t).all())
     require(fits, "lengths", numbers.tolist(), accepted, show=str)
     of = _segments(ends, t)
@@ -122,8 +118,7 @@ def shared_question(lengths: Integers, *, device: torch.device | str | None = No
 
 def from_bool(mask: Tensor) -> IntervalMask:
     """The exact intervals of a bool matrix, True = attends, as in a bool bias. Raises an error that names the first column with
-    more than two runs of rows that do not attend. mask is (Tq, Tk), (H, Tq, Tk) or (B, H, Tq, Tk). Its rows
-    do not broadcast.
+    more than two runs of rows that do not attend. mask is (Tq, Tk), (H, Tq, Tk) or (B, H, Tq, Tk); its rows do not broadcast.
 
     causal is True in the result if no row attends to a later token. A column may then have two runs below the diagonal. A tree
     whose nodes are in depth-first order has one run, and so has a window with tokens at the start that are never evicted:

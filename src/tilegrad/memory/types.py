@@ -33,7 +33,7 @@ class BufferStateError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class BufferConfig:
-    """How buffers of one type are used; `AttentionBufferManager` chooses a strategy of allocation by this.
+    """How buffers of one type are used. `AttentionBufferManager` chooses their allocation strategy by these values.
 
     typical_size_mb   in MiB; requests for more than twice this size use the best-fit slab
     reuse_frequency   high: 10 buffers cached per (type, device), and size classes below 1 MiB; medium, low: 5 buffers

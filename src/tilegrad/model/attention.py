@@ -45,7 +45,7 @@ from .lora import Adapter
 from .value_embedding import ValueEmbedding
 
 _SCORES = {f"tiled.{name}": BufferType.SCORES for name in ("s", "dp", "tanh")} | {"tiled.masked_out": BufferType.MASK}
-_TYPES = _SCORES | below("attention", _SCORES) | dict.fromkeys(BUFFERS, BufferType.COMM)  # types of its scratch
+_TYPES = _SCORES | below("attention", _SCORES) | dict.fromkeys(BUFFERS, BufferType.COMM)  # types of the scratch
 
 
 def mask_of(config: ModelConfig, block: int, seed: Buffer | None = None) -> Mask:
@@ -356,8 +356,8 @@ class AttentionLayer:
 
     @property
     def capturable(self) -> bool:
-        """Whether a CUDA graph can capture this layer. It can't if the kernel `tiled` runs on packed rows, because it reads the
-        ends of documents on the host."""
+        """Whether a CUDA graph can capture this layer. It can't if the kernel `tiled` runs on packed rows, because that kernel
+        reads the ends of documents on the host."""
         return self.mask.cu_seqlens_q is None or not any("tiled." in name for name in self.forward_scratch)
 
     @property

@@ -3,16 +3,16 @@
     x1 = x + drop(attention(norm1(x)))        y = x1 + drop(ffn(norm2(x1)))              x, x1, y (N, C)
 
 The residual add is fused into the next norm: a block reads norm1's output and does not add its last branch f. The next block's
-norm1 (ln_f after the last block) forms y = x1 + f. `Transformer.stream` lists each block with its next norm.
+norm1 (ln_f after the last block) computes y = x1 + f. `Transformer.stream` lists each block with its next norm.
 With the key residual_scalars a block reads u = a x + b x0 instead of x (model/residual.py). Then norm1 is not fused with the
-add before it, and the projection before it forms its own bias gradient.
+add before it, and the backward of the projection before norm1 computes the bias gradient of this projection.
 
-The backward turns dx in place from the gradient of y into the gradient of x. Each branch's norm adds to dx and forms Σ dx.
-Without dropout, Σ dx is the bias gradient of the projection before that norm. The weight gradients of a branch's first
-projections are computed after the norm's backward, because it may recompute the norm's output, which they read.
+The backward overwrites dx, the gradient of y, with the gradient of x. Each branch's norm adds to dx and computes Σ dx. Without
+dropout, Σ dx is the bias gradient of the projection before that norm. The weight gradients of a branch's first projections are
+computed after the norm's backward, because they read the norm's output, which this backward may recompute.
 
-Each block's `recompute` is a subset of {"norm", "activation", "block"}. A result is formed again just before the backward reads
-it, so the old value's live range ends early; the bits are the same.
+Each block's `recompute` is a subset of {"norm", "activation", "block"}. A result is computed again just before the backward
+reads it, so the old value's live range ends early; the bits are the same.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Block:
 
     @property
     def last_bias_grad(self) -> Buffer | None:
-        """The bias gradient that the next norm's backward forms as Σ dx, or None."""
+        """The bias gradient that the next norm's backward computes as Σ dx, or None."""
         return None if self.bias_grad_separate or self.scalars is not None else self.ffn.down.bias_grad
 
     @property

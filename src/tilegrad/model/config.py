@@ -45,8 +45,8 @@ class ModelConfig:
     rope_scaling    a RopeScaling, or a mapping of its fields
     logit_softcap   c: the logits l of the head become c · tanh(l / c), in the loss and in generation
     residual_scalars   block i reads a_i x + b_i x0 with learned scalars; x0 is the stream before the first block
-    value_embeddings   n: every second block from the last on, n blocks in all, adds s · table[token] to its values, with a
-                    table (vocab_size, kv_heads · head_dim) and a learned scalar s for each block
+    value_embeddings   n: n blocks, every second one from the last on, add s · table[token] to their values, each with its
+                    own table (vocab_size, kv_heads · head_dim) and learned scalar s
 
     LIMITS bounds the sizes.
 

@@ -29,9 +29,8 @@ from .layer import Buffer, CacheSize, Declare, Param
 from .lora import LoraConfig
 from .transformer import Transformer, declare
 
-ALIGNED = (
-    64  # rows of logits on CUDA begin at multiples of this many elements: cuBLAS is 4 times slower on unaligned rows
-)
+# On CUDA, rows of logits begin at multiples of this many elements: cuBLAS is 4 times slower on unaligned rows.
+ALIGNED = 64
 
 
 @dataclass(frozen=True, slots=True)

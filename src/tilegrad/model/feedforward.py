@@ -5,11 +5,11 @@
     da = dy W_down       dh = da ∘ act'(h)        dx = dh W_up                                dx = [dh, dg] [W_up; W_gate]
 Saved: h; x (the norm's output) and a unless recomputed.       x, y (N, C)   a (N, F)   h (N, F), for swiglu (N, 2·F) with g
 
-The activation's backward is the last to read h. It forms up's bias gradient Σ dh, and writes a recomputed a over h. For swiglu
-it writes [dh, dg] over [h, g], and a over da. So the order is: dgrad of down (da), activation (dh), wgrad of down (dW), dgrad
-of up (dx). (In float8, a is rounded from h. If the backward rounds a again, the wgrad of down comes before the activation.) The
-wgrad of up, `backward_weight`, runs after the norm's backward, which may recompute x. If only float8 products read dh, the
-activation's backward rounds it as it is formed, and dh itself is not stored.
+The activation's backward is the last op that reads h. It computes up's bias gradient Σ dh, and writes a recomputed a over h.
+For swiglu it writes [dh, dg] over [h, g], and a over da. So the order is: dgrad of down (da), activation (dh), wgrad of down
+(dW), dgrad of up (dx). (In float8, a is rounded from h. If the backward rounds a again, the wgrad of down comes before the
+activation.) The wgrad of up, `backward_weight`, runs after the norm's backward, which may recompute x. If only float8 products
+read dh, the activation's backward writes only the rounded dh.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class FeedForward:
         self.down.forward(self.a, y=y, adapter=adapter.of(0) if adapter is not None else None)
 
     def recompute(self, x: Buffer) -> None:
-        """x → h and a, if the backward reads it."""
+        """x → h, and a if the backward reads a."""
         self.form_h(x)
         if self.reads_a:
             self.form_a()
@@ -102,7 +102,7 @@ class FeedForward:
         self.up.forward(x, y=self.h, adapter=None if self.adapter is None else self.adapter.of(0))
 
     def backward(self, dy: Buffer, *, dx: Buffer, bias_grad: bool, recompute: bool) -> None:
-        """Forms dx, down's weight gradient and, if `bias_grad`, its bias gradient. recompute: a was not saved."""
+        """Computes dx, down's weight gradient and, if `bias_grad`, down's bias gradient. recompute: a was not saved."""
         again = (self.da if self.gated else self.h) if recompute and self.reads_a else None
         a = self.a if again is None else again
         if self.down_adapter is not None:
@@ -163,7 +163,7 @@ class FeedForward:
 
     @property
     def rounds_a_again(self) -> bool:
-        """Whether the backward does so too, for the weight gradient of down, because a in float8 was not kept."""
+        """Whether the backward rounds act(h) again, for the weight gradient of down, because a in float8 was not kept."""
         fp8 = self.down.fp8
         return self.rounds_a and fp8 is not None and fp8.weight_gradient and not fp8.keeps
 

@@ -63,7 +63,7 @@ class Uniform:
 
 
 Init: TypeAlias = Normal | Uniform | Constant
-WEIGHT = Normal(0.02)  # all weights except those of norms and of projections onto the residual stream
+WEIGHT = Normal(0.02)  # embeddings, the head, and linear layers that do not write to the residual stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class States:
 
     moments     AdamW's m and v; in bfloat16 they are rounded stochastically (kernels/stochastic_rounding.py)
     masters     "none": the parameters are bfloat16, and rounded stochastically after each update
-    gradients   "bfloat16": an op writes a gradient in float32, and then it is added to a sum in bfloat16
+    gradients   "bfloat16": an op writes a gradient in float32, which is then added to a sum in bfloat16
 
     >>> States().lean, States(moments="bfloat16").lean
     (False, True)
@@ -110,8 +110,8 @@ FULL = States()
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """A parameter. Ops read `value` and add to `grad`; the optimizer updates `master`. `grad` and `master` are float32 or
-    float64.
+    """A parameter. Ops read `value` and add to `grad`; the optimizer updates `master`. By default `grad` and `master` are
+    float32 or float64.
 
     `master` is `value` itself, except with a shorter compute dtype on CUDA; on a CPU the ops round what they read. With
     accumulate=False the first op of a backward that computes `grad` overwrites it.
@@ -119,7 +119,7 @@ class Param:
     Without masters (States.masters), `master` is `value` in the compute dtype, on every device. With gradients in bfloat16,
     `grad` has the gradient of one micro-batch, which an op overwrites, and `keep` adds it to `total`, the sum of a step.
 
-    A frozen parameter has no gradient, master or moment: `grad` is None, and `master` is `value`, in the compute dtype on CUDA.
+    A frozen parameter has no gradient or moment: `grad` is None, and `master` is `value`, in the compute dtype on CUDA.
 
     `matrices` are the (rows, columns) of the matrices in the weight of a linear layer, one after the other, which Muon updates.
     The weight of q, k and v together has three matrices. Other parameters have none.
@@ -187,7 +187,8 @@ class Declare:
     states          dtypes of masters and gradients
     shares_gradients  gradients share memory with activations, and live only from the backward to the update
     head            "fp8": the head's products are in float8
-    scales          the scale states of tensors that are rounded to float8, by name; `factors`: which factor each is
+    scales          the scale states of tensors that are rounded to float8, by name
+    factors         which factor of a product each of these tensors is
     rounded         the weights that are rounded to float8 once a step, by name
     """
 

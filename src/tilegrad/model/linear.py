@@ -116,7 +116,7 @@ class LinearLayer:
         self, dy: Buffer | None, *, dx: Buffer, accumulate: bool = False, adapter: Adapter | None = None
     ) -> None:
         """dx = dy W, or dx += dy W if accumulate. With an adapter of this input, du A is added too. A float8 layer rounds dy
-        here, and `backward_weight` uses the rounded dy too. dy=None: the op that formed dy has rounded it (`rounds_dy`)."""
+        here, and `backward_weight` uses the rounded dy too. dy=None: the op that computed dy has rounded it (`rounds_dy`)."""
         if self.fp8 is not None:
             dy8, w8 = self.fp8.dy, self.fp8.w.rounded
             if dy is not None:
@@ -152,10 +152,8 @@ class LinearLayer:
     def backward_weight(self, dy: Buffer, x: Buffer | None, *, bias_grad: bool = True) -> None:
         """dW += dy' x   db += Σ dy if `bias_grad`, otherwise another op computes db. Frozen parameters get no gradient. x=None:
         xᵀ is rounded to float8 already."""
-        run, db = (
-            per_head_linear_bwd_weight if self.per_head else linear_bwd_weight,
-            self.bias_grad if bias_grad else None,
-        )
+        run = per_head_linear_bwd_weight if self.per_head else linear_bwd_weight
+        db = self.bias_grad if bias_grad else None
         accumulate, scratch = self.w.accumulate, self.backward_scratch
         in_fp8 = self.fp8 is not None and self.fp8.weight_gradient
         if in_fp8 or (self.w.grad is None and not (self.per_head and db is not None)):  # x or dy is not read
@@ -188,7 +186,7 @@ class LinearLayer:
 
     @property
     def rounds_dy(self) -> bool:
-        """Whether only float8 products read dy, so that the op that forms it may round it."""
+        """Whether only float8 products read dy, so that the op that computes dy may round it."""
         return self.fp8 is not None and (self.fp8.weight_gradient or self.w.grad is None)
 
     @property
@@ -199,11 +197,11 @@ class LinearLayer:
 def _added(at: Declare, site: str, x: TensorLike, w: Param, fp8: Fp8 | None, *, shared: bool) -> dict[str, Scratch]:
     """The scratch of the float8 products of a layer that are added to dx (if another layer reads the same x) and to dW (after
     the first micro-batch)."""
-    found: dict[str, Scratch] = {"dx": {}, "dw": {}}
+    added: dict[str, Scratch] = {"dx": {}, "dw": {}}
     if fp8 is None or fp8.w.rounded.columns is None:
-        return found
+        return added
     if shared:
-        found["dx"] = at.scratch(f"{site}_dx", fp8_product_workspace(fp8.w.rounded.columns, x))
+        added["dx"] = at.scratch(f"{site}_dx", fp8_product_workspace(fp8.w.rounded.columns, x))
     if fp8.x.columns is not None and w.grad is not None and w.accumulate:
-        found["dw"] = at.scratch(f"{site}_dw", fp8_product_workspace(fp8.x.columns, w.grad))
-    return found
+        added["dw"] = at.scratch(f"{site}_dw", fp8_product_workspace(fp8.x.columns, w.grad))
+    return added

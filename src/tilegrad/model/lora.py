@@ -2,7 +2,7 @@
 
     u = s drop(x) A'       y_i += u_i B_i'           s = alpha / rank        x (N, Cin)   y_i (N, width)   u, du (N, P·r)
     du_i = s dy_i B_i      dB_i += dy_i' u_i         dA += du' drop(x)       dx += drop'(du A)
-Saved: u. The adapted layers save or recompute x; drop(x) is drawn again.
+Saved: u. The adapted layers save or recompute x. The backward draws the dropout mask again.
 
 The P layers that read the same x (q, k, v; gate, up) are the parts of one adapter. Their A are stacked, (P·r, Cin), so that x
 is read once; each part has its own B_i (width, r). A is initialised uniformly in ±1/√Cin, and B to 0, as in PEFT.
@@ -124,8 +124,8 @@ def adapter_parts(config: ModelConfig, lora: LoraConfig) -> tuple[AdapterParts, 
         (c, ffn | {"up": config.ffn}),
         (config.ffn, {"down": c}),
     )
-    every = [AdapterParts(name, *each) for name, each in zip(INPUTS, channels, strict=True)]
-    has = [part for adapter in every for part in adapter.widths]
+    adapters = [AdapterParts(name, *each) for name, each in zip(INPUTS, channels, strict=True)]
+    has = [part for adapter in adapters for part in adapter.widths]
     if isinstance(lora.layers, tuple):
         chosen = lora.layers
     elif lora.layers in ("all", *GROUPS):
@@ -135,8 +135,8 @@ def adapter_parts(config: ModelConfig, lora: LoraConfig) -> tuple[AdapterParts, 
     for name in chosen:
         if name not in has:
             raise ValueError(f"lora.layers: got {name!r}, which this model does not have; accepted: {', '.join(has)}")
-    found = (a._replace(widths={part: width for part, width in a.widths.items() if part in chosen}) for a in every)
-    return tuple(a for a in found if a.widths)
+    adapters = [a._replace(widths={part: a.widths[part] for part in a.widths if part in chosen}) for a in adapters]
+    return tuple(a for a in adapters if a.widths)
 
 
 class LowRank(NamedTuple):

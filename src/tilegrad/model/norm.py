@@ -59,13 +59,8 @@ class NormLayer:
 
     def add_norm(self, x: Buffer, f: Buffer, *, x1: Buffer) -> None:
         """x1 = x + f   y = norm(x1)"""
-        w, bias, y, rstd, scratch = (
-            self.w.value,
-            self.b.value if self.b else None,
-            self.y,
-            self.rstd,
-            self.forward_scratch,
-        )
+        w, y, rstd, scratch = self.w.value, self.y, self.rstd, self.forward_scratch
+        bias = self.b.value if self.b else None
         if self.mean is not None:
             add_layernorm_fwd(x, f, w, bias, self.eps, x1=x1, y=y, mean=self.mean, rstd=rstd, scratch=scratch)
         else:

@@ -3,8 +3,8 @@
     x = wte[tokens] + wpe[start + position]        for each block: x += attention(norm(x)), x += feed_forward(norm(x))
 
 With `lora`, adapters add to the outputs of linear layers (model/lora.py), without dropout. The caller passes the attention
-function. `causal` is one that autograd can differentiate: with it the model is the reference for the hand-written backward
-(tests, `tilegrad gradcheck --against autograd`), and a peer in benchmarks/training.py.
+function. Autograd can differentiate the function `causal`: with it the model is the reference for the hand-written backward
+(tests, `tilegrad gradcheck --against autograd`), and is compared with the engine in benchmarks/training.py.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     u = a x + b x0        x: the stream before the block        x0: the stream before the first block        u, x, x0 (N, C)
 
 The scalars a and b are learned. They start at 1 and 0, so that a new model computes the same as without them. u is not saved:
-the backward forms it again, in one buffer for all blocks.
+the backward computes u again, in one buffer for all blocks.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
     x = wte[tokens] + wpe[position]       blocks       n = ln_f(x)       loss(n, targets) over wte or lm_head
 
-With the key residual_scalars each block reads a x + b x0 (model/residual.py), and dx0 is the sum of all blocks' gradients
-of x0.
+With the key residual_scalars each block reads a x + b x0 with learned a and b (model/residual.py), and dx0 is the sum of all
+blocks' gradients of x0.
 
-`step` computes the loss and its gradient in one pass, then the rest of the backward. `forward` and `backward` do the
-same in two calls, and compute the loss twice. Declared on handles, the tree is traced and planned; bound to tensors, it trains.
+`step` computes the loss and its gradient in one pass, then the rest of the backward. `forward` and `backward` compute the same
+in two calls, and the loss twice. Declared on handles, the tree is traced and planned; bound to tensors, it trains.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Fp8Head:
         return cls(n, RoundedWeight.declare(at, "head.weight", w.value))
 
     def of(self, n: Buffer) -> tuple[Buffer, Buffer | None, Buffer, Buffer, Buffer | None, Buffer]:
-        """Rounds n. Returns x8, x8t, its state, w8, w8t, its state."""
+        """Rounds n. Returns (x8, x8t, the scale state of x, w8, w8t, the scale state of w)."""
         self.n.of(n)
         x, w = self.n, self.w.rounded
         assert x.rows is not None and w.rows is not None
@@ -188,7 +188,7 @@ class Transformer:
     dx0: Buffer | None  # with residual_scalars
     params: dict[str, Param]
     scales: dict[str, Buffer]  # by the name of a tensor that is rounded to float8
-    factors: dict[str, Factor]  # which factor of a product each of them is
+    factors: dict[str, Factor]  # by the same names: which factor of a product the tensor is
     rounded: tuple[RoundedWeight, ...]
     jumps: Buffer | None  # 0-d float32: how many magnitudes grew 100-fold in the last step; None without scales
 
@@ -352,7 +352,7 @@ def parameters(config: ModelConfig) -> dict[str, Param]:
 
 
 def check_frozen(model: Transformer, freeze: tuple[str, ...]) -> None:
-    """Refuse patterns of frozen parameters that match none, or all of them."""
+    """Refuse a pattern that matches no parameter, and patterns that freeze all parameters."""
     for pattern in freeze:
         if not any(fnmatchcase(name, pattern) for name in model.params):
             meant = did_you_mean(pattern, list(model.params))

@@ -143,7 +143,7 @@ def replace_file(to: Path, made: Path) -> None:
 
 
 def is_cut(library: bytes) -> bool:
-    """Whether a 64-bit ELF file ends before its section headers, which come last: loading it would kill the process."""
+    """Whether a 64-bit ELF file ends before its section headers, which come last. Loading such a file kills the process."""
     if library[:5] != b"\x7fELF\x02":
         return False
     at, size, count = (int.from_bytes(library[a:b], "little") for a, b in ((40, 48), (58, 60), (60, 62)))

@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ..kernels.attention.api import attention_bwd, attention_fwd, attention_workspace
@@ -33,7 +32,7 @@ from ..kernels.attention.mask import Mask, attends, distance
 from ..kernels.attention.problem import lse_dtype
 from ..kernels.linear import linear_bwd, linear_fwd, linear_workspace
 from ..memory.types import BufferStateError
-from ..text.atomic import check_replaceable
+from ..text.atomic import check_replaceable, save_tensors, whole_file
 from .workspace import Lease, Workspace
 
 WEIGHTS = ("W_q", "W_k", "W_v", "W_o")
@@ -126,8 +125,8 @@ class SharedAttention:
         return loss
 
     def backward(self, x: Tensor, grad_x: Tensor | None = None, *, grad_output: Tensor | None = None) -> None:
-        """Add to the gradients of the weights, and overwrite `grad_x`. The gradient of the output is `grad_output`, by default
-        that of `loss`.
+        """Add to the gradients of the weights, and overwrite `grad_x`. `grad_output` is the gradient of the output, by default
+        the gradient that `loss` wrote.
 
         `grad_x` may be `grad_output` of another layer on the same workspace, because it is written last.
         """
@@ -168,7 +167,7 @@ class SharedAttention:
             getattr(self, f"grad_{name}").zero_()
 
     def update_weights(self, learning_rate: float) -> None:
-        """One AdamW step (0.9, 0.999, 1e-8, decay 0.01) from the accumulated gradients, which do not change."""
+        """One AdamW step (betas 0.9 and 0.999, eps 1e-8, decay 0.01) from the accumulated gradients, which do not change."""
         self._live()
         for name, weight in zip(WEIGHTS, self._weights(), strict=True):
             weight.grad = getattr(self, f"grad_{name}")
@@ -189,15 +188,14 @@ class SharedAttention:
         settings = json.dumps(shape | {"dtype": str(self.dtype).removeprefix("torch.")})
         path = Path(path)
         check_replaceable(path, "tilegrad.init_attention")
-        staged = path.with_name(f"{path.name}.{os.getpid()}.new")
-        save_file(tensors, staged, {"tilegrad.init_attention": settings})
-        os.replace(staged, path)
+        with whole_file(path) as staged:
+            save_tensors(tensors, staged, {"tilegrad.init_attention": settings})
 
     @classmethod
     def load(
         cls, path: str | os.PathLike[str], batch_size: int | None = None, *, device: torch.device | str = "cpu"
     ) -> SharedAttention:
-        """Load a saved layer, with buffers of its own. `batch_size` may be another than when it was saved."""
+        """Load a saved layer, with buffers of its own. `batch_size` may differ from that of the saved layer."""
         with safe_open(path, "pt", device=str(device)) as file:
             metadata = file.metadata() or {}
             if "tilegrad.init_attention" not in metadata:

@@ -60,7 +60,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def staged_name(path: Path) -> Path:
-    """The name under which `write_whole` writes `path`."""
+    """The temporary name under which `whole_file` writes `path`."""
     return path.with_name(f".{path.name}.staged")
 
 

@@ -119,7 +119,7 @@ def check_values(value: object, where: str, text: str = "") -> None:
 
 
 def too_deep(text: str, where: str) -> ValueError:
-    """The error for JSON or TOML that is nested too deep, with the first line that is."""
+    """The error for JSON or TOML that is nested too deep, with the number of the first line that is too deep."""
     depth, quoted, escaped, line = 0, "", False, 1
     for c in text:
         line += c == "\n"

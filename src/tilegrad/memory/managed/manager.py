@@ -6,8 +6,8 @@
     deallocate  only the caller references the buffer → cached;  otherwise → quarantined: forgotten, never handed out
 
 A cached buffer belongs to one (type, device). It serves every shape and dtype that needs between 1/1.25 of its size and
-its whole size. Cached buffers are dropped, least recently freed first, before in use + cached exceeds the high-water mark,
-beyond `max_bytes`, beyond 10 (reuse high) or 5 buffers per (type, device), and under memory pressure.
+its whole size. Cached buffers are dropped, least recently freed first, if in use + cached would exceed the high-water mark, if
+the cache exceeds `max_bytes` or 10 (reuse high) or 5 buffers per (type, device), and under memory pressure.
 
 Threads share a manager without a lock, any call may be interrupted, and finalizers may free buffers. cache.py explains why this
 is safe.

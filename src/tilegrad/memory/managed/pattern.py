@@ -21,13 +21,13 @@ ALIKE = 3
 def demand(events: Iterable[tuple[Key, int]]) -> dict[Key, tuple[int, int]]:
     """key → (taken, peak), for the keys that were taken at least once."""
     taken: dict[Key, int] = {}
-    held: dict[Key, int] = {}
+    in_use: dict[Key, int] = {}
     peak: dict[Key, int] = {}
     for key, step in events:
-        held[key] = held.get(key, 0) + step
+        in_use[key] = in_use.get(key, 0) + step
         if step > 0:
             taken[key] = taken.get(key, 0) + 1
-            peak[key] = max(peak.get(key, 0), held[key])
+            peak[key] = max(peak.get(key, 0), in_use[key])
     return {key: (count, peak[key]) for key, count in taken.items()}
 
 

@@ -1,4 +1,4 @@
-"""Reports of a manager: counts and bytes of its cache. With profiling also totals per type, and the life of each buffer as a
+"""Reports of a manager: counts and bytes of its cache; with profiling also totals per type, and the life of each buffer as a
 Chrome trace and as an HTML page.
 
 Times are in nanoseconds since the profile was created, by `time.perf_counter_ns`.

@@ -51,8 +51,8 @@ class Handle(weakref.ref[Tensor]):
 
 @dataclass(slots=True, eq=False)
 class Pool:
-    """The cached buffers of one (type, device), least recently freed first. Whoever takes one out of `free` owns its
-    tensor."""
+    """The cached buffers of one (type, device), least recently freed first. The caller that takes a buffer out of `free` owns
+    the tensor of this buffer."""
 
     type: BufferType
     device: torch.device

@@ -60,8 +60,8 @@ def plan(requests: Iterable[Request], *, align: int = 64, share: bool = True) ->
     if share:
         offsets = _search(requests, align)
     else:
-        given = [r.offset + r.nbytes for r in requests if r.offset is not None]
-        offsets, end = [], _round_up(max(given, default=0), align)
+        fixed_ends = [r.offset + r.nbytes for r in requests if r.offset is not None]
+        offsets, end = [], _round_up(max(fixed_ends, default=0), align)
         for request in requests:
             if request.offset is not None:
                 offsets.append(request.offset)

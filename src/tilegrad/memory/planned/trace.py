@@ -118,7 +118,7 @@ Observe = Callable[[Callable[[Any], None]], AbstractContextManager[None]]
 @dataclass(frozen=True, slots=True)
 class Trace:
     """`ops` in the order in which they ran, the buffers by name in the order of their first use, and the live ranges of
-    each. `places` are the bytes from the start of a flat range of activations to each of its buffers."""
+    each buffer. `places` are the offsets, in bytes, of the buffers of a flat range of activations from its start."""
 
     ops: tuple[str, ...]
     handles: Mapping[str, Handle]
@@ -223,14 +223,13 @@ class _Recorder:
         self.live: dict[str, list[list[int]]] = {}
         self.places: dict[str, int] = {}
         self.stream: str | None = None
-        self.in_flight: dict[
-            str, dict[str, bool]
-        ] = {}  # side stream → buffer that it touches → whether it writes the buffer
+        # side stream → buffer that its ops read or write → whether they write the buffer
+        self.in_flight: dict[str, dict[str, bool]] = {}
 
     def declare(self, handle: Handle) -> None:
-        known = self.handles.setdefault(handle.name, handle)
-        if known is not handle and (_without_shape(handle), handle.nbytes) != (_without_shape(known), known.nbytes):
-            raise ValueError(f"two buffers are named {handle.name!r}: {known} and {handle}. Rename one")
+        first = self.handles.setdefault(handle.name, handle)
+        if first is not handle and (_without_shape(handle), handle.nbytes) != (_without_shape(first), first.nbytes):
+            raise ValueError(f"two buffers are named {handle.name!r}: {first} and {handle}. Rename one")
 
     def call(self, call: Call) -> None:
         for handle in (*call.reads, *call.writes):
@@ -307,9 +306,9 @@ class _Recorder:
             raise ValueError(
                 f"the program ends with side streams {sorted(self.in_flight)} in flight: wait() for each of them"
             )
-        whole = ((0, max(len(self.ops) - 1, 0)),)
+        all_ops = ((0, max(len(self.ops) - 1, 0)),)
         live = {
-            name: whole if handle.role != "activations" else tuple((first, last) for first, last in self.live[name])
+            name: all_ops if handle.role != "activations" else tuple((first, last) for first, last in self.live[name])
             for name, handle in self.handles.items()
         }
         return Trace(
