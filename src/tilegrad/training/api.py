@@ -86,8 +86,8 @@ class TrainedModel:
         if generation.sequences > 1:
             raise ValueError(f"num_samples: got {generation.num_samples}; accepted: 1, or more with tilegrad.generate")
         _warn(generation)
-        (found,) = generation.results()
-        return prompt + found.text
+        (result,) = generation.results()
+        return prompt + result.text
 
     def tokens(
         self,
@@ -205,8 +205,8 @@ def generate(
     >>> folder = f"{tempfile.mkdtemp()}/small"
     >>> small = {"model": {"n_layer": 1, "n_embd": 32}, "train": {"steps": 4, "batch_size": 2, "seq_len": 16}}
     >>> _ = tilegrad.train(small, folder)
-    >>> found = tilegrad.generate(folder, ["Call me ", "The whale"], max_tokens=5, num_samples=2)
-    >>> [(one.prompt, len(one.tokens), one.finish) for one in found[1:3]]
+    >>> results = tilegrad.generate(folder, ["Call me ", "The whale"], max_tokens=5, num_samples=2)
+    >>> [(result.prompt, len(result.tokens), result.finish) for result in results[1:3]]
     [('Call me ', 5, 'length'), ('The whale', 5, 'length')]
     """
     generation = _generation(model, prompts, max_tokens, settings)
@@ -217,15 +217,16 @@ def generate(
 def stream(
     model: TrainedModel | StrPath, prompts: Prompts, *, max_tokens: int = 80, **settings: Unpack[Settings]
 ) -> Iterator[Piece]:
-    """Yields the tokens of `generate` as they are drawn, each with its new text. `Piece.sequence` is its sequence's number.
+    """Yields the tokens of `generate` as they are drawn, each with its new text. `Piece.sequence` is the number of the
+    sequence.
 
     >>> import tempfile, tilegrad
     >>> folder = f"{tempfile.mkdtemp()}/small"
     >>> small = {"model": {"n_layer": 1, "n_embd": 32}, "train": {"steps": 4, "batch_size": 2, "seq_len": 16}}
     >>> _ = tilegrad.train(small, folder)
     >>> pieces = list(tilegrad.stream(folder, "Call me ", max_tokens=5))
-    >>> (whole,) = tilegrad.generate(folder, "Call me ", max_tokens=5)
-    >>> "".join(piece.text for piece in pieces) == whole.text, [piece.finish for piece in pieces[-2:]]
+    >>> (result,) = tilegrad.generate(folder, "Call me ", max_tokens=5)
+    >>> "".join(piece.text for piece in pieces) == result.text, [piece.finish for piece in pieces[-2:]]
     (True, [None, 'length'])
     """
     generation = _generation(model, prompts, max_tokens, settings)
@@ -254,8 +255,8 @@ def logprobs(
     >>> small = {"model": {"n_layer": 1, "n_embd": 32}, "train": {"steps": 4, "batch_size": 2, "seq_len": 16}}
     >>> _ = tilegrad.train(small, folder)
     >>> model = tilegrad.load(folder)
-    >>> [whole] = tilegrad.logprobs(model, "Call me Ishmael")
-    >>> whole.shape
+    >>> (logprobs,) = tilegrad.logprobs(model, "Call me Ishmael")
+    >>> logprobs.shape
     torch.Size([14])
     """
     from ..engine.machine import device_or_default
@@ -337,14 +338,14 @@ def evaluate(
     model = load(run, best=best, init=init, averaged=averaged, average=average)
     given = {"batch_size": batch_size, "seq_len": seq_len, "dtype": dtype}
     settings = {name: value for name, value in given.items() if value is not None}
-    found = evaluate_weights(
+    result = evaluate_weights(
         model.params, model.checkpoint, files, device=device, settings=settings, show=show or quiet
     )
-    return replace(found, weights=model.weights)
+    return replace(result, weights=model.weights)
 
 
 def presets() -> dict[str, RunConfig]:
-    """The presets by name: `.model` is the shape, `.train` and `.data` the settings that go with it.
+    """The presets by name: `.model` is the shape of the model, `.train` and `.data` are settings to train it.
 
     >>> import tilegrad
     >>> list(tilegrad.presets())

@@ -1,6 +1,6 @@
 """A conversation with a model, by its tokenizer's chat template.
 
-The template writes the messages and the generation prompt, and the model continues this text. Its turn ends at one of
+The template writes the messages and the generation prompt, and the model continues this text. The model's turn ends at one of
 `eos_token_ids`, or at the special token that the template writes after an answer.
 
 When the context has no room for an answer, the oldest question and its answer are dropped; the system message stays.

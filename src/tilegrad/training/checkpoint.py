@@ -257,7 +257,7 @@ def load_into(path: Path, tensors: Mapping[str, torch.Tensor]) -> Checkpoint:
 class Tensors:
     """The tensors of a checkpoint, in one file or in shards; the files are mapped while this object is open. A shard has
     slices of flattened tensors, and its header has their offsets. The slices of a tensor must cover it exactly. An older
-    checkpoint has two tensors for some parameters that are one tensor now (`older_parts`); both are read as one.
+    checkpoint has two tensors for some parameters that are one tensor now (`older_parts`); the two are read as one.
 
     headers   name → (safetensors' dtype, shape)
     joined    name → the names of its two parts in an older checkpoint

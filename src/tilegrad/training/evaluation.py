@@ -138,10 +138,10 @@ def _with_files(config: RunConfig, files: Sequence[Path]) -> RunConfig:
     conversations, packing and too_long are those of the run; otherwise those of a new run."""
     own = config.data
     data = replace(own, files=tuple(map(str, files)), format="auto", packing=None, too_long="auto")
-    found = settled(replace(config, data=data))
-    if own.format == "auto" or (own.format == "text") != (found.data.format == "text"):
-        return found
-    return replace(found, data=replace(found.data, packing=own.packing, too_long=own.too_long))
+    new = settled(replace(config, data=data))
+    if own.format == "auto" or (own.format == "text") != (new.data.format == "text"):
+        return new
+    return replace(new, data=replace(new.data, packing=own.packing, too_long=own.too_long))
 
 
 def _read(config: RunConfig, tokenizer: Path, scratch: Path, show: Show) -> tuple[Rows, Tokenizer]:

@@ -93,8 +93,8 @@ def export_run(
 def export_gguf(run: Path, out: Path, *, dtype: str | None = None, **which: Unpack[Which]) -> Written:
     """Write a GGUF file."""
     x = _exported(run, **which)
-    found = write_gguf(out, x.params, x.config, origin=x.origin, tokenizer=x.tokenizer, dtype=dtype)
-    return Written(found.kind, x.step, x.weights, tuple(found.notes))
+    gguf = write_gguf(out, x.params, x.config, origin=x.origin, tokenizer=x.tokenizer, dtype=dtype)
+    return Written(gguf.kind, x.step, x.weights, tuple(gguf.notes))
 
 
 def export_adapter(

@@ -90,7 +90,7 @@ def older_parts(names: Iterable[str]) -> dict[str, tuple[str, str]]:
     >>> older_parts(["m.blocks.0.ffn.up.weight", "m.blocks.0.ffn.gate.weight", "blocks.1.ffn.up.weight"])
     {'m.blocks.0.ffn.up_gate.weight': ('m.blocks.0.ffn.up.weight', 'm.blocks.0.ffn.gate.weight')}
     """
-    there = set(names)
-    every = {name: re.sub(r"\.ffn\.gate\.(weight|bias)$", r".ffn.up.\1", name) for name in sorted(there)}
-    gates = {gate: up for gate, up in every.items() if gate != up and up in there}
+    saved = set(names)
+    up_of = {name: re.sub(r"\.ffn\.gate\.(weight|bias)$", r".ffn.up.\1", name) for name in sorted(saved)}
+    gates = {gate: up for gate, up in up_of.items() if gate != up and up in saved}
     return {up.replace(".ffn.up.", ".ffn.up_gate."): (up, gate) for gate, up in gates.items()}

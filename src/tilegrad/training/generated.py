@@ -10,7 +10,7 @@ Finish = Literal["eos", "stop", "length"]
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """The continuation of a prompt. `text` ends before EOS or the stop string; `tokens` include the token that ended it."""
+    """The continuation of a prompt. `text` ends before EOS or the stop string; `tokens` include the token that ended them."""
 
     prompt: str | tuple[int, ...]  # as it was given
     text: str

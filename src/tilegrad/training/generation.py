@@ -136,8 +136,8 @@ class _Open:
     @property
     def slides(self) -> bool:
         """Whether the window must slide now: the cache is full, and the host has read all tokens that were drawn."""
-        known = self.asked == len(self.tokens) < self.request.max_tokens
-        return known and self.cached == self._capacity
+        all_read = self.asked == len(self.tokens) < self.request.max_tokens
+        return all_read and self.cached == self._capacity
 
     def prompt(self) -> Prompt:
         """The tokens to prefill when the sequence begins or its window slides."""
@@ -373,7 +373,7 @@ def encode_prompts(
 
 
 def _listed(prompts: Prompts, name: str) -> list[str | tuple[int, ...]]:
-    found: list[str | tuple[int, ...]] = []
+    listed: list[str | tuple[int, ...]] = []
     if not isinstance(prompts, Iterable):
         raise ValueError(f"{name}: got {prompts!r}; accepted: a text, or a list of texts and of token lists")
     for i, prompt in enumerate([prompts] if isinstance(prompts, str) else prompts):
@@ -382,10 +382,10 @@ def _listed(prompts: Prompts, name: str) -> list[str | tuple[int, ...]]:
                 f"{name}: got a list with {prompt!r}; accepted: a text, or a list of texts and of token lists"
             )
         try:
-            found.append(prompt if isinstance(prompt, str) else tuple(map(operator.index, prompt)))
+            listed.append(prompt if isinstance(prompt, str) else tuple(map(operator.index, prompt)))
         except TypeError as error:
             raise ValueError(f"{name}[{i}]: got {prompt!r}; accepted: a text, or a list of tokens") from error
-    return found
+    return listed
 
 
 def _encoded(model: TrainedModel, prompt: str | tuple[int, ...], name: str) -> list[int]:
@@ -400,11 +400,11 @@ def _encoded(model: TrainedModel, prompt: str | tuple[int, ...], name: str) -> l
 
 
 def _stops(stop: str | Sequence[str]) -> tuple[str, ...]:
-    found = (stop,) if isinstance(stop, str) else tuple(stop)
-    for text in found:
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    for text in stops:
         if not isinstance(text, str) or not text:
             raise ValueError(f"stop: got {text!r}; accepted: a text of at least one character, or a list of such texts")
-    return found
+    return stops
 
 
 def sliding(config: ModelConfig, prompt_tokens: int, max_tokens: int) -> str | None:

@@ -15,7 +15,7 @@ _KEY = re.compile(r"#?(\w+) = (.*?) +# (.*)")
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    section: str  # model, train, data or lora
+    section: str  # model, train, optimizer, data or lora
     name: str
     default: str  # as written in TOML
     meaning: str
@@ -33,13 +33,13 @@ def finetune() -> str:
 
 def keys() -> list[Key]:
     """Every key, in the example's order."""
-    found, section = [], ""
+    keys, section = [], ""
     for line in example().splitlines():
         if line.startswith("["):
             section = line[1:].partition("]")[0]
         elif match := _KEY.fullmatch(line):
-            found.append(Key(section, *match.groups()))
-    return found
+            keys.append(Key(section, *match.groups()))
+    return keys
 
 
 def flag_value(text: str) -> object:

@@ -107,9 +107,9 @@ def _open_no_follow(path: str, flags: int) -> int:
 def _cut_torn_line(path: Path) -> None:
     if not path.exists() or path.is_symlink():
         return
-    whole = path.read_bytes()
-    end = whole.rfind(b"\n") + 1
-    if end < len(whole):
+    content = path.read_bytes()
+    end = content.rfind(b"\n") + 1
+    if end < len(content):
         os.truncate(path, end)
 
 

@@ -106,8 +106,8 @@ def _saved_id(folder: Path, name: str) -> str | None:
     file = folder / IDS
     if not file.exists():
         return None
-    found = read_json(file)
-    value = found.get(name) if isinstance(found, dict) else None
+    ids = read_json(file)
+    value = ids.get(name) if isinstance(ids, dict) else None
     if value is not None and (not isinstance(value, str) or not _ID.fullmatch(value)):
         raise ValueError(f"{file}: got {shown(value)} for {name}; accepted: an id; delete this file to log a new run")
     return value
@@ -115,8 +115,8 @@ def _saved_id(folder: Path, name: str) -> str | None:
 
 def _save_id(folder: Path, name: str, value: str) -> None:
     file = folder / IDS
-    found = read_json(file) if file.exists() else {}
-    ids = {**(found if isinstance(found, dict) else {}), name: value}
+    saved = read_json(file) if file.exists() else {}
+    ids = {**(saved if isinstance(saved, dict) else {}), name: value}
     write_whole(file, [json.dumps(ids).encode("utf-8") + b"\n"])
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks, read by any number of them: torch's distributed checkpoint (DCP) in safetensors.
+"""Checkpoints of several ranks, which any number of ranks can read: torch's distributed checkpoint (DCP) in safetensors.
 
     runs/large/checkpoints/000007-step-350/
         shard-00001-model-00001-of-00001.safetensors     the pieces of parameters and moments that rank 0 owns

@@ -46,7 +46,7 @@ def run_report(
 
     records       the result of `read_log`: the kinds "train" and "validation" are drawn; null is a gap in the curve
     tables        heading → table, from `run_tables`
-    memory_page   a page of `tilegrad.memory.planned.report`: `memory_report(…).html()` or `timeline_page(…)`
+    memory_page   the page of `memory_report(…).html()` or `timeline_page(…)`; "": none
     The pointer shows every value; where points share a pixel, their lowest and highest are drawn.
     """
     charts = [
@@ -139,12 +139,12 @@ def _points(records: Sequence[Record], kind: str, name: str) -> list[tuple[int, 
 
 def _running_mean(points: Sequence[tuple[int, float | None]], width: int) -> list[tuple[int, float | None]]:
     """The mean of the finite values among the `width` points around each point, fewer at the ends."""
-    known = [0, *accumulate(y is not None for _, y in points)]
+    finite = [0, *accumulate(y is not None for _, y in points)]
     total = [0.0, *accumulate(y or 0.0 for _, y in points)]
     out: list[tuple[int, float | None]] = []
     for i, (step, _) in enumerate(points):
         first, last = max(0, i - width // 2), min(len(points), i - width // 2 + width)
-        count = known[last] - known[first]
+        count = finite[last] - finite[first]
         out.append((step, (total[last] - total[first]) / count if count else None))
     return out
 

@@ -202,10 +202,10 @@ def _continue(run: Run, base: BaseWeights | None, state: RunState) -> None:
     own, engine = load_own(run.folder, state), run.engine
     wanted = {name: tuple(x.shape) for name, x in _frozen(engine, base).items()}
     for name in sorted({*own, *wanted}):
-        found = tuple(own[name].shape) if name in own else None
-        if found != wanted.get(name):
+        shape = tuple(own[name].shape) if name in own else None
+        if shape != wanted.get(name):
             raise ValueError(
-                f"{run.folder / OWN}: got {name} of shape {found}; accepted: {wanted.get(name)}, as in this model"
+                f"{run.folder / OWN}: got {name} of shape {shape}; accepted: {wanted.get(name)}, as in this model"
             )
     for name, value in own.items():
         write_param(engine, name, value)

@@ -31,7 +31,7 @@ def learning_rate(
     wsd          S = N − D    f(p) = 1 − √p
     trapezoid    S = N − D    f(p) = 1 − p
 
-    No step has rate 0 unless the floor is 0. Step W − 1 has the peak, and step N − 1, the last, has the floor. With wsd and
+    Every rate is above 0 if the floor is. Step W − 1 has the peak, and step N − 1, the last, has the floor. With wsd and
     trapezoid the rate of a step before S does not depend on N.
     """
     if step < 0:

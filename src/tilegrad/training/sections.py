@@ -12,7 +12,7 @@ files = ["book.txt"]     # none: the text that ships with the package
 rank = 16
 
 `example.toml` has every key. If gradient_accumulation is given, the same file gives the same training on any number of
-ranks. A key that is not given has the value of the preset, except these keys:
+ranks. A key that is not given has the value of the preset, or of `initial_run` with train.init, except these keys:
 
     gradient_accumulation   at least the number of ranks
     seq_len        block_size
@@ -262,13 +262,13 @@ def with_steps(run: RunConfig, rows: Callable[[int], int]) -> RunConfig:
             f"epochs: got {t.epochs}, which is {steps:,} steps, with warmup_steps {warmup}; accepted: more steps than "
             f"warmup_steps, and at most {LIMITS['steps']:,}"
         )
-    with_all = t.with_steps(steps)
-    if with_all.decay_steps > steps - warmup:
+    train = t.with_steps(steps)
+    if train.decay_steps > steps - warmup:
         raise ValueError(
             f"epochs: got {t.epochs}, which is {steps:,} steps, with warmup_steps {warmup} and decay_steps "
-            f"{with_all.decay_steps}; accepted: at least as many steps as both"
+            f"{train.decay_steps}; accepted: at least as many steps as the sum of the two"
         )
-    return replace(run, train=with_all)
+    return replace(run, train=train)
 
 
 def resumed(own: RunConfig, asked: Sections) -> RunConfig:

@@ -59,8 +59,8 @@ def _read(number: int, given: object) -> Stage:
 def resolved_stages(
     stages: Sequence[Stage], model: ModelConfig, *, batch_size: int, seq_len: int, steps: int | None
 ) -> tuple[Stage, ...]:
-    """The stages, with the values of the run where a stage has none. `steps` is the number of steps of the run; None: it
-    follows from the epochs."""
+    """The stages, with the run's values for the keys that a stage leaves out. `steps` is the number of steps of the run; None:
+    it follows from the epochs."""
     out = []
     for number, stage in enumerate(stages, 1):
 

@@ -23,7 +23,7 @@ ShowKernel = Callable[[str, float, bool], None]  # (name of a kernel, seconds, w
 
 @dataclass(frozen=True, slots=True)
 class WarmUp:
-    """How many forms of kernels were compiled, how many were in the cache, and how long it all took."""
+    """How many kernels Triton compiled, how many it found in its cache, and the seconds of the whole warm-up."""
 
     compiled: int
     cached: int
@@ -32,26 +32,26 @@ class WarmUp:
 
 def warm_up(config: RunConfig, show: ShowKernel) -> WarmUp:
     """Runs a step and an evaluation of every stage of a run on zeros, and generates a token: Triton then has all kernels of the
-    run in its cache. Reads no data and no weights, and writes no other file. Needs the memory of the run. For one process."""
+    run in its cache. Reads no data or weights, writes no other file, runs in one process, and needs the memory of the run."""
     t = config.train
     check_device(t.device)
     if torch.device(t.device).type != "cuda":
         raise ValueError(f"device: got {t.device!r}; accepted: a CUDA device, because nothing is compiled for others")
     import triton
 
-    found: list[bool] = []
+    cache_hits: list[bool] = []
 
-    def heard(*, src: Any, times: Any, cache_hit: bool, **_: object) -> None:
-        found.append(cache_hit)
+    def on_compile(*, src: Any, times: Any, cache_hit: bool, **_: object) -> None:
+        cache_hits.append(cache_hit)
         show(src.name, times.total / 1e6, cache_hit)
 
     start, before = time.perf_counter(), triton.knobs.compilation.listener
-    triton.knobs.compilation.listener = heard
+    triton.knobs.compilation.listener = on_compile
     try:
         run_on_zeros(config)
     finally:
         triton.knobs.compilation.listener = before
-    return WarmUp(found.count(False), found.count(True), time.perf_counter() - start)
+    return WarmUp(cache_hits.count(False), cache_hits.count(True), time.perf_counter() - start)
 
 
 def run_on_zeros(config: RunConfig) -> None:
