@@ -1,11 +1,11 @@
 """Rows → batches, in an order that depends only on the seed and the position.
 
-A row is a window of a text, or several documents (packing.py). Window w has inputs tokens[wT : wT + T] and targets
-tokens[wT + 1 : wT + T + 1]. Neighbouring windows share one token, so in an epoch every token except the first is a target
-once. The last window may be shorter: it is padded with token 0 and target −1, which the loss ignores.
+A row is a window of a text, or several documents (packing.py). With T = seq_len, window w has inputs tokens[wT : wT + T] and
+targets tokens[wT + 1 : wT + T + 1]. Neighbouring windows share one token, so in an epoch every token except the first is a
+target once. The last window may be shorter: it is padded with token 0 and target −1, which the loss ignores.
 
-A shorter length T/k cuts each window into k pieces: piece j of window w is window w·k + j of length T/k. batch_size windows
-give k batches, and batch j has piece j of each window.
+While a run trains on a shorter length T/k, each window is cut into k pieces: piece j of window w is window w·k + j of length
+T/k. batch_size windows give k batches, and batch j has piece j of each window.
 """
 
 from __future__ import annotations
@@ -78,9 +78,7 @@ class BatchesState(TypedDict):
 
     epoch: int
     index: int
-    piece: NotRequired[
-        int
-    ]  # the next piece of the rows from `index` on, if rows are read in pieces; older states lack it
+    piece: NotRequired[int]  # the next piece of the rows that begin at `index`; older states lack it
     tokens_read: NotRequired[int]  # older states lack it
     seed: int
     seq_len: int

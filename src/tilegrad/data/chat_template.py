@@ -33,7 +33,7 @@ _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """`spans`: the parts of `text` that the assistant writes, in order. Each includes the marks that end the message."""
+    """`spans`: the parts of `text` that the assistant writes, in order. Each includes the tokens that end the message."""
 
     text: str
     spans: tuple[Span, ...]

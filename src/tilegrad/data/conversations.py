@@ -71,8 +71,8 @@ def plain_conversation(messages: Sequence[Message], format: Format, end: str) ->
 
 
 def trained_tokens(conversation: Conversation, encoded: Encoded) -> Mask:
-    """Whether each token is a target: it is one if any of its characters is in a span. If only white space follows the last
-    special token of a span (such as the token that ends a message), the white space is not a target."""
+    """Whether each token is a target, as it is if any of its characters is in a span. White space at the end of a span is not
+    a target if it follows a special token, such as the token that ends a message."""
     trained = np.zeros(len(encoded.tokens), np.bool_)
     for begin, end in conversation.spans:
         inside = np.flatnonzero((encoded.ends > begin) & (encoded.starts < end))

@@ -4,7 +4,7 @@
     ends       int64 for each document: its tokens are tokens[ends[i − 1] : ends[i]]
     trained    one bit for each token, the lowest bit first; absent if every token is trained on
 
-Older runs have no documents.bin: their text is one sequence.
+Without documents.bin the text is one sequence.
 """
 
 from __future__ import annotations

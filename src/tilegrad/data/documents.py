@@ -1,6 +1,6 @@
 """Reads documents from files and folders. Files with other suffixes are refused, so that no model trains on binary data.
 
-.txt .md …    the file is one document, unchanged; a file without a suffix is one too, if it is given by its own path
+.txt .md …    the file is one document, unchanged; so is a file without a suffix whose own path is given
 .jsonl        each line is a document or a conversation; the text of a document is in one field
 .gz           a compressed file of these kinds
 a folder      all files with these suffixes in it and below it, in sorted order; its other files are counted as left out
@@ -82,7 +82,7 @@ class _Counted:
 @dataclass(frozen=True, slots=True)
 class Document:
     place: Place
-    pieces: Iterator[str]  # its text, to be used up before the next document
+    pieces: Iterator[str]  # the text, which must be used up before the next document
 
     @property
     def blank_line(self) -> str:

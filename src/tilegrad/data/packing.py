@@ -1,4 +1,4 @@
-"""Documents → rows of seq_len positions, several documents in a row.
+"""Documents → rows of seq_len positions. A row may hold several documents.
 
 A document of L tokens has L − 1 positions: position j reads token j and predicts token j + 1, so no target crosses a document.
 
@@ -16,9 +16,9 @@ A document of L tokens has L − 1 positions: position j reads token j and predi
 So a document becomes one piece, no piece or, with split, several pieces. A piece without a trained target is left out too.
 `Pieces` counts the documents and the pieces that are left out.
 
-Rows are filled first-fit: each piece, in an order drawn from the seed for each epoch, goes into the first open row that
-has room. A row is closed when it is full, when it is the oldest of OPEN rows and a new one is needed, or when it has
-documents − 1 pieces: `documents` is the most documents that a row may have, and its padding counts as one.
+Rows are filled first-fit: each piece is put into the first open row that has room. The seed draws an order of the pieces
+for each epoch. A row is closed when it is full, when it has documents − 1 pieces (padding counts as a document, and
+`documents` is the most that a row may have), or when it is the oldest of OPEN rows and another row is needed.
 """
 
 from __future__ import annotations

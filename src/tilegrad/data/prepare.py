@@ -12,7 +12,7 @@ Documents are encoded one by one if the tokenizer has an EOS, which is added to 
 all texts are joined and encoded as one text, and there is no documents.bin.
 
 Tokens are written as documents are read, so memory grows only by 8 bytes for each document, and by a byte for each
-token of a conversation. A tokenizer.json that does not split texts as GPT-2 does needs a whole document at once.
+token of a conversation. A tokenizer.json that does not split texts as GPT-2 does needs each document whole in memory.
 """
 
 from __future__ import annotations

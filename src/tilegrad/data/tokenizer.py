@@ -42,8 +42,6 @@ BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # the token of a byte in SentencePie
 # `TextStream` decodes a new token together with at most this many earlier ones, because some decoders strip the space of a
 # first token.
 _CONTEXT = 8
-
-
 _PIECE, _TOGETHER = 1 << 16, 16  # characters of a piece that is encoded by itself; how many pieces one call encodes
 _SPACE, _WORD_END = re.compile(r"\s"), re.compile(r"\S(?=[ \n])")
 
@@ -347,9 +345,9 @@ def decode_known(tokenizer: Tokenizer, tokens: list[int]) -> str:
 
 
 class TextStream:
-    """Decodes tokens one by one. `add` returns the new text that later tokens cannot change, and `rest` the remaining
-    text at the end. Joined, these texts equal `decode_known` of the tokens. A character whose bytes span several tokens
-    is returned with the last of them.
+    """Decodes tokens one by one. `add` returns the new text that later tokens cannot change, and `rest` the text that
+    remains at the end. Joined, these texts equal `decode_known` of the tokens. A character whose bytes span several tokens
+    is returned with the last of these tokens.
 
     An incomplete character decodes to one � at the end, so only a � at the end can still change.
     """
@@ -361,10 +359,8 @@ class TextStream:
         self._shown = len(tokenizer.decode(self._chunk))
 
     def add(self, token: int) -> str:
-        if (
-            token >= self._tokenizer.vocab_size
-        ):  # a token that the tokenizer lacks: an incomplete character before it stays �
-            text = self.rest() + "�"
+        if token >= self._tokenizer.vocab_size:
+            text = self.rest() + "�"  # an incomplete character before a token that the tokenizer lacks stays �
             self._chunk, self._shown = [], 0
             return text
         self._chunk.append(token)

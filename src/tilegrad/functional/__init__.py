@@ -1,7 +1,7 @@
 """The public functions of attention, differentiable by autograd. Options become a `Mask`, and dispatch.py runs the call.
 
 Under autocast q, k and v are cast to the autocast dtype; bias, slopes and sinks keep their dtype. Second derivatives and
-forward-mode AD raise.
+forward-mode AD raise NotImplementedError.
 """
 
 from __future__ import annotations
@@ -64,24 +64,25 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """softmax(scale · q kᵀ + …) v with exact gradients of q, k, v, bias and sinks, also through lse.
 
-    q (B, Hq, Tq, D), k (B, Hkv, Tk, D), v (B, Hkv, Tk, Dv), any strides with the last one 1, Hq a multiple of Hkv; the
-    result is (B, Hq, Tq, Dv), in the memory layout of q. Options are applied to the scores in this order:
+    q (B, Hq, Tq, D), k (B, Hkv, Tk, D), v (B, Hkv, Tk, Dv). The last stride is 1, and Hq is a multiple of Hkv. The result
+    is (B, Hq, Tq, Dv), in the memory layout of q. Options are applied to the scores s of query i and key j in this order:
 
     scale         s = scale · q·k; None = 1/√D
     softcap       c > 0: s = c·tanh(s/c)
-    bias          added; broadcastable to (B, Hq, Tq, Tk), float32 or q's dtype; bool: True = attends, without gradient
-    alibi_slopes  − slope[h]·|i + Tk − Tq − j|; (Hq,) or (B, Hq), no gradient
+    bias          s + bias; broadcasts to (B, Hq, Tq, Tk); float32 or q's dtype. Or bool: True attends; no gradient
+    alibi_slopes  s − slope[h]·|i + Tk − Tq − j|; (Hq,) or (B, Hq); no gradient
     causal        query i attends to keys j ≤ i + Tk − Tq
     window        (left, right): i + Tk − Tq − left ≤ j ≤ i + Tk − Tq + right; None = open on that side
     intervals     (B or 1, Hkv or 1, Tk, 2 or 4) int32: row i of q does not attend to column j if
                   intervals[…, j, 0] ≤ i < intervals[…, j, 1] or, with 4 numbers, intervals[…, j, 2] ≤ i < intervals[…, j, 3]
-    sinks         (Hq,): one logit per head that is added to the softmax denominator and has no value
-    dropout_p     drops probabilities after the softmax; the mask is a pure function of seed, the same in every kernel; seed is
-                  an int, a 0-d int64 tensor that is read on the device, or None: drawn from torch's generator
+    sinks         (Hq,): one logit per head, which joins the softmax and has no value
+    dropout_p     drops probabilities after the softmax; the same seed drops the same probabilities in every kernel
+    seed          an int; a 0-d int64 tensor, which is read on the device; or None: drawn from torch's generator
 
-    A row that attends to no key gives 0. return_lse adds the natural-log logsumexp (B, Hq, Tq) in float32 (float64 for
-    float64), differentiable. deterministic=True guarantees bit-equal results; None follows torch.use_deterministic_algorithms.
-    kernel requests a kernel by name, which runs or raises. `explain` says which kernel would run, and why.
+    A row that attends to no key gives 0. return_lse=True also returns the natural logarithm of the sum of exponentials of
+    each row, (B, Hq, Tq) in float32 (float64 for float64), differentiable. deterministic=True gives the same bits every time;
+    None follows torch.use_deterministic_algorithms. The kernel that `kernel` names runs or raises. `explain` says which
+    kernel would run, and why.
 
     >>> import torch, tilegrad
     >>> q = torch.randn(1, 8, 128, 64, requires_grad=True)
@@ -223,7 +224,7 @@ def explain(
     o: Tensor | None = None, do: Tensor | None = None, dq: Tensor | None = None, dk: Tensor | None = None,
     dv: Tensor | None = None, **unknown: Never,
 ) -> Explanation:  # fmt: skip
-    """Says which kernel runs this call of `attention` (with cu_seqlens: `attention_varlen`), and why the others do not.
+    """Says which kernel runs this call of `attention` (with cu_seqlens: `attention_varlen`), and why other kernels do not.
 
     `deterministic` has no effect. It is accepted so that the arguments of a call can be copied. Give o, do, dq, dk and
     dv if you call `attention_fwd` or `attention_bwd` on your own buffers: not every kernel can use every layout.

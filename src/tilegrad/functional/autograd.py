@@ -1,4 +1,5 @@
-"""The autograd function of eager calls of attention, and the calls for which it can stand in for the op (library.py)."""
+"""The autograd.Function of eager calls of attention, and the tests of whether a call can use it instead of the op
+(library.py)."""
 
 from __future__ import annotations
 
@@ -47,21 +48,23 @@ class _EagerAttention(torch.autograd.Function):
     apply(options, q, k, v, bias, alibi_slopes, sinks, seed, cu_seqlens_q, cu_seqlens_k, intervals)."""
 
     @staticmethod
-    def forward(ctx: Any, options: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, *held: Tensor | None) -> Any:
+    def forward(
+        ctx: Any, options: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, *mask_tensors: Tensor | None
+    ) -> Any:
         mask, key, return_lse, deterministic, kernel, manager = options
         both = manager != 0
         o, lse = call.forward(q, k, v, mask, kernel, key, manager=manager, for_both=both, backward=deterministic)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, o, lse, *held)
-        # Autograd saves the tensors of the mask, so the options hold only its numbers.
-        ctx.options = (numbers_of(mask) if held else mask, deterministic, kernel, manager)
+        ctx.save_for_backward(q, k, v, o, lse, *mask_tensors)
+        # Autograd saves the tensors of the mask, so `options` has only the numbers of the mask.
+        ctx.options = (numbers_of(mask) if mask_tensors else mask, deterministic, kernel, manager)
         return (o, lse) if return_lse else o
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None = None) -> Any:
-        q, k, v, o, lse, *held = ctx.saved_tensors
+        q, k, v, o, lse, *mask_tensors = ctx.saved_tensors
         mask, deterministic, kernel, manager = ctx.options
-        if not held:
+        if not mask_tensors:
             _, need_q, need_k, need_v = ctx.needs_input_grad
             wanted = (need_q, need_k, need_v, False, False)
         else:
@@ -71,10 +74,10 @@ class _EagerAttention(torch.autograd.Function):
             if dlse is None:
                 return (None,) * len(ctx.needs_input_grad)
             do = torch.zeros_like(o)
-        mask = mask_of(*held, *mask) if held else mask
+        mask = mask_of(*mask_tensors, *mask) if mask_tensors else mask
         reads = (q, k, v, o, lse, do, dlse)
         dq, dk, dv, dbias, dsinks = backward_of_eager(reads, mask, wanted, kernel, deterministic, manager)
-        return (None, dq, dk, dv, dbias, None, dsinks, None, None, None, None) if held else (None, dq, dk, dv)
+        return (None, dq, dk, dv, dbias, None, dsinks, None, None, None, None) if mask_tensors else (None, dq, dk, dv)
 
 
 apply_eagerly = super(torch.autograd.Function, _EagerAttention).apply  # skips Function.apply's check for transforms
@@ -90,10 +93,10 @@ def backward_of_eager(
 ) -> tuple[Tensor | None, ...]:
     """Runs the kernel if the tensors are plain, otherwise the op."""
     q, k, v, o, lse, do, dlse = reads
-    held = tensors_of(mask, mask.seed)
+    mask_tensors = tensors_of(mask, mask.seed)
     batched = _is_batched(do) or dlse is not None and _is_batched(dlse)  # torch.autograd.grad(…, is_grads_batched=True)
     if not batched and not torch.is_grad_enabled() and not is_traced_or_transformed():
         key = call.backward_key(q, k, v, o, lse, do, dlse, mask, wanted, kernel, deterministic, manager)
-        if key is not None or is_plain_tensor(q, k, v, o, lse, do, dlse, *held):
+        if key is not None or is_plain_tensor(q, k, v, o, lse, do, dlse, *mask_tensors):
             return call.backward(q, k, v, o, lse, do, dlse, mask, wanted, kernel, deterministic, key, manager)
-    return backward_by_op(tuple(reads), (*held, *numbers_of(mask), deterministic, kernel), wanted)
+    return backward_by_op(tuple(reads), (*mask_tensors, *numbers_of(mask), deterministic, kernel), wanted)

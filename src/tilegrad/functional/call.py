@@ -133,7 +133,7 @@ def backward(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Checks, allocates, runs. Returns dq, dk, dv, dbias, dsinks, or None if not wanted. `key` is from `backward_key`."""
     prepared, device = recall(key), q.device
-    if prepared is None and not rows_aligned(do):  # not every kernel reads unaligned rows; a prepared one reads these
+    if prepared is None and not rows_aligned(do):  # not every kernel reads unaligned rows; a prepared kernel does
         do = do.clone(memory_format=torch.contiguous_format)
         key = backward_key(q, k, v, o, lse, do, dlse, mask, wanted, kernel, deterministic, manager)
         prepared = recall(key)

@@ -1,9 +1,9 @@
 """Compilation of a backward in threads, while its forward compiles.
 
 Triton's passes, LLVM and ptxas release the GIL. `wait` runs before the first use of a backward, and before a fork. A
-thread reports no error: the backward compiles the kernel again if a thread could not compile it, and raises the error. Before
-Python 3.11.8 and 3.12.2 `ast.parse`, which Triton calls, may fail if two threads run it (python/cpython#106905), so
-nothing compiles in a thread there.
+thread reports no error: if it could not compile a kernel, the backward compiles the kernel again and raises the error.
+Triton calls `ast.parse`, which before Python 3.11.8 and 3.12.2 may fail if two threads run it (python/cpython#106905).
+Before these versions threads compile nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def start(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, o: Tensor, lse: Tensor, kernel: str | None, *, deterministic: bool
 ) -> None:
     """Starts to compile the backward of a call of the kernels `hopper` or `triton`, once for each set of features. o is
-    passed as do, and each input as its own gradient, because the code depends only on their dtypes and alignment."""
+    passed as do, and each input as its own gradient, because the code depends only on dtypes and alignment."""
     global _pool
     if not PARSES_IN_THREADS:
         return

@@ -52,16 +52,16 @@ def attend(
         deterministic = torch.are_deterministic_algorithms_enabled()
     if not is_traced_or_transformed():
         mask = mask if seed is mask.seed else replace(mask, seed=seed)
-        held = tensors_of(mask, seed) if mask.has_tensors else ()
+        mask_tensors = tensors_of(mask, seed) if mask.has_tensors else ()
         casts = torch._C._is_any_autocast_enabled()
         key = None if casts else call.forward_key(q, k, v, mask, kernel)
-        if key is not None and (q.is_cuda or q.is_cpu) or is_plain_tensor(q, k, v, *held):
+        if key is not None and (q.is_cuda or q.is_cpu) or is_plain_tensor(q, k, v, *mask_tensors):
             if casts:
                 q, k, v = call.autocast(q, k, v)
                 key = call.forward_key(q, k, v, mask, kernel)
             if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or _learned(mask)):
                 options = (mask, key, return_lse, deterministic, kernel, 0)
-                return apply_eagerly(options, q, k, v, *held)  # type: ignore[no-any-return]
+                return apply_eagerly(options, q, k, v, *mask_tensors)  # type: ignore[no-any-return]
             o, lse = call.forward(q, k, v, mask, kernel, key)
             return (o, lse) if return_lse else o
     return attend_by_op(q, k, v, mask, seed, return_lse=return_lse, deterministic=deterministic, kernel=kernel)
@@ -96,8 +96,8 @@ def managed_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, manager: Atte
     if not for_both:
         return call.forward(q, k, v, mask, None, key, manager=number)[0]
     options = (mask, key, False, torch.are_deterministic_algorithms_enabled(), None, number)
-    held = tensors_of(mask, mask.seed) if mask.has_tensors else ()
-    return apply_eagerly(options, q, k, v, *held)  # type: ignore[no-any-return]
+    mask_tensors = tensors_of(mask, mask.seed) if mask.has_tensors else ()
+    return apply_eagerly(options, q, k, v, *mask_tensors)  # type: ignore[no-any-return]
 
 
 def load_fast_path() -> None:

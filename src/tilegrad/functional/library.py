@@ -119,7 +119,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _attention_backward(ctx: Any, do: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
-    q, k, v, *held, o, lse = ctx.saved_tensors
+    q, k, v, *mask_tensors, o, lse = ctx.saved_tensors
     *numbers, deterministic, kernel = ctx.options
     need_q, need_k, need_v, need_bias, _, need_sinks = ctx.needs_input_grad[:6]
     none = (None,) * (len(ctx.needs_input_grad) - 6)
@@ -127,7 +127,7 @@ def _attention_backward(ctx: Any, do: Tensor | None, dlse: Tensor | None = None)
         return (None,) * 6 + none
     saved = (q, k, v, o, lse, torch.zeros_like(o) if do is None else do, dlse)
     wanted = (need_q, need_k, need_v, need_bias, need_sinks)
-    dq, dk, dv, dbias, dsinks = backward_by_op(saved, (*held, *numbers, deterministic, kernel), wanted)
+    dq, dk, dv, dbias, dsinks = backward_by_op(saved, (*mask_tensors, *numbers, deterministic, kernel), wanted)
     return (dq, dk, dv, dbias, None, dsinks, *none)
 
 
@@ -145,8 +145,8 @@ def _transformed(*arguments: Any) -> Any:
 
 
 def _keep_in_graph() -> None:
-    """Makes torch.compile call `_transformed` without tracing it, because it can't be traced. This is called while tracing: at
-    import it would load torch's compiler, which takes 1.6 s."""
+    """Makes torch.compile call `_transformed`, which can't be traced, without tracing it. Called only while torch.compile
+    traces, because allow_in_graph loads torch's compiler, which takes 1.6 s."""
     torch.compiler.allow_in_graph(_transformed)
 
 
@@ -154,8 +154,8 @@ _keep_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a
 
 
 def _vmap(op: Callable[..., Any], tensors: int) -> Callable[..., Any]:
-    """Folds samples into B if q, k and v all have the vmap dimension, and no tensor of the mask has it or has B. With
-    sinks, a seed, cu_seqlens or gradients of the mask, each sample is a separate call."""
+    """Folds samples into B if q, k and v all have the vmap dimension, and no tensor of the mask has the vmap dimension or B.
+    With sinks, a seed, cu_seqlens or dbias, each sample is a separate call."""
 
     def folds(in_dims: tuple[Any, ...], arguments: tuple[Any, ...]) -> bool:
         bias, alibi_slopes, sinks, seed, cu_seqlens_q, _, intervals = arguments[tensors : tensors + 7]

@@ -36,14 +36,14 @@ def linear_cross_entropy(
     softcap           c > 0: l = c · tanh(l / c); None: no cap
     label_smoothing   0 ≤ ε ≤ 1, as in torch's cross_entropy
     z_loss            factor of lse², 0 for none
-    reduction         "mean" over the rows whose target is not ignore_index (0 if there is none), "sum", or "none": the loss of
-                      each row, in the shape of targets
+    reduction         "mean" over the rows whose target is not ignore_index (0 if there is no such row), "sum", or "none":
+                      the loss of each row, in the shape of targets
     ignore_index      a row with this target has loss 0 and gradient 0
 
     The loss is float32 (float64 for float64). The gradients of w and bias are sums in float32, rounded once. Under autocast x,
     w and bias are rounded to the autocast dtype (float64 is not), and gradients of float32 weights stay float32. x and w are
-    copied if their columns are not contiguous. A target outside 0 … V − 1, except ignore_index, raises. On a GPU this is a
-    device-side assertion, as in torch. Second derivatives and forward-mode AD raise.
+    copied if their columns are not contiguous. A target that is neither in 0 … V − 1 nor ignore_index raises; on a GPU it
+    fails a device-side assertion, as in torch. Second derivatives and forward-mode AD raise NotImplementedError.
 
     >>> import torch, tilegrad
     >>> x, w = torch.randn(32, 64, requires_grad=True), torch.randn(1000, 64, requires_grad=True)
@@ -89,10 +89,10 @@ def _check_tensors(x: Tensor, w: Tensor, targets: Tensor, bias: Tensor | None) -
         raise ValueError(f"x: got {x.dtype}, shape {tuple(x.shape)}; accepted: (…, C) of {accepted}")
     if w.ndim != 2 or w.shape[1] != x.shape[-1] or w.shape[0] < 1:
         raise ValueError(
-            f"w: got shape {tuple(w.shape)}; accepted: (V, {x.shape[-1]}), V ≥ 1, because x has that many columns"
+            f"w: got shape {tuple(w.shape)}; accepted: (V, {x.shape[-1]}), V ≥ 1, because x has {x.shape[-1]} columns"
         )
     if bias is not None and bias.shape != w.shape[:1]:
-        raise ValueError(f"bias: got shape {tuple(bias.shape)}; accepted: ({w.shape[0]},), as many as w has rows")
+        raise ValueError(f"bias: got shape {tuple(bias.shape)}; accepted: ({w.shape[0]},), one for each row of w")
     if targets.shape != x.shape[:-1]:
         raise ValueError(
             f"targets: got shape {tuple(targets.shape)}; accepted: {tuple(x.shape[:-1])}, the shape of x without C"
@@ -118,5 +118,5 @@ def _check_options(
     require(smooth, "label_smoothing", label_smoothing, "a number from 0 to 1")
     require(is_number(z_loss) and abs(z_loss) < float("inf"), "z_loss", z_loss, "a finite number, 0 for none")
     require(reduction in get_args(Reduction), "reduction", reduction, ", ".join(map(repr, get_args(Reduction))))
-    whole = isinstance(ignore_index, int) and not isinstance(ignore_index, bool)
-    require(whole, "ignore_index", ignore_index, "an int", TypeError)
+    is_int = isinstance(ignore_index, int) and not isinstance(ignore_index, bool)
+    require(is_int, "ignore_index", ignore_index, "an int", TypeError)

@@ -4,14 +4,14 @@
     "mean", "sum"   loss, dx, dw, dbias in one pass: 3 products    a multiplication by g m         dx (N, C), dw (V, C), dbias
     "none"          the losses: 1 product                          logits, dx, dw: 3 products      x
 
-g is the gradient of the loss. A row's gradient is g_n times a gradient that the forward can compute. With "mean" and
-"sum" g is one number, so the backward only multiplies finished gradients. For a mean over n rows the forward multiplies
-by 2ᵏ = 2^⌊log₂ 1/n⌋, the backward by g and by m = 2⁻ᵏ / n. If the forward multiplied by 1 / n, (p − 1) / n would be
-about −1 / n for every improbable target, and rounding this number to bfloat16 would scale the whole gradient by up to
-1 ± 2⁻⁸; −2ᵏ is exact. With "none" the sum over rows that gives dw depends on all of g, so the backward computes the
-logits again. In float16 the backward always does so, because gradients underflow there without the loss scale. dw and
-dbias are accumulated in float32 (float64 for float64), multiplied by g, and rounded once. w, bias and targets are saved
-too, but these are the caller's tensors.
+g is the gradient of the loss. The gradients of a row are its element of g times gradients that the forward can compute.
+With "mean" and "sum" g is one number, so the backward only multiplies finished gradients. For a mean over n rows the
+forward multiplies by 2ᵏ = 2^⌊log₂ 1/n⌋, the backward by g and by m = 2⁻ᵏ / n. If the forward multiplied by 1 / n, the
+gradient (p − 1) / n of the logit of a target with probability p ≈ 0 would be about −1 / n. Rounding this number to
+bfloat16 would scale the gradients of all such rows by up to 1 ± 2⁻⁸; −2ᵏ is exact. With "none" the sum over rows that gives
+dw depends on all of g, so the backward computes the logits again. With float16 it always does, because gradients underflow
+in a forward that does not know the loss scale. dw and dbias are accumulated in float32 (float64 for float64), multiplied
+by g, and rounded once. w, bias and targets are saved too, but these are the caller's tensors.
 """
 
 from __future__ import annotations
@@ -21,12 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.cross_entropy import (
-    cross_entropy_bwd,
-    cross_entropy_fwd,
-    cross_entropy_step,
-    cross_entropy_workspace,
-)
+from ..kernels.cross_entropy import cross_entropy_bwd, cross_entropy_fwd, cross_entropy_step, cross_entropy_workspace
 from ..kernels.cross_entropy.terms import Terms
 from ..kernels.scratch import accumulation_dtype, new_scratch
 from .differentiable import batching_rule, register
@@ -65,17 +60,9 @@ def _forward(
             power, rest = _split(scale)
             own_dx = dx if dx is None or dx.dtype == dtype else torch.empty_like(reads[0])
             cross_entropy_step(
-                *reads[:3],
-                power,
-                reads[4],
-                loss=loss,
-                dx=own_dx,
-                dw=dw,
-                dbias=dbias,
-                accumulate=False,
-                terms=terms,
+                *reads[:3], power, reads[4], loss=loss, dx=own_dx, dw=dw, dbias=dbias, accumulate=False, terms=terms,
                 scratch=scratch,
-            )
+            )  # fmt: skip
             loss.mul_(rest)
             if dx is not None and own_dx is not None and own_dx is not dx:
                 dx.copy_(own_dx)
@@ -145,8 +132,8 @@ def _times(y: Tensor, g: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _masked(targets: Tensor, ignore_index: int, v: int, reduction: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The op's targets, with −1 for ignored ones, and its inv_total, 0-d. Checks the values of targets. The first product may
-    load w before the previous kernel has ended (linear/few_rows.py), so the kernels of this function must run between a cast of
+    """(targets with −1 for ignored rows, the op's inv_total, 0-d). Checks the values of targets. The first product may load
+    w before the previous kernel has ended (linear/few_rows.py), so the kernels of this function must run between a cast of
     w and the first product."""
     ignored = targets == ignore_index
     right = (ignored | (targets >= 0) & (targets < v)).all()

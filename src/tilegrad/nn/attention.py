@@ -1,12 +1,12 @@
 """A module for the common uses of torch.nn.MultiheadAttention, with tilegrad's kernels, GQA, a window, rope and a cache.
 
-    q, k, v = x W_in' + b, split into heads       o = attention(rope(q), rope(k), v)       y = o W_out' + b
+    q, k, v = x W_inᵀ + b, split into heads       o = attention(rope(q), rope(k), v)       y = o W_outᵀ + b
 
 Parameters have the names and shapes of MultiheadAttention, so its state_dict loads. Attention probabilities are never stored:
 need_weights=True raises. As in MultiheadAttention, True in a bool mask masks a key out.
 
 The module can replace self_attn of torch.nn.TransformerEncoderLayer, and both attentions of a decoder layer. torch's fused
-inference path, which reads the weights and skips this module, is disabled, so tilegrad's kernels run in eval() and in train().
+inference path, which would read the weights and not call this module, is off, so tilegrad's kernels run in eval() too.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Attention(nn.Module):
 
     num_kv_heads   number of heads of keys and values; None: num_heads
     window         number of keys to the left to which a token attends, itself included; None: all
-    rope_theta     base of the rotary positions, which rotate the two halves of a head; None: no rotary positions
+    rope_theta     base of the rotary position embedding, which pairs element i of a head with element i + D/2; None: no rope
     manager        an AttentionBufferManager for the scratch of the kernel, which modules may share; None: torch's allocator.
                    A copy of the module has no manager
 

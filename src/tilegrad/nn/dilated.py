@@ -110,9 +110,9 @@ ImprovedDilatedAttentionV2 = DilatedAttention
 
 
 class MultiheadDilatedAttention(Attention):
-    """Dilated self-attention over (B, T, C), or (T, B, C) with batch_first=False, for the common uses of MultiheadAttention.
+    """Dilated attention over (B, T, C), or (T, B, C) with batch_first=False, for the common uses of MultiheadAttention.
 
-    Parameters have the names and shapes of the parameters of MultiheadAttention, so its state_dict loads.
+    Parameters have the names and shapes of MultiheadAttention's, so its state_dict loads.
     `DilatedAttention` documents the other arguments.
 
     >>> import torch, tilegrad.nn

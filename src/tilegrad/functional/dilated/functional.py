@@ -70,14 +70,14 @@ def dilated_attention(
     segment_lengths   s of each branch; the last segment may be shorter; lengths above T count as T
     dilation_rates    r of each branch
     mode              "head_groups": one contiguous group of heads per branch; the first groups get the remainder. In
-                      group g positions (g mod r) :: r of a segment attend to each other, and the result at other
-                      positions is 0. The result is divided by the number of branches.
+                      group g the positions g mod r, g mod r + r, … of a segment attend to each other, and the result at
+                      other positions is 0. The result is divided by the number of branches.
                       "longnet": every branch covers all heads; head h begins at position h mod r of a segment. At each
                       position the branches are mixed by the softmax of their logsumexps. A position that no branch
                       covers gives 0
     causal            no position attends to a later one
     scale             factor of the scores; None: 1/√D
-    dropout_p         drops probabilities once, after the softmax; the mask is a pure function of seed and shapes
+    dropout_p         drops probabilities once, after the softmax; which ones depends only on seed and shapes
     manager           an AttentionBufferManager for temporary buffers; None: torch's allocator
 
     attn_mask, bias, window and sinks are not supported and must be None. deterministic and kernel are as in
@@ -115,8 +115,8 @@ def check_pattern(
     require(mode in MODES, "mode", mode, " or ".join(map(repr, MODES)))
     given = (("segment_lengths", segment_lengths), ("dilation_rates", dilation_rates))
     for name, values in given:
-        whole = isinstance(values, Sequence) and not isinstance(values, str)
-        positive = whole and len(values) > 0 and all(type(n) is int and n > 0 for n in values)
+        is_sequence = isinstance(values, Sequence) and not isinstance(values, str)
+        positive = is_sequence and len(values) > 0 and all(type(n) is int and n > 0 for n in values)
         require(positive, name, values, "a sequence of ints ≥ 1, one per branch")
     got = f"{len(dilation_rates)} for {len(segment_lengths)} segment_lengths"
     require(len(segment_lengths) == len(dilation_rates), "dilation_rates", got, "one per branch", show=str)

@@ -37,7 +37,7 @@ class Axis(NamedTuple):
 
 
 class View(NamedTuple):
-    """Where a call's elements are in any tensor of these strides."""
+    """Where the elements of a call are in a tensor: the arguments of as_strided."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -119,13 +119,13 @@ def _calls(
     """offset=None: head h begins at h mod rate."""
     b, _, t = shape
     s = min(segment, t)
-    whole, tail = divmod(t, s)
-    for first, n, length in ((0, whole, s), (whole * s, 1, tail)):
+    full_segments, tail = divmod(t, s)
+    for first, n, length in ((0, full_segments, s), (full_segments * s, 1, tail)):
         of_heads = _one_offset(heads, offset, length, rate) if offset is not None else _by_head(heads, length, rate)
         for (h, shift), axes, rows in of_heads:
             if rows > 0:
-                every = [Axis(b, (1, 0, 0)), Axis(n, (0, 0, length)), *axes]
-                yield from _fitted((0, h, first + shift), every, Axis(rows, (0, 0, rate)), strides)
+                batch_axes = [Axis(b, (1, 0, 0)), Axis(n, (0, 0, length)), *axes]
+                yield from _fitted((0, h, first + shift), batch_axes, Axis(rows, (0, 0, rate)), strides)
 
 
 Heads = tuple[tuple[int, int], list[Axis], int]  # ((first head, its offset), axes of the heads, rows of a segment)
@@ -137,9 +137,9 @@ def _one_offset(heads: range, offset: int, length: int, rate: int) -> Iterator[H
 
 def _by_head(heads: range, length: int, rate: int) -> Iterator[Heads]:
     """Heads c·rate + j: whole blocks of `rate` heads, then the rest. Offsets j < length mod rate have one more row."""
-    whole, rest = divmod(len(heads), rate)
+    full_blocks, rest = divmod(len(heads), rate)
     rows, longer = divmod(length, rate)
-    for first, blocks, width in ((0, whole, rate), (whole * rate, 1, rest)):
+    for first, blocks, width in ((0, full_blocks, rate), (full_blocks * rate, 1, rest)):
         for low, high, n in ((0, min(longer, width), rows + 1), (longer, width, rows)):
             if blocks and high > low:
                 yield (first + low, low), [Axis(blocks, (0, rate, 0)), Axis(high - low, (0, 1, 1))], n

@@ -1,4 +1,4 @@
-"""The oracle of dilated attention: whole T×T masks, a softmax per branch, gradients by autograd; and its error bounds.
+"""The oracle of dilated attention (T×T masks, a softmax per branch, gradients by autograd) and the error bounds of kernels.
 
 Position t is in segment t div s at place t mod s. A branch covers place p if p ≥ offset and r divides p − offset.
 
@@ -135,10 +135,7 @@ def bounds(
             rounded["dq"] + scale**2 * var_delta[..., None] * (p @ k64) ** 2,
             scale * (e_lse[..., None] * (ds @ k64).abs() + e_delta[..., None] * (p @ k64).abs()),
         ),
-        "dk": (
-            rounded["dk"] + scale**2 * ((p**2 * var_delta[..., None]).mT @ q64**2),
-            scale * (e_ds @ q64**2).sqrt(),
-        ),
+        "dk": (rounded["dk"] + scale**2 * ((p**2 * var_delta[..., None]).mT @ q64**2), scale * (e_ds @ q64**2).sqrt()),
         "dv": (rounded["dv"], ((p * e_lse[..., None]) ** 2).mT.matmul(do**2).sqrt()),
     }
     along = {

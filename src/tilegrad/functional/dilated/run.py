@@ -10,8 +10,8 @@ and lse: ds = exp(s − lse) (dy·v − dy·y). Neither o_b nor its gradient is 
 backward with do = dy / G and o = G y.
 
 Tensors that are returned or saved for the backward come from torch: y, lse (B, H, T), and the gradients. Everything else comes
-from the manager: one TEMP buffer per pass and, in a forward of "longnet", one OUTPUT buffer. Both have the size that the
-largest call needs.
+from the manager: one TEMP buffer per pass and, in a forward of "longnet", one OUTPUT buffer. Each buffer has the size that
+the largest call needs.
 """
 
 from __future__ import annotations
