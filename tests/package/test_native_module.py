@@ -69,7 +69,7 @@ def test_a_failed_build_reports_the_reason(
     assert main(["doctor", "--build"]) == 0
     said = capsys.readouterr().err
     for what in HOMES:
-        assert f"{what} in C++ were not built, they go through Python: no C++ compiler" in said
+        assert f"{what} in C++ were not built, so they run in Python: no C++ compiler" in said
 
 
 def test_a_tensor_with_an_unknown_layout_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,8 +164,7 @@ def _flex(shape: Shape, device: torch.device) -> Callable[..., Tensor]:
 
 
 def _flash_attention_4(shape: Shape, device: torch.device, *, deterministic: bool) -> Callable[..., Tensor]:
-    """FlashAttention-4 (package flash-attn-4). It takes (B, T, H, D), and aligns causal at the bottom right, as tilegrad
-    does."""
+    """FlashAttention-4 (package flash-attn-4), which takes (B, T, H, D) and aligns causal at the bottom right."""
     cute = importlib.import_module("flash_attn.cute")
     band = {"causal": shape.causal, "window_size": (None, None) if shape.window is None else shape.band}
     options = band | {"deterministic": deterministic}

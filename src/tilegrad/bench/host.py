@@ -103,8 +103,8 @@ def measure(
     do = torch.randn_like(leaves[0])
     runs: dict[str, dict[str, Thunk]] = {}
     left_out: dict[str, str] = {}
-    every = contenders(device)
-    for name, (attend, context) in every.items():
+    calls = contenders(device)
+    for name, (attend, context) in calls.items():
         try:
             with context():
                 runs[name] = _thunks(attend, leaves, do)
@@ -117,7 +117,7 @@ def measure(
     for round_ in range(-2, repeats):
         first = round_ % len(names)
         for name in names[first:] + names[:first]:
-            with every[name][1]():
+            with calls[name][1]():
                 for direction, run in runs[name].items():
                     took = _microseconds(run, device)
                     if round_ >= 0:
@@ -133,8 +133,8 @@ def bench_host(
     json: bool = False,
     out: str | None = None,
 ) -> int:
-    """Prints µs with the 20th and 80th percentile, and the ratio of tilegrad's time to that of each peer, as the median over
-    the rounds."""
+    """Prints the median µs with the 20th and 80th percentile, and the median over the rounds of tilegrad's time divided by
+    each peer's time."""
     where, kind = torch.device(device_or_default(device)), getattr(torch, dtype, None)
     if where.type not in TINY:
         raise ValueError(f"device: got {device!r}; accepted: 'cpu' or 'cuda'")

@@ -1,6 +1,6 @@
 """The cost of managed buffers, as two ratios.
 
-time    one allocate + deallocate pair ÷ one `x = torch.empty(shape); del x`, in CPU time of the thread. Batches of both
+time    one allocate + deallocate pair ÷ one `x = torch.empty(shape); del x`, in CPU time of the thread. Batches of the two
         alternate, so a change in the speed of the machine affects both.
 bytes   the peak of reserved bytes (in use + cached + idle in slabs) ÷ the peak of requested live bytes, over a trace of
         sequences of varying length
@@ -74,15 +74,15 @@ def varying_lengths(allocations: int = 10_000, seed: int = 0) -> Iterator[Step]:
 
 def replay(manager: AttentionBufferManager, steps: Iterator[Step]) -> tuple[int, int]:
     """Run a trace. Returns (peak of reserved bytes, peak of requested live bytes)."""
-    held: dict[int, torch.Tensor] = {}
+    buffers: dict[int, torch.Tensor] = {}
     live = peak_live = 0
     for step in steps:
         if step.shape is None:
-            tensor = held.pop(step.name)
+            tensor = buffers.pop(step.name)
             live -= tensor.nbytes
             manager.deallocate(tensor, step.type)
         else:
-            tensor = held[step.name] = manager.allocate(step.type, step.shape, zero_init=False)
+            tensor = buffers[step.name] = manager.allocate(step.type, step.shape, zero_init=False)
             live += tensor.nbytes
             peak_live = max(peak_live, live)
         del tensor
@@ -109,8 +109,7 @@ def _pairs(manager: AttentionBufferManager, *shapes: tuple[int, ...]) -> Callabl
 
 
 def pair_ratios(repeats: int) -> dict[str, list[float]]:
-    """case → ratio of each round: the time of a batch of pairs ÷ the mean time of the torch.empty batches before and after
-    it."""
+    """case → ratios of the rounds: time of a batch of pairs ÷ mean time of the torch.empty batches before and after it"""
     cases: dict[str, Callable[[], None]] = {}
     for name, lightweight in (("lightweight", True), ("tracked", False)):
         cases[f"{name}, same shape"] = _pairs(AttentionBufferManager(lightweight=lightweight), SHAPE)

@@ -17,7 +17,7 @@ from .memory import add_memory
 from .runs import add_runs
 from .weights import add_weights
 
-# One of these is in every error of torch that says that memory ran out, on a CPU or on CUDA.
+# Every error that torch raises when memory runs out, on a CPU or on CUDA, contains one of these.
 OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 
 
@@ -58,13 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             check_device(args.device)
         return run(args)
-    except (
-        ValueError,
-        FileNotFoundError,
-    ) as error:  # a wrong argument or file; the message says what is accepted
+    except (ValueError, FileNotFoundError) as error:  # a wrong argument or file; the message says what is accepted
         complain(error)
         return 2
-    except ImportError as error:  # a package is missing; if it is a module of tilegrad, that is a bug
+    except ImportError as error:  # a package is missing; a missing module of tilegrad is a bug
         if (error.name or "").startswith("tilegrad"):
             raise
         missing = f"{error.name}: not installed; pip install {error.name}"

@@ -43,8 +43,8 @@ class Parser(argparse.ArgumentParser):
         self.exit(2)
 
     def take_words(self, args: argparse.Namespace, unknown: Sequence[str]) -> list[str]:
-        """Give words after a flag to the argument that takes any number of words, and return all other words. argparse gives
-        this argument only words before the first flag."""
+        """Give words after a flag to the argument that takes any number of words, because argparse gives it only words before
+        the first flag. Returns all other words."""
         several = [action.dest for action in self._actions if action.nargs == "*" and not action.option_strings]
         if not several:
             return [*unknown]

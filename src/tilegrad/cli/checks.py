@@ -25,7 +25,9 @@ def _gradcheck(args: argparse.Namespace) -> int:
     from ..model.config import PRESETS as MODELS
 
     if args.preset is None and args.against == "autograd":
-        raise ValueError("against: got 'autograd' without --preset; accepted: 'differences', or a preset with it")
+        raise ValueError(
+            "against: got 'autograd' without --preset; accepted: 'differences', or 'autograd' with --preset"
+        )
     if args.preset is not None and args.kernel is not None:
         raise ValueError(f"kernel: got {args.kernel!r} with --preset, whose kernels the tables choose; accepted: none")
     if args.preset is None:
@@ -77,9 +79,7 @@ def add_checks(commands: Commands) -> None:
     doctor = add_command(
         commands, "doctor", "report what this installation can run, and how to enable the rest", _doctor
     )
-    doctor.add_argument(
-        "--build", action="store_true", help="compile the native CPU kernel and eager calls (needs a C++ compiler)"
-    )
+    doctor.add_argument("--build", action="store_true", help="compile the parts that are in C++ (needs a C++ compiler)")
     doctor.add_argument(
         "--kernels", action="store_true", help="list the kernels of every op: which one runs, and why others do not"
     )

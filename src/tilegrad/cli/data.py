@@ -51,10 +51,7 @@ def _text(found: Preview, *, colour: bool) -> str:
     kind = "conversation" if found.counts.get("format") else "document"
     n = found.lengths
     longest = max(found.histogram.values())
-    lines = [
-        described(found.counts),
-        f"{found.trained_share:.1%} of the tokens are targets",
-    ]
+    lines = [described(found.counts), f"{found.trained_share:.1%} of the tokens are targets"]
     if found.padding:
         packed, padded = found.padding["packed"], found.padding["padded"]
         lines.append(f"Padding: {packed:.1%} packed, {padded:.1%} with one {kind} in each row")
@@ -78,7 +75,7 @@ def add_data(commands: Commands) -> None:
         "preview the data of a run: counts, lengths, and the first document with its trained part marked",
         _data,
     )
-    command.add_argument("files", nargs="+", metavar="FILE", help="text, .jsonl, or folders of them")
+    command.add_argument("files", nargs="+", metavar="FILE", help="text files, .jsonl files, or folders of such files")
     command.add_argument("--json", action="store_true", help="JSON instead of text")
     command.set_defaults(config=None)
     add_key_flags(command, without=("data.files",))

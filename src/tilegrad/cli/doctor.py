@@ -59,8 +59,7 @@ EXTRAS = {  # extra → (packages, their purpose)
 
 
 def doctor(*, build: bool = False, kernels: bool = False) -> int:
-    """Print the report and return the exit code 0. If the native kernel can't be built, print the error instead and return
-    1."""
+    """Print the report. Returns the exit code: 1 if the native kernel can't be built, in which case the error is printed."""
     if build and not build_modules():
         return 1
     width = max(len(name) for name, _ in report())
@@ -90,7 +89,7 @@ def build_modules(*, only_missing: bool = False) -> bool:
             print(f"building {what} in C++, {time} …", flush=True)
             print(f"built {home.MODULE.build()}")
         except RuntimeError as error:
-            print(f"tilegrad: {what} in C++ were not built, they go through Python: {error}", file=sys.stderr)
+            print(f"tilegrad: {what} in C++ were not built, so they run in Python: {error}", file=sys.stderr)
         home.load.cache_clear()
     return True
 

@@ -49,10 +49,7 @@ def add_evaluation(commands: Commands) -> None:
     evaluate = add_command(commands, "evaluate", "loss, perplexity and bits per byte of a model on any text", _evaluate)
     add_model(evaluate)
     evaluate.add_argument(
-        "--data",
-        nargs="+",
-        metavar="FILE",
-        help="text files and folders (default: the validation data of the run)",
+        "--data", nargs="+", metavar="FILE", help="text files and folders (default: the validation data of the run)"
     )
     evaluate.add_argument("--batch-size", type=int, metavar="N", help="windows in a batch (default: as in the run)")
     evaluate.add_argument("--seq-len", type=int, metavar="N", help="tokens in a window (default: as in the run)")

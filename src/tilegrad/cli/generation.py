@@ -294,5 +294,5 @@ def _add_sampling(command: Parser) -> None:
         "--seed", type=int, default=0, metavar="N", help="the same seed gives the same text (default: %(default)s)"
     )
     command.add_argument("--device", help="default: cuda if there is a GPU, else cpu")
-    add_dtype(command, "default: bfloat16 on CUDA, else that of the weights", choices=DTYPES)
+    add_dtype(command, "default: bfloat16 on CUDA, else the dtype of the weights", choices=DTYPES)
     command.add_argument("--invariant", action="store_true", help="the same bits in any batch and in training; slower")

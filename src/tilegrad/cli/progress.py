@@ -34,7 +34,7 @@ def _line(n: Numbers, elapsed: float, left: float) -> str:
 
 
 def _short(n: Numbers) -> str:
-    """`_line` in short form, for a bar of 80 columns, without the planned bytes, which were shown at the start."""
+    """`_line` in short form, for a bar of 80 columns. The planned bytes, which were shown at the start, are left out."""
     seen, unit = next((n["tokens_seen"] / size, unit) for size, unit in _UNITS if n["tokens_seen"] >= size)
     mib = n["measured_bytes"] / 2**20
     memory = f"{mib:.0f} MiB" if mib < 1000 else f"{mib / 1024:.1f} GiB"

@@ -79,8 +79,8 @@ def _init(args: argparse.Namespace) -> int:
 
 
 def _conclude(result: RunResult) -> int:
-    """Print the result, and return the exit code. It is 0 if the run is done, and also if several ranks were stopped, because
-    torchrun would restart them otherwise."""
+    """Print the result, and return the exit code: 0 if the run is done. A run of several ranks that was stopped gives 0 too,
+    because otherwise torchrun would restart it."""
     from ..training.folder import resume_command
 
     if int(os.environ.get("RANK", "0")):

@@ -54,7 +54,7 @@ def _import(args: argparse.Namespace) -> int:
 def _say_imported(out: Path, kind: str, count: int) -> None:
     name = shlex.quote(str(out))
     print(f"{out}: a {kind} model with {count:,} parameters; every name and shape was checked.")
-    print(f"Fine-tune it: tilegrad train --init {name} --data TEXT; let it write: tilegrad generate {name}")
+    print(f"Fine-tune it: tilegrad train --init {name} --data TEXT; generate text: tilegrad generate {name}")
 
 
 def _say_notes(out: Path, notes: Iterable[str]) -> None:

@@ -3,8 +3,8 @@
 Arguments are as in flash-attn 2. Tensors are (B, T, H, D), packed tensors (total, H, D); Hq is a multiple of Hkv. −1 in
 window_size means no limit on that side, and causal is aligned at the bottom right. Devices and dtypes are as in
 `tilegrad.attention`. window_size and max_seqlen may be any values that Python accepts as an index, such as NumPy or torch ints.
-Paged caches, and rotary embeddings inside decoding, raise. return_attn_probs returns (o, lse, None) because probabilities are
-never stored.
+Paged caches and rotary embeddings raise NotImplementedError. return_attn_probs returns (o, lse, None), because probabilities
+are never stored.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ from ..kernels.attention.problem import FEW_ROWS
 from ..masks import IntervalMask, intervals_of_bool
 from .transformers_loss import use_linear_cross_entropy
 
-# (cumulative lengths of rows, cumulative lengths of columns, longest run of rows, longest run of columns). None as a
-# longest run means that it has all rows, or all columns, of a sequence.
+# (cumulative lengths of rows, cumulative lengths of columns, most rows of a run, most columns of a run). None instead of
+# a number: as many as a sequence has.
 Runs = tuple[Tensor, Tensor, int | None, int | None]
 _OUTSIDE = (
     "attn_implementation: got 'tilegrad' for a model that computes attention itself, without transformers' "
@@ -154,7 +154,7 @@ def mask(
         return attention_mask
     function = mask_function or causal_mask_function
 
-    def whole() -> Attends | Tensor:
+    def dense_mask() -> Attends | Tensor:
         bias = sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
@@ -171,22 +171,22 @@ def mask(
         return bias if moving else Attends(bias=bias, columns=kv_length)
 
     tracing = torch.compiler.is_compiling()
-    known = _traced(function, **kwargs) if tracing else _read(function)
+    band_and_ids = _traced(function, **kwargs) if tracing else _read(function)
     moving = isinstance(q_offset, Tensor) or isinstance(kv_offset, Tensor)  # a static cache has tensors as offsets
-    if known is None or moving and (tracing or q_length == 1):
-        return whole()
-    (band, ids), used, before = known, kv_length, 0
+    if band_and_ids is None or moving and (tracing or q_length == 1):
+        return dense_mask()
+    (band, ids), used, before = band_and_ids, kv_length, 0
     if band != (None, None):  # the last row and the last column in use are the same token
         before = (int(q_offset) if isinstance(q_offset, Tensor) else q_offset) - int(kv_offset)
         used = before + q_length
         if used > kv_length:
-            return whole()
+            return dense_mask()
     padding = None if attention_mask is None else _columns(attention_mask, kv_offset, kv_length, used)
     if padding is not None and not tracing and bool(padding.all()):
         padding = None
     form: dict[str, Any] = {"band": band, "before": before if used < kv_length else None, "columns": kv_length}
     if ids is not None:
-        return whole() if padding is not None else Attends(**form, runs=_packed(ids))
+        return dense_mask() if padding is not None else Attends(**form, runs=_packed(ids))
     if padding is None:
         return Attends(**form)
     free, square = band == (None, None), q_length == used and q_offset == kv_offset == 0
@@ -301,16 +301,16 @@ def _read(function: Callable[..., Any]) -> tuple[Window, Tensor | None] | None:
     if name in ("causal_mask_function", "bidirectional_mask_function"):
         return (None, 0 if name.startswith("causal") else None), None
     cells = (cell.cell_contents for cell in getattr(function, "__closure__", None) or ())
-    held = dict(zip(function.__code__.co_freevars, cells, strict=True))
+    captured = dict(zip(function.__code__.co_freevars, cells, strict=True))
     if name == "sliding_window_overlay":
-        return (held["sliding_window"] - 1, None), None
+        return (captured["sliding_window"] - 1, None), None
     if name == "sliding_window_bidirectional_overlay":
-        return (held["sliding_window"],) * 2, None
+        return (captured["sliding_window"],) * 2, None
     if name == "packed_sequence_mask_function":
-        return (None, None), held["packed_sequence_mask"]
+        return (None, None), captured["packed_sequence_mask"]
     if name != "and_masks.<locals>.and_mask":
         return None
-    parts = [_read(part) for part in held["mask_functions"]]
+    parts = [_read(part) for part in captured["mask_functions"]]
     bands, numbers = [p[0] for p in parts if p], [p[1] for p in parts if p and p[1] is not None]
     if None in parts or len(numbers) > 1:
         return None
@@ -349,7 +349,7 @@ def _packed(ids: Tensor) -> Runs:
 
 
 def _padded(padding: Tensor, rows: int | None) -> Runs:
-    """The runs of tokens between padding.       padding (B, Tk), True for tokens
+    """The runs of tokens between padding, for padding (B, Tk) that is True for tokens.
 
     `rows`: number of rows, all of which attend to the tokens (an encoder, or cross attention). None: rows and
     columns are the same tokens, and padding rows attend to nothing.

@@ -5,8 +5,7 @@ multiplied. A model may scale or cap logits and select rows of them; a `Logits` 
 `cross_entropy` of a `Logits` is `tilegrad.linear_cross_entropy`. So the loss function of transformers runs unchanged: it shifts
 labels, ignores −100 and divides by num_items_in_batch. Without labels, or in evaluation mode, logits are computed as usual.
 
-For this, `_wrap` wraps the forward of every class named …ForCausalLM or …LMHeadModel, even of one that is defined
-later.
+`_wrap` changes the forward of every class named …ForCausalLM or …LMHeadModel, even of a class that is defined later.
 """
 
 from __future__ import annotations
@@ -138,8 +137,8 @@ class Logits:
         cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         del types
-        known: dict[Any, Callable[..., Any]] = {torch.tanh: cls.tanh, cross_entropy: cls.cross_entropy}
-        ours = known.get(function)
+        methods: dict[Any, Callable[..., Any]] = {torch.tanh: cls.tanh, cross_entropy: cls.cross_entropy}
+        ours = methods.get(function)
         given = dict(kwargs or {})
         first = args[0] if args else given.pop("input", None)
         if ours is None or not isinstance(first, cls):
@@ -206,8 +205,8 @@ def _wrap(cls: type[nn.Module]) -> None:
 
 
 class _Deferred:
-    """The forward of an lm_head, which returns `Logits` while it is active. It is never removed, because torch.compile can't
-    do that."""
+    """The forward of an lm_head; while it is active it returns `Logits`. It is never removed from the lm_head, because
+    torch.compile can't trace that."""
 
     def __init__(self, head: nn.Linear) -> None:
         self.head, self.active = head, False

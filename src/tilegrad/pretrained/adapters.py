@@ -37,8 +37,7 @@ _IGNORED = {  # options of PEFT that do not change what the adapters compute
     *("inference_mode", "layers_pattern", "megatron_core", "peft_version", "qalora_group_size", "revision"),
     "target_modules",
 }
-# The values of init_lora_weights that do not change the base weights.
-_INITS = (True, False, "gaussian", "orthogonal", "eva")
+_INITS = (True, False, "gaussian", "orthogonal", "eva")  # the values of init_lora_weights that keep the base weights
 _NEUTRAL: tuple[object, ...] = (None, False, {}, [])  # an option with this value is not used
 
 
@@ -84,7 +83,7 @@ def merge(params: Mapping[str, Tensor], adapters: Mapping[str, Tensor], config: 
 
 
 def _weight(params: Mapping[str, Tensor], config: ModelConfig, branch: str, part: str) -> Tensor:
-    """The weight (width, Cin) of a part, which is a whole parameter, or rows of qkv or up_gate."""
+    """The weight (width, Cin) of a part: a parameter, or rows of the parameter qkv or up_gate."""
     if f"{branch}.{part}.weight" in params:
         return params[f"{branch}.{part}.weight"]
     layer, parts = ("qkv", tuple("qkv")) if part in "qkv" else ("up_gate", ("up", "gate"))
@@ -172,8 +171,8 @@ def open_adapter(folder: Path, base: Weights) -> AdapterFile:
 
 
 def _settings(content: Mapping[str, object]) -> tuple[int, float, float]:
-    """(rank, alpha, dropout) of an adapter_config.json. With use_rslora, s is lora_alpha / √r in PEFT. Here s is always
-    alpha / r, so alpha is lora_alpha · √r."""
+    """(rank, alpha, dropout) of an adapter_config.json. Here the scale s is always alpha / r. In PEFT it is lora_alpha / √r
+    with use_rslora, so alpha is lora_alpha · √r."""
     unused = {"bias": ("none",), "task_type": (None, "CAUSAL_LM"), "init_lora_weights": _INITS, "peft_type": ("LORA",)}
     read = {"r", "lora_alpha", "lora_dropout", "use_rslora"}
     for name, value in content.items():
@@ -248,9 +247,9 @@ def _targets(kind: str, config: ModelConfig, lora: LoraConfig) -> list[str]:
     """target_modules: the last part of the name of each adapted module. GPT-2 has two modules named c_proj in a block; if only
     one of them is adapted, the name of its parent is included."""
     chosen = [part for adapter in adapter_parts(config, lora) for part in adapter.widths]
-    every = [part for adapter in adapter_parts(config, LoraConfig()) for part in adapter.widths]
-    ends = {part: _module(kind, part, 0).split(".")[-2:] for part in every}
-    others = {ends[part][1] for part in every if part not in chosen}
+    parts = [part for adapter in adapter_parts(config, LoraConfig()) for part in adapter.widths]
+    ends = {part: _module(kind, part, 0).split(".")[-2:] for part in parts}
+    others = {ends[part][1] for part in parts if part not in chosen}
     return sorted({".".join(ends[part]) if ends[part][1] in others else ends[part][1] for part in chosen})
 
 

@@ -174,16 +174,20 @@ def _llama(c: Config, kind: str) -> ModelConfig:
     act, drop, head_dim = c.get("hidden_act", "silu"), c.get("attention_dropout", 0.0), _maybe_int(c, "head_dim")
     block_size = _int(c, "max_position_embeddings", 2048)
     rope = _rope(c)
-    scaling, known = _scaling(rope, block_size)
+    scaling, is_supported = _scaling(rope, block_size)
     window, types = _windows(c, kind, layers)
-    turned = rope.get("partial_rotary_factor", c.get("partial_rotary_factor", 1.0))
+    rotated = rope.get("partial_rotary_factor", c.get("partial_rotary_factor", 1.0))
     _refuse(
         f"this {kind} is not supported",
         {
             "hidden_act": (act, "'silu'", act in ("silu", "swish")),
             "attention_dropout": (drop, "0; --model.dropout sets it for the whole model", not drop),
-            "rope_parameters": (dict(rope), "the types default, linear, llama3 and yarn, with their usual keys", known),
-            "partial_rotary_factor": (turned, "1", turned in (None, 1.0)),
+            "rope_parameters": (
+                dict(rope),
+                "the types default, linear, llama3 and yarn, with their usual keys",
+                is_supported,
+            ),
+            "partial_rotary_factor": (rotated, "1", rotated in (None, 1.0)),
             "layer_types": (sorted({*types}), " and ".join(_LAYER_TYPES), {*types} <= {*_LAYER_TYPES}),
             "quantization_config": (c.get("quantization_config"), "none", not c.get("quantization_config")),
         },
@@ -242,7 +246,6 @@ def _windows(c: Config, kind: str, layers: int) -> tuple[int | None, list[str]]:
         window = None
     first = _int(c, "max_window_layers", 28) if kind.startswith("qwen") else 0
     usual = ["sliding_attention" if window and i >= first else "full_attention" for i in range(layers)]
-
     types = _value(c, "layer_types", list, accepted := f"{layers} names, one for each layer", usual)
     if len(types) != layers or not all(isinstance(name, str) for name in types):
         raise ValueError(f"layer_types: got {shown(types)}; accepted: {accepted}")
@@ -250,7 +253,7 @@ def _windows(c: Config, kind: str, layers: int) -> tuple[int | None, list[str]]:
 
 
 def config_json(c: ModelConfig, dtype: torch.dtype) -> dict[str, object]:
-    """The config.json of the family to which this model belongs. If no family has such a model, the error says why."""
+    """The config.json of the family to which this model belongs. Raises if no family has such a model."""
     biases = [c.bias if own is None else own for own in (c.qkv_bias, c.proj_bias, c.ffn_bias)]
     is_gpt2 = (c.activation, c.norm, c.position) == ("gelu", "layernorm", "learned")
     kind, own = _gpt2_json(c, biases) if is_gpt2 else _llama_json(c, biases)

@@ -33,8 +33,11 @@ from .cache import cached_model, how_to_download
 from .families import FAMILIES, Config, config_json, config_of, theirs
 
 STORED_DTYPES = ("F64", "F32", "F16", "BF16")  # names of dtypes in safetensors
-# Tensors of old checkpoints that are not parameters.
-_BUFFERS = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
+_BUFFERS = (
+    "rotary_emb.inv_freq",
+    "attn.bias",
+    "attn.masked_bias",
+)  # tensors of old checkpoints that are not parameters
 _TOKENIZER_FILES = ("tokenizer*", "vocab.json", "merges.txt", "special_tokens_map.json", "chat_template*")
 _COPIED = (*_TOKENIZER_FILES, "generation_config.json")
 
@@ -285,8 +288,8 @@ def new_folder(folder: Path) -> Iterator[Path]:
     staged = folder.with_name(f".{folder.name}.partial")
     if staged.exists():
         raise ValueError(
-            f"{folder}: got {staged} next to it, perhaps from a killed process; accepted: a new name, or this one "
-            "after that folder is deleted"
+            f"{folder}: got {staged}, which a killed process may have left; accepted: another name, or {folder} after "
+            f"{staged} is deleted"
         )
     try:
         staged.mkdir(parents=True)
@@ -325,8 +328,8 @@ def _save(folder: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype, most:
 
 
 def _same_config(origin: Path, config: ModelConfig, dtype: torch.dtype) -> dict[str, object]:
-    """The config.json in `origin` with this dtype, if it describes this model except for block_size and dropout; else
-    `config_json`."""
+    """The config.json in `origin` with this dtype, if it describes a model that differs from this one at most in block_size
+    and dropout; else `config_json`."""
     found, own = _read_config(origin)
     if replace(own, block_size=config.block_size, dropout=config.dropout) != config:
         return config_json(config, dtype)

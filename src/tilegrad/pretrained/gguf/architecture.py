@@ -2,8 +2,8 @@
 
 Architectures: llama (Llama and Mistral), qwen2, qwen3, gpt2. A table maps keys of config.json to keys of GGUF and back.
 For llama the rows of q and k are permuted inside each head: row 2i + j of GGUF is row i + j · D/2, because the rope of
-llama.cpp rotates neighbours. GPT-2's Conv1D matrices (Cin, Cout) are stored as (Cout, Cin). The frequency factors of the llama3
-rope are a tensor:
+llama.cpp rotates neighbours. GPT-2's Conv1D matrices (Cin, Cout) are stored as (Cout, Cin). The scaling of the llama3 rope,
+which turns theta^(−2i/D) into frequency[i], is a tensor:
 
     rope_freqs[i] = theta^(−2i/D) / frequency[i]        i < D/2
 
@@ -162,8 +162,8 @@ def _rope_from(container: Container, own: Mapping[str, Value]) -> dict[str, obje
 
 
 def _llama3_from(container: Container, own: Mapping[str, Value]) -> dict[str, object]:
-    """The llama3 scaling of rope. Its numbers come from the keys that tilegrad's export writes. For a missing key the number of
-    Llama 3 is used, and for a missing factor the largest element of ROPE_TENSOR. ROPE_TENSOR must agree with the scaling."""
+    """The llama3 scaling of rope, from the keys that tilegrad's export writes. A missing factor is the largest element of
+    ROPE_TENSOR, any other missing number is that of Llama 3. ROPE_TENSOR must agree with the scaling."""
     size, theta = own.get("attention.key_length"), own.get("rope.freq_base", 10000.0)
     if size is None and type(width := own.get("embedding_length")) is int:
         heads = own.get("attention.head_count")

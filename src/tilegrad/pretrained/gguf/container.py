@@ -213,10 +213,10 @@ def _placed(header: _Header, table: Mapping[str, tuple[tuple[int, ...], int, int
 def _block(gguf: ModuleType, kind: int) -> tuple[int, int] | None:
     """(elements, bytes) of a block; None for a type that `gguf` does not dequantize."""
     try:
-        known = gguf.GGMLQuantizationType(kind)
-        count, n_bytes = gguf.GGML_QUANT_SIZES[known]
+        ggml_type = gguf.GGMLQuantizationType(kind)
+        count, n_bytes = gguf.GGML_QUANT_SIZES[ggml_type]
         with np.errstate(all="ignore"):
-            gguf.quants.dequantize(np.zeros((1, n_bytes), np.uint8), known)
+            gguf.quants.dequantize(np.zeros((1, n_bytes), np.uint8), ggml_type)
     except (ValueError, KeyError, NotImplementedError):
         return None
     return int(count), int(n_bytes)

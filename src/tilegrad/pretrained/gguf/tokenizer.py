@@ -21,7 +21,9 @@ from .sentencepiece import Json, is_sentencepiece, parts_of, values_of
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED = 1, 2, 3, 4, 5
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # tokenizer_config.json → GGUF
-_NO_EOS = "ÿ"  # EOS of a tokenizer without EOS: byte 0xff, which UTF-8 never has. The default of llama.cpp is token 11
+_NO_EOS = (
+    "ÿ"  # EOS of a tokenizer without EOS: byte 0xff, which is never in UTF-8; llama.cpp's default would be token 11
+)
 _NO_MERGE = "␀ ␀"  # the merge of a tokenizer without merges: llama.cpp needs a merge, and this merge joins no bytes
 _LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -48,7 +50,7 @@ class Pre:
     pre_tokenizer: Json
     normalizer: Json | None = None
     ignore_merges: bool = False
-    add_bos: bool = False  # the default for files without the key
+    add_bos: bool = False  # used if a file lacks the key add_bos_token
     aliases: tuple[str, ...] = ()
 
 
@@ -157,11 +159,11 @@ def _pre_name(content: Json) -> str:
 
 def _around(tokenizer: BpeTokenizer, path: Path) -> tuple[list[int], list[int]]:
     """The tokens that the post-processor puts before and after a text."""
-    whole, text = tokenizer.encode("!").tolist(), tokenizer.inner.encode("!", add_special_tokens=False).ids
-    at = next((i for i in range(len(whole)) if whole[i : i + len(text)] == text), 2)
-    first, last = whole[:at], whole[at + len(text) :]
+    tokens, text = tokenizer.encode("!").tolist(), tokenizer.inner.encode("!", add_special_tokens=False).ids
+    at = next((i for i in range(len(tokens)) if tokens[i : i + len(text)] == text), 2)
+    first, last = tokens[:at], tokens[at + len(text) :]
     if len(first) > 1 or len(last) > 1:
-        raise ValueError(f"{path}: post_processor: got tokens {shown(whole)} for '!'; accepted: BOS, text, EOS")
+        raise ValueError(f"{path}: post_processor: got tokens {shown(tokens)} for '!'; accepted: BOS, text, EOS")
     return first, last
 
 
@@ -186,8 +188,7 @@ def _tokens(content: Json, vocab_size: int, path: Path) -> tuple[list[str], list
 
 
 def _looks_special(token: str) -> bool:
-    """Whether the token looks like <|…|>. As in llama.cpp's converter, it is then a control token, whatever tokenizer.json
-    says."""
+    """Whether llama.cpp's converter makes it a control token, whatever tokenizer.json says: <|…|>, <pad> or <mask>."""
     return token.startswith("<|") and token.endswith("|>") or token in ("<pad>", "<mask>")
 
 
