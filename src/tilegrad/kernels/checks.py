@@ -54,7 +54,7 @@ def check_positions(positions: Tensor, shape: tuple[int, ...], x: Tensor) -> Non
         raise ValueError(f"positions: got strides {positions.stride()}; accepted: contiguous ones (call .contiguous())")
 
 
-def check_columns(name: str, x: Tensor) -> None:
-    """Checks that each row is contiguous."""
-    if x.stride(-1) != 1 and x.shape[-1] > 1:
+def check_columns(name: str, x: Tensor | None) -> None:
+    """Checks that each row is contiguous. None is accepted."""
+    if x is not None and x.stride(-1) != 1 and x.shape[-1] > 1:
         raise ValueError(f"{name}: got strides {x.stride()}; accepted: any with the last one 1 (call .contiguous())")

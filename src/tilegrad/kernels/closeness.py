@@ -3,8 +3,8 @@
 A kernel's docstring and its op's bounds say which intermediate numbers are rounded to the inputs' dtype, once each. The rest is
 computed in the accumulation dtype. kernels/attention/bounds.py has the bounds of attention, tests/support/bounds.py the bounds
 of the other ops. u, a, z are the unit roundoffs (eps / 2) of the inputs' dtype, of the accumulator (`accumulation_dtype`) and
-of the output's dtype. Roundings are modeled as independent and uniform with variance u² x² / 3, so the variance σ² of each
-number's error follows from the formula line by line. The accumulator contributes a · B. A sum of n terms t adds to B six
+of the output's dtype. Roundings are modeled as independent and uniform with variance u² x² / 3, which gives the variance σ² of
+the error of each number. The accumulator contributes a · B. A sum of n terms t adds to B six
 standard deviations of its n rounded partial sums:
 
     √n · √(4 (Σt)² + 2 Σt²)
@@ -82,7 +82,7 @@ def ratios(x: Tensor, x64: Tensor, bound: Bound) -> Ratios:
     values, which = y.unique(return_inverse=True)
     rounded = torch.zeros_like(values).index_add_(0, which, out * y).square().sum() / 3
     nearest = y.to(x.dtype).double()
-    known = torch.where(nearest.isfinite(), nearest - y, 0.0)
+    r = torch.where(nearest.isfinite(), nearest - y, 0.0)
     shared = (sigma * y).square().sum() if bound.slope is None else bound.slope.square()
     along = SIGMAS * (shared + 2 * rounded).sqrt() + (acc / 3 * y.abs()).sum()
     least = torch.finfo(torch.float64).tiny  # avoids division by 0
@@ -90,7 +90,7 @@ def ratios(x: Tensor, x64: Tensor, bound: Bound) -> Ratios:
         float((e.abs() / (SIGMAS * sigma + acc + 1.01 * out).clamp(min=least)).max()),
         float((e.square().mean() / typical.mean().clamp(min=least)).sqrt())
         / (1.5 + SIGMAS / math.sqrt(values.numel())),
-        float(((e - known) * y).sum().abs() / along.clamp(min=least)),
+        float(((e - r) * y).sum().abs() / along.clamp(min=least)),
     )
 
 

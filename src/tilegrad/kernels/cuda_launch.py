@@ -11,7 +11,7 @@ addresses, which are null:
     number     in its own type
 
 The driver copies the parameters at a launch, so a launch may be repeated, and captured in a CUDA graph. A plan caches packed
-launches by stream and addresses. These are the same in every training step.
+launches by stream and addresses, which are the same in every training step.
 """
 
 from __future__ import annotations
@@ -74,9 +74,8 @@ def current_device() -> int:
 def _encoder(descriptor: Any, meta: dict[str, Any]) -> Encoder:
     rank, itemsize, dtype = len(descriptor.shape), descriptor.base.element_size(), MAP_DTYPES[descriptor.base.dtype]
     shape = (ctypes.c_uint64 * rank)(*reversed(descriptor.shape))
-    strides = (ctypes.c_uint64 * rank)(
-        *(itemsize * s for s in reversed(descriptor.strides[:-1]))
-    )  # the last is 1 and not passed
+    outer_strides = [itemsize * s for s in reversed(descriptor.strides[:-1])]  # the last stride is 1 and not passed
+    strides = (ctypes.c_uint64 * rank)(*outer_strides)
     box = (ctypes.c_uint32 * rank)(*reversed(meta["block_size"]))
     ones = (ctypes.c_uint32 * rank)(*(1,) * rank)
     encode = driver().cuTensorMapEncodeTiled
@@ -126,7 +125,7 @@ def refusal(compiled: Any) -> str | None:
 
 
 class Launch:
-    """A compiled kernel with its arguments. It keeps its tensors until a plan takes them, and binds addresses instead."""
+    """A compiled kernel with its arguments. It keeps its tensors until a plan takes them; `bind` then needs addresses only."""
 
     def __init__(self, compiled: Any, grid: Sequence[int], arguments: Sequence[Any], device: int) -> None:
         unfit = refusal(compiled)
@@ -173,8 +172,8 @@ class Launch:
 
     def bind(self, stream: int, addresses: Sequence[int]) -> _Call:
         """The launch on a stream, with the tensors at these addresses."""
-        whole = ctypes.create_string_buffer(len(self._numbers) + MAP_BYTES)
-        start = -(-ctypes.addressof(whole) // MAP_BYTES) * MAP_BYTES
+        memory = ctypes.create_string_buffer(len(self._numbers) + MAP_BYTES)
+        start = -(-ctypes.addressof(memory) // MAP_BYTES) * MAP_BYTES
         ctypes.memmove(start, bytes(self._numbers), len(self._numbers))
         for offset, address in zip(self._pointers, addresses, strict=False):
             ctypes.c_uint64.from_address(start + offset).value = address
@@ -185,7 +184,7 @@ class Launch:
         compiled.run  # noqa: B018  # loads the kernel onto the device
         config = _Config(*self._grid, 32 * of.num_warps, 1, 1, of.shared, stream, None, 0)
         first = ctypes.c_void_p(ctypes.addressof(config))
-        first.kept = (whole, config, parameters, compiled)  # type: ignore[attr-defined]  # kept alive
+        first.kept = (memory, config, parameters, compiled)  # type: ignore[attr-defined]  # kept alive
         function, at = ctypes.c_void_p(compiled.function), ctypes.c_void_p(ctypes.addressof(parameters))
         return driver().cuLaunchKernelEx, (first, function, at, None)
 
@@ -279,8 +278,8 @@ def _slot(x: Tensor, numbers: dict[int, int], viewed: Sequence[Tensor]) -> tuple
     if number is not None:
         return number, 0
     address = x.data_ptr()
-    starts = [whole.data_ptr() for whole in viewed]
+    starts = [tensor.data_ptr() for tensor in viewed]
     if address in starts:  # an expanded bias can be recognised only by its first address
         return numbers[id(viewed[starts.index(address)])], 0
-    (whole,) = (w for w, start in zip(viewed, starts, strict=True) if start < address < start + w.nbytes)
-    return numbers[id(whole)], address - whole.data_ptr()
+    (base,) = (tensor for tensor, start in zip(viewed, starts, strict=True) if start < address < start + tensor.nbytes)
+    return numbers[id(base)], address - base.data_ptr()

@@ -2,10 +2,10 @@
 
     l = x8 · w8 in bfloat16         nll by cross_entropy's softmax         dx = dl8 · w8t         dw += dl8t · x8t
 
-x (N, C) and w (V, C) are rounded by the caller, dl as it is formed, in both orders. |dl| is at most inv_total, so the scale of
-dl is inv_total / 57,344, in every step. With a softcap the softmax is of the capped logits. Rows are processed in chunks, whose
-logits and dl8 are scratch. A group of chunks fills dl8t, and one product adds it to dw, because each addition reads and writes
-all of dw.
+The caller rounds x (N, C) and w (V, C), and the softmax rounds dl, each in both orders. |dl| is at most inv_total, so the scale
+of dl is inv_total / 57,344 in every step. With a softcap the softmax is of the capped logits. Rows are processed in chunks,
+whose logits and dl8 are scratch. A group of chunks fills dl8t, and one product adds it to dw, because each addition reads and
+writes all of dw.
 """
 
 from __future__ import annotations

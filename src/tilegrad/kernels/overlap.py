@@ -3,7 +3,7 @@
 Parts of one buffer may interleave without sharing a byte, like q, k and v of a fused (B, T, 3, H, D). Two tensors share a byte
 if Σ strideₐ · iₐ − Σ strideᵦ · jᵦ equals the distance of their addresses for some indices i and j in range. A stride of both
 tensors is one term, with index i − j. The search starts with the largest stride. The smaller strides reach only a short
-distance, so few indices of the largest are possible.
+distance, so few indices of the largest stride are possible.
 """
 
 from __future__ import annotations

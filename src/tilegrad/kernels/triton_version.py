@@ -13,10 +13,10 @@ passes since 3.7, this ptxas spills more, although the kernels then keep less of
     bytes stored and loaded   hopper: backward at D 96: 116, at D 256: 108; forward at D 128: 148, at D 256: 280
     bytes of the stack        triton: dk and dv at D 64: 16, at D 128: 48; forward at D 256: 56; norm's backward at C 8192: 24
 
-At ptxas's default level, 4, this ptxas spills less. While the backward at D 64 still kept more in registers, level 4
-made full attention 4 % faster there (benchmarks/2026-11-17-triton.md). Triton chose 2 because of a bug in CUDA 13's
-ptxas. Level 4 was close to the reference in three calls on an H200. No other calls were compared, so level 4 is not
-used. Triton 3.9 also warns if a launch does not say whether multiply-adds are fused.
+Level 4 is ptxas's default; Triton chose 2 because of a bug in CUDA 13's ptxas. At level 4 this ptxas spills less, and full
+attention at D 64 was 4 % faster when its backward still kept more in registers (benchmarks/2026-11-17-triton.md). Level 4
+was close to the reference in three calls on an H200. No other calls were compared, so level 4 is not used. Triton 3.9 also
+warns if a launch does not say whether multiply-adds are fused.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ import re
 from typing import Any
 
 Version = tuple[int, int]
-
-
 PARAMETERS: tuple[Version, Version] = ((3, 6), (3, 9))  # first and last version
 GLUON: tuple[Version, Version] = ((3, 6), (3, 9))
 
@@ -44,12 +42,12 @@ def _number(version: str) -> Version | None:
 
 
 @functools.cache
-def _refusal(version: str, known: tuple[Version, Version]) -> str | None:
+def _refusal(version: str, supported: tuple[Version, Version]) -> str | None:
     """Why a version is not supported; None if it is."""
-    found, (first, last) = _number(version), known
+    found, (first, last) = _number(version), supported
     if found and first <= found <= last:
         return None
-    names = dict.fromkeys(f"{major}.{minor}" for major, minor in known)
+    names = dict.fromkeys(f"{major}.{minor}" for major, minor in supported)
     return f"supports Triton {' to '.join(names)}, but {version} is installed"
 
 

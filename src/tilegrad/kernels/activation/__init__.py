@@ -8,7 +8,7 @@
 
 For swiglu, up and gate are the halves of the columns of one matrix up_gate (N, 2·F), a and da are (N, F).
 The backward reads h, so a need not be saved: if an output a is passed, the backward recomputes it to the same bits. In place:
-dh may be da, a may be h; dup_gate may be up_gate, a may be da. For (N, C) it can also write column sums: Σ_n dh, or
+dh may be da, a may be h; dup_gate may be up_gate, a may be da. For (N, C) the backward can also write column sums: Σ_n dh, or
 Σ_n dup_gate, is the bias gradient of the projection before the activation (accumulate=False overwrites it).
 
 invariant=True: the bits of an element of a depend only on the same element of h, gate and up. torch computes the last elements

@@ -93,9 +93,8 @@ def bounds(
     var_raw = rounding(raw, dtype) if short else torch.zeros_like(raw)
     var_dw = sum((rounding(d[i].t() @ scaled[i], dtype) for i in chunks), torch.zeros_like(dw))
     of_rows = (shared**2 * var_l).sum(1, keepdim=True)
-    var_of_l = (var_l * (own**2 - 2 * own * shared * seen) + of_rows * seen**2).clamp(
-        min=0
-    )  # the variance of each d, caused by rounding the logits
+    # The variance of each d, caused by rounding the logits.
+    var_of_l = (var_l * (own**2 - 2 * own * shared * seen) + of_rows * seen**2).clamp(min=0)
     var_stored = var_d if row.name == "triton" else torch.zeros_like(d)  # Triton's dbias sums rounded d
 
     def along(k: Tensor) -> Tensor:
@@ -131,10 +130,7 @@ def bounds(
             (var_d + var_of_l).t() @ scaled**2 + (d**2).t() @ var_x + var_dw,
             along(by_dw) + (var_d * by_dw**2).sum() + (var_x * (d @ dw) ** 2).sum() + (var_dw * dw**2).sum(),
         ),
-        "dbias": (
-            (scale**2 * (var_stored + var_of_l)).sum(0),
-            along(by_dbias) + (var_stored * by_dbias**2).sum(),
-        ),
+        "dbias": ((scale**2 * (var_stored + var_of_l)).sum(0), along(by_dbias) + (var_stored * by_dbias**2).sum()),
     }
     each = scale * nll
     b = {

@@ -262,18 +262,13 @@ def run(inputs: Inputs, *, out: Outputs, scratch: Scratch) -> None:
     x, w, targets, inv_total, bias, invariant, terms = inputs
     loss, dx, dw, accumulate, losses, dbias = out
     linear, v, nll = of("linear", scratch), w.shape[0], scratch["nll"] if losses is None else losses
-    if bias is not None:
-        check_columns("bias", bias)
+    check_columns("bias", bias)
     if "w" in scratch:
         w = scratch["w"].copy_(w)  # rounded once for all chunks
     columns, by_row = _columns(v), inv_total.ndim == 1
     constants: dict[str, float] = {**_tile(v, gradient=out.has_gradients)}
-    constants |= {
-        "BY_ROW": by_row,
-        "SOFTCAP": terms.softcap,
-        "SMOOTHING": terms.label_smoothing,
-        "Z_LOSS": terms.z_loss,
-    }
+    constants |= {"BY_ROW": by_row, "SOFTCAP": terms.softcap}
+    constants |= {"SMOOTHING": terms.label_smoothing, "Z_LOSS": terms.z_loss}
     for i in chunks_of(x, w):
         logits = scratch["logits"][: i.stop - i.start, :v]
         for j in columns:

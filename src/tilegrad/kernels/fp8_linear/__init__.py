@@ -6,8 +6,8 @@
     y  = (q(x) q(w)ᵀ) · s_x s_w + b          dx = (q(dy) q(w)) · s_dy s_w          dw += (q(dy)ᵀ q(x)) · s_dy s_x
 
 x and w are rounded to e4m3 (L = 448, 4 significant bits). dy is rounded to e5m2 (L = 57,344, 3 significant bits), because the
-magnitudes within one gradient differ by more than e4m3's 2¹⁸. In e4m3, a magnitude below 2⁻⁶ s is rounded to a multiple of 2⁻⁹
-s; in e5m2, one below 2⁻¹⁴ s to a multiple of 2⁻¹⁶ s.
+magnitudes within one gradient differ by more than 2¹⁸, the range of e4m3. In e4m3, a magnitude below 2⁻⁶ s is rounded to a
+multiple of 2⁻⁹ s; in e5m2, a magnitude below 2⁻¹⁴ s to a multiple of 2⁻¹⁶ s.
 
 cuBLAS multiplies rows by rows, so a factor is kept in one order or in both: a8 (N, C), and a8t (C, N'), whose columns after N
 are 0. `fp8_quantize_fwd` reads a once and writes both. Three ops do the same for a factor that they compute in float32, which

@@ -22,15 +22,14 @@ def workspace(grads: TensorLike, others: Sequence[TensorLike] = ()) -> Shapes:
 def fwd(ranges: Sequence[Tensor], *, norm: Tensor, scratch: Scratch) -> None:
     parts, at = scratch["parts"], 0
     for grads in ranges:
-        whole = grads.shape[0] // BLOCK
+        full = grads.shape[0] // BLOCK  # number of blocks of BLOCK elements; one shorter block follows
         if grads.dtype == torch.bfloat16:
-            for n in range(whole + 1):
+            for n in range(full + 1):
                 block = grads[n * BLOCK : (n + 1) * BLOCK]
                 torch.linalg.vector_norm(scratch["float32"][: len(block)].copy_(block), out=parts[at + n])
-            at += whole + 1
-            continue
-        if whole:
-            torch.linalg.vector_norm(grads[: whole * BLOCK].view(whole, BLOCK), dim=1, out=parts[at : at + whole])
-        torch.linalg.vector_norm(grads[whole * BLOCK :], out=parts[at + whole])
-        at += whole + 1
+        else:
+            if full:
+                torch.linalg.vector_norm(grads[: full * BLOCK].view(full, BLOCK), dim=1, out=parts[at : at + full])
+            torch.linalg.vector_norm(grads[full * BLOCK :], out=parts[at + full])
+        at += full + 1
     torch.linalg.vector_norm(parts, out=norm)

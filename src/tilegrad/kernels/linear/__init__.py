@@ -5,7 +5,7 @@
     scale=s: y = s x wᵀ, dx = s dy w                       only without b, and with accumulate=False
 
 `linear_bwd` is the whole backward. `linear_bwd_input` computes only dx, and may add to it. `linear_bwd_weight` computes only dw
-and db. A program may run other ops between the last two. Rows may be strided, columns must be contiguous. For bfloat16, dw and
+and db. A program may run other ops between these two. Rows may be strided, columns must be contiguous. For bfloat16, dw and
 db are float32. On a CPU w and b may be float32 too. On CUDA y may be float32 (the logits of a loss). db is computed by
 `column_sum`, which has its own table.
 
@@ -80,8 +80,8 @@ def _native_refuses(problem: Problem) -> str | None:
 
 
 def _torch_refuses(problem: Problem) -> str | None:
-    left = "does not take bfloat16 on a CPU: torch's product there can't write float32"
-    return left if _bf16_on_cpu(problem.x) else _by_rows(problem)
+    reason = "does not take bfloat16 on a CPU: torch's product there can't write float32"
+    return reason if _bf16_on_cpu(problem.x) else _by_rows(problem)
 
 
 def _tiled_refuses(problem: Problem) -> str | None:

@@ -67,9 +67,8 @@ def _outputs(m: int, x: TensorLike) -> int:
 
 
 def fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scale: float, scratch: Scratch) -> None:
-    for name, given in (("y", y), ("b", b)):
-        if given is not None:
-            check_columns(name, given)
+    check_columns("y", y)
+    check_columns("b", b)
     (n, k), m = x.shape, w.shape[0]
     outputs = _outputs(m, x)
     tile, warps = (LARGE_TILE, LARGE_WARPS) if m * k >= LARGE else (TILE, WARPS)

@@ -29,9 +29,8 @@ def workspace(x: TensorLike, w: TensorLike, invariant: bool = False, backward: b
 
 
 def fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scale: float, scratch: Scratch) -> NativeCall:
-    for name, given in (("y", y), ("b", b)):
-        if given is not None:
-            check_columns(name, given)
+    check_columns("y", y)
+    check_columns("b", b)
     (n, k), m = x.shape, w.shape[0]
     threads = min(torch.get_num_threads(), 1 + n * m * k // LEAST)
     dtypes = (DTYPES[x.dtype], DTYPES[w.dtype], DTYPES[w.dtype if b is None else b.dtype])

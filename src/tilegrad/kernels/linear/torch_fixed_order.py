@@ -1,8 +1,8 @@
 """Products with a fixed order of additions by torch's elementwise ops: every dtype, on a CPU. This kernel is for float64 and
 for machines without a compiler. It writes and reads N · Cin · Cout products, and is about a hundred times slower than a BLAS.
 
-The products of a row are added in a tree: element i + h to element i, where h is half the padded number of columns, then a
-quarter of it, and so on. An elementwise product or sum is rounded once, so the bits do not depend on the number of rows, on
+The products of a row are added in a tree: element i + h to element i, with h half the padded number of columns, then a quarter
+of this number, and so on. An elementwise product or sum is rounded once, so the bits do not depend on the number of rows, on
 the threads or on the machine. If x is bfloat16, a float32 w or b is rounded to bfloat16.
 """
 
@@ -11,23 +11,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..gpu import padded
 from ..scratch import Scratch, Shapes, TensorLike, accumulation_dtype, blocks
 
 TILE = 1 << 16  # products that are computed at once
 
 
-def _padded(k: int) -> int:
-    """The next power of two."""
-    return 1 << max(k - 1, 0).bit_length()
-
-
 def _columns(w: TensorLike) -> int:
-    return int(max(1, min(w.shape[-2], TILE // _padded(w.shape[-1]))))
+    return int(max(1, min(w.shape[-2], TILE // padded(w.shape[-1]))))
 
 
 def workspace(x: TensorLike, w: TensorLike, invariant: bool = False, backward: bool = False, *, bias: bool) -> Shapes:
     (k, m), acc = (w.shape[-1], _columns(w)), accumulation_dtype(x.dtype)
-    shapes: Shapes = {"products": ((m, _padded(k)), acc)}
+    shapes: Shapes = {"products": ((m, padded(k)), acc)}
     if x.dtype != acc:
         shapes |= {"x32": ((k,), acc), "w16": ((m, k), x.dtype), "w32": ((m, k), acc)}
         shapes |= {"b16": ((m,), x.dtype), "b32": ((m,), acc)} if bias else {}

@@ -22,10 +22,10 @@ def workspace(x: TensorLike, w: TensorLike, invariant: bool = False, backward: b
 
 def fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scale: float, scratch: Scratch) -> None:
     m = w.shape[0]
-    whole = m - m % ALIGNED
-    if x.device.type == "cuda" and 0 < whole < m and y.stride(0) % ALIGNED == 0:
-        _fwd(x, w[:whole], None if b is None else b[:whole], y[:, :whole], scale)
-        _fwd(x, w[whole:], None if b is None else b[whole:], y[:, whole:], scale)
+    end = m - m % ALIGNED
+    if x.device.type == "cuda" and 0 < end < m and y.stride(0) % ALIGNED == 0:
+        _fwd(x, w[:end], None if b is None else b[:end], y[:, :end], scale)
+        _fwd(x, w[end:], None if b is None else b[end:], y[:, end:], scale)
     else:
         _fwd(x, w, b, y, scale)
 

@@ -96,9 +96,8 @@ def workspace(x: TensorLike, w: TensorLike, invariant: bool = False, backward: b
 
 
 def fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scale: float, scratch: Scratch) -> None:
-    for name, given in (("y", y), ("b", b)):
-        if given is not None:
-            check_columns(name, given)
+    check_columns("y", y)
+    check_columns("b", b)
     (n, k), m = x.shape, w.shape[0]
     splits, few = ceil_div(k, SPLIT), n <= FEW
     parts = scratch["parts"] if few else None
@@ -108,19 +107,7 @@ def fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scale: float, scra
     grid = (ceil_div(m, block_m), ceil_div(n, block_n), splits if few else 1)
     launch(_product_kernel, grid, x, w, b, y, parts, x.stride(0), w.stride(0), y.stride(0), n, m, k, **constants)
     if parts is not None:
-        launch(
-            _add_splits_kernel,
-            (ceil_div(m, BLOCK), n),
-            parts,
-            b,
-            y,
-            y.stride(0),
-            n,
-            m,
-            splits,
-            BLOCK=BLOCK,
-            num_warps=4,
-            **dependent(x, n),
-        )
+        constants = {"BLOCK": BLOCK, "num_warps": 4, **dependent(x, n)}
+        launch(_add_splits_kernel, (ceil_div(m, BLOCK), n), parts, b, y, y.stride(0), n, m, splits, **constants)
     if scale != 1.0:
         y.mul_(scale)

@@ -12,7 +12,8 @@ equations below run five times. If x has more rows than columns, A is xᵀ x, an
 
     x = u / (margin ‖u‖ + 1e-7)      A = x xᵀ      x = a x + (b A + c A²) x
 
-Each iteration maps every singular value s to a s + b s³ + c s⁵ and keeps U and V. `COEFFICIENTS` has each (a, b, c).
+Each iteration maps every singular value s to a s + b s³ + c s⁵ and keeps U and V. `COEFFICIENTS` has each (a, b, c), `MARGINS`
+each margin.
 
     newton_schulz   by Keller Jordan, with one (a, b, c). A singular value s ≥ 0.01 ‖u‖ of u ends between 0.68 and 1.14.
     polar_express   by Amsel et al., arXiv:2505.16932, with one (a, b, c) for each iteration. A singular value s ≥ 0.003 ‖u‖ of

@@ -26,11 +26,7 @@ def workspace(x: TensorLike, *, backward: bool) -> Shapes:
     converted = x.dtype != acc
     if not backward:
         return _converted(rows, c, acc, "x", "y") if converted else {}
-    shapes: Shapes = {
-        "centred": ((rows, c), acc),
-        "work": ((rows, c), acc),
-        "sum": ((c,), acc),
-    }
+    shapes: Shapes = {"centred": ((rows, c), acc), "work": ((rows, c), acc), "sum": ((c,), acc)}
     shapes |= dict.fromkeys(("sum_g", "sum_gx", "ones"), ((rows,), acc))
     shapes |= below("column_sum", column_sum.workspace(x))
     return shapes | (_converted(rows, c, acc, "dy") if converted else {})

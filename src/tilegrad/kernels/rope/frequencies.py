@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Kind = Literal["linear", "llama3", "yarn"]
-_TURNS = ("low", "high", "beta_fast", "beta_slow")
+_ROTATIONS = ("low", "high", "beta_fast", "beta_slow")
 _MOST = 1e9  # the limit of every field; the largest published `original` is 262,144
 
 
@@ -40,7 +40,7 @@ class RopeScaling:
         for name, least in (
             ("factor", 1.0),
             ("original", 1),
-            *((name, 1e-6) for name in _TURNS),
+            *((name, 1e-6) for name in _ROTATIONS),
             ("attention_factor", 0.0),
         ):
             value = getattr(self, name)
@@ -65,7 +65,7 @@ def rope_frequencies(theta: float, d: int, scaling: RopeScaling | None) -> tuple
         return [f / s.factor for f in plain], 1.0
     if s.kind == "llama3":
         return [_llama3(f, s) for f in plain], 1.0
-    first, last = (_turning(turns, theta, d, s.original) for turns in (s.beta_fast, s.beta_slow))
+    first, last = (_index_of(rotations, theta, d, s.original) for rotations in (s.beta_fast, s.beta_slow))
     first, last = max(math.floor(first), 0), min(math.ceil(last), d - 1)
     width = (last - first) or 0.001
     shares = [min(max((i - first) / width, 0.0), 1.0) for i in range(d // 2)]
@@ -83,6 +83,6 @@ def _llama3(f: float, s: RopeScaling) -> float:
     return (1 - m) * f / s.factor + m * f
 
 
-def _turning(turns: float, theta: float, d: int, tokens: int) -> float:
-    """The fractional i whose angle makes `turns` rotations in `tokens` tokens."""
-    return d * math.log(tokens / (turns * 2 * math.pi)) / (2 * math.log(theta))
+def _index_of(rotations: float, theta: float, d: int, tokens: int) -> float:
+    """The fractional i whose angle makes this many rotations in `tokens` tokens."""
+    return d * math.log(tokens / (rotations * 2 * math.pi)) / (2 * math.log(theta))

@@ -104,8 +104,7 @@ def sample_fwd(
     given = (settings, seeds, sequences, drawn, tokens, logprobs)
     for name, x in zip(("settings", "seeds", "sequences", "drawn", "tokens", "logprobs"), given, strict=True):
         _check_contiguous(name, x)
-    if seen is not None:
-        check_columns("seen", seen)
+    check_columns("seen", seen)
     if device.type == "cpu" and b:
         _check_values(settings, drawn, penalties=seen is not None)
     draws, problem = Draws(settings, seeds, sequences, drawn), Problem(logits)

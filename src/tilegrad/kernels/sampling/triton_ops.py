@@ -417,36 +417,13 @@ def fwd(
     sizes = *strides, v, p, chunk, segments
     reads = logits, *draws
     launch(
-        _maxima_kernel,
-        (b, p),
-        logits,
-        draws.settings,
-        draws.drawn,
-        flags,
-        *tops,
-        s["segments"],
-        s["counts"],
-        *sizes,
-        SEGMENT=segment,
-        **options,
-    )
+        _maxima_kernel, (b, p), logits, draws.settings, draws.drawn, flags, *tops, s["segments"], s["counts"], *sizes,
+        SEGMENT=segment, **options,
+    )  # fmt: skip
     launch(
-        _gather_kernel,
-        (b, p),
-        *reads,
-        flags,
-        *tops,
-        s["segments"],
-        *totals,
-        *lists,
-        *sizes,
-        scale,
-        SEGMENT=segment,
-        SEGMENTS=padded(segments),
-        LISTED=listed,
-        PARTS=padded(parts),
-        **options,
-    )
+        _gather_kernel, (b, p), *reads, flags, *tops, s["segments"], *totals, *lists, *sizes, scale,
+        SEGMENT=segment, SEGMENTS=padded(segments), LISTED=listed, PARTS=padded(parts), **options,
+    )  # fmt: skip
     launch(
         _choose_kernel, (b,), *reads, *tops, *totals, *lists, tokens, logprobs, flags, s["row"], *strides, v, p, scale,
         FEW=min(FEW, listed), LISTED=listed, PARTS=padded(parts), **_options(v), **seeing,
