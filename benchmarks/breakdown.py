@@ -72,8 +72,6 @@ _WORDS = (  # words in the names of torch's kernels; the first match counts
     (r"float8|fp8|e4m3|amax|abs_max", ("fp8 scaling",)),
     (r"^memcpy|copy_kernel|CatArray|direct_copy|bfloat16_copy", ("copies",)),
 )  # fmt: skip
-
-
 LARGEST_KERNELS, LONGEST_NAME = 15, 110  # in the report
 
 
@@ -187,7 +185,7 @@ def groups_of(names: Sequence[str]) -> list[str]:
 
 
 def _with_their_gemm(names: Sequence[str], groups: list[str]) -> list[str]:
-    """The groups, with each memset in the group of the next kernel, and each split-K reduction in that of the kernel before."""
+    """The groups, with each memset in the group of the next kernel, and each split-K reduction in the group of the previous."""
     out = list(groups)
     for i, group in enumerate(groups):
         if group != _NEXT_TO:
@@ -203,7 +201,7 @@ def _with_their_gemm(names: Sequence[str], groups: list[str]) -> list[str]:
 
 def floors(demands: Mapping[str, Sequence[Demand]], rates: Rates, fp8: Collection[str] = ()) -> dict[str, float]:
     """group → its floor in milliseconds. fp8: the groups whose products are in float8. The kernels of these products have one
-    layout, so their names do not tell the groups apart: with any of them, all products are one group."""
+    layout, so their names do not tell the groups apart. So if any group is in `fp8`, all products are one group."""
     found: defaultdict[str, float] = defaultdict(float)
     for group, of_group in demands.items():
         flops = rates.fp8 if group in fp8 else rates.flops

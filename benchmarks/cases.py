@@ -40,7 +40,7 @@ class Problem:
 @dataclass(frozen=True, slots=True)
 class Case:
     """speed    the goal: at least this many times the tokens/s of the peer
-    aim      a higher speed that we aim at; it is no goal
+    aim      a higher speed, which is shown next to the goal but not required
     memory   the goal: at most this many times the peak bytes of the peer
 
     The peer is eager on a CPU and compiled on a GPU."""

@@ -1,9 +1,9 @@
 """The contenders of a training benchmark. Each has a process of its own, which lives while its problem is measured.
 
-So the memory of each contender is measured alone, and their speeds are measured in turn: only one process works at a time. On
-a CPU both depend on malloc. Where speed is measured, malloc keeps freed pages, because eager PyTorch would have page faults in
-every step. Where memory is measured, malloc returns freed pages. All contenders begin with the same parameters and read the
-same stream of random tokens.
+So the memory of each contender is measured alone, and speeds are measured in turn: only one process works at a time. On a CPU
+memory and speed depend on malloc. Where speed is measured, malloc keeps freed pages, because eager PyTorch would have page
+faults in every step. Where memory is measured, malloc returns freed pages. All contenders begin with the same parameters and
+read the same stream of random tokens.
 
     start     builds the model and trains CHECK_STEPS steps on one fixed batch; the losses must fall alike (`disagreement`)
     run       back-to-back steps on new tokens, with a learning rate so small that the loss does not change

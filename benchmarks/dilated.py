@@ -275,14 +275,8 @@ def bench_dilated(
         raise ValueError(f"dtype: got {dtype!r}; accepted: 'bfloat16', 'float16' or 'float32'")
     if repeats < 2:
         raise ValueError(f"repeats: got {repeats}; accepted: at least 2")
-    sizes = {
-        "lengths": lengths or (),
-        "segments": segments or (),
-        "rates": rates,
-        "heads": [heads],
-        "head_dim": [head_dim],
-        "batch_size": [batch_size],
-    }
+    sizes = {"lengths": lengths or (), "segments": segments or (), "rates": rates}
+    sizes |= {"heads": [heads], "head_dim": [head_dim], "batch_size": [batch_size]}
     for name, given in sizes.items():
         if any(not 1 <= n < 1 << 31 for n in given):
             raise ValueError(f"{name}: got {', '.join(map(str, given))}; accepted: 1 … 2³¹ − 1")
@@ -290,13 +284,8 @@ def bench_dilated(
     theirs = backends_on(where) if peers is None else tuple(peers)
     if set(theirs) - set(backends_on(where)):
         raise ValueError(f"peers: got {list(theirs)}; accepted: names among {', '.join(backends_on(where))}")
-    about = environment(where, kind) | {
-        "heads": heads,
-        "head_dim": head_dim,
-        "batch_size": batch_size,
-        "causal": causal,
-    }
-    about |= {"segments": chosen, "rates": tuple(rates)}
+    about = environment(where, kind) | {"heads": heads, "head_dim": head_dim, "batch_size": batch_size}
+    about |= {"causal": causal, "segments": chosen, "rates": tuple(rates)}
     rows: list[Row] = []
     wrong = False
     for mode in modes:

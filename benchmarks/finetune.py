@@ -155,13 +155,7 @@ def serve(pipe: Connection, name: str, shape: Shape, device: str, budget: float)
                 count += 2
             rate = count * shape.batch_size * shape.seq_len / (time.perf_counter() - began)
             pipe.send((rate, torch.cuda.max_memory_allocated() if device == "cuda" else 0))
-    except (
-        RuntimeError,
-        ValueError,
-        ImportError,
-        TypeError,
-        AttributeError,
-    ):  # the other contenders continue
+    except (RuntimeError, ValueError, ImportError, TypeError, AttributeError):  # the other contenders continue
         pipe.send(traceback.format_exc(limit=3))
 
 

@@ -1,9 +1,9 @@
 """Dilated attention in its usual formulation: copy the dilated positions out, run SDPA on the copies, copy the results back.
 
-x (B, T, H, D) is viewed as (B, segments, L, r, H, D). "head_groups" takes position `offset` of each r for its group of heads.
-"longnet" takes the diagonal of (r, heads of a block of r), as the code of LongNet does. Its branches are mixed by the softmax
-of their logsumexps. As in the code of LongNet, no gradient passes through the logsumexps, because SDPA does not compute it. T
-must be a multiple of the segment lengths, and segment lengths and heads must be multiples of the rates.
+x (B, T, H, D) is viewed as (B, segments, L, r, H, D), with L · r positions in a segment. "head_groups" takes position `offset`
+of each r for its group of heads. "longnet" takes the diagonal of (r, heads of a block of r), as the code of LongNet does. Its
+branches are mixed by the softmax of their logsumexps. As in that code, no gradient passes through the logsumexps, because SDPA
+does not compute it. T must be a multiple of the segment lengths, which must be multiples of the rates, as H must be.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Peers of a step with several micro-batches: a model of transformers with Liger's kernels, or with torchao's float8 under
 torch.compile.
 
-Weights, gradients and moments are bfloat16, the loss of `liger` is fused with the head, AdamW is fused. The initial parameters
-are those of the engine.
+Weights, gradients and moments are bfloat16. Liger fuses the loss with the head. AdamW is fused. The initial parameters are
+those of the engine.
 """
 
 from __future__ import annotations

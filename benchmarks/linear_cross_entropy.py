@@ -8,9 +8,10 @@
 A peer that is not installed or fails is left out, with the reason. In a round every contender runs once. Times are medians over
 the rounds, with the smallest and the largest; a ratio is the median of the ratios of the rounds. Memory is torch's peak of one
 forward + backward, including x and w, after the gradients were deleted; on a CPU it is not measured. The gradients of each
-contender are checked on a smaller shape by the closeness rule, with the bounds of tilegrad's algorithm. A peer that rounds (p −
-1) / n to bfloat16 breaks the rule if 1 / n is not a bfloat16 number: (p − 1) / n is the same for all improbable targets, so its
-rounding error scales the whole gradient.
+contender are checked on a smaller shape by the closeness rule, with the bounds of tilegrad's algorithm. The gradient of a
+target's logit is (p − 1) / n, with the target's probability p and n targets. A peer that rounds it to bfloat16 breaks the rule
+if 1 / n is not a bfloat16 number: the number is the same for all improbable targets, so its rounding error scales the whole
+gradient.
 """
 
 from __future__ import annotations

@@ -136,24 +136,8 @@ def activations(n: int, dtype: torch.dtype, device: torch.device) -> Iterator[Ca
 
     written = problem(gate, "swiglu", (da, up, dup, dgate))
     yield Case("swiglu forward", F, 3 * one, kernels, problem(gate, "swiglu", (up, a)), swiglu_forward)
-    yield Case(
-        "swiglu backward",
-        F,
-        5 * one,
-        kernels,
-        written,
-        swiglu_backward,
-        swiglu_workspace,
-    )
-    yield Case(
-        "swiglu backward, a",
-        F,
-        6 * one,
-        kernels,
-        written,
-        swiglu_fused,
-        swiglu_workspace,
-    )
+    yield Case("swiglu backward", F, 5 * one, kernels, written, swiglu_backward, swiglu_workspace)
+    yield Case("swiglu backward, a", F, 6 * one, kernels, written, swiglu_fused, swiglu_workspace)
 
 
 FAMILIES = (norms, column_sums, activations)

@@ -137,8 +137,7 @@ def contenders(
 
 
 def disagreement(padded: Contender, packed: Contender, batch_size: int, seq_len: int, dtype: torch.dtype) -> str:
-    """A sentence about the difference if the packed loss of a batch is not the loss of its conversations in padded rows, else
-    ""."""
+    """A sentence that says how the packed loss of a batch differs from the loss of its conversations in padded rows, or ""."""
     batch, _ = packed.batches[0]
     assert batch.cu_seqlens is not None
     spans = [slice(a, z) for a, z in pairwise(batch.cu_seqlens.tolist())]
@@ -189,17 +188,10 @@ def bench_packing(
             print(json_format.dumps(asdict(row) | about))
         return 0
     print(", ".join(f"{key} {value}" for key, value in about.items() if value is not None) + "\n")
-    lines = [
-        (
-            r.name,
-            f"{r.fill:.0%}",
-            f"{r.step_ms:.1f}",
-            f"{r.tokens_per_s:,.0f}",
-            f"{r.speed:.2f}",
-            f"{r.bytes / 2**30:.2f}",
-        )
-        for r in rows
-    ]
+    lines = []
+    for r in rows:
+        figures = (f"{r.fill:.0%}", f"{r.step_ms:.1f}", f"{r.tokens_per_s:,.0f}", f"{r.speed:.2f}")
+        lines.append((r.name, *figures, f"{r.bytes / 2**30:.2f}"))
     print(table(("rows", "fill", "ms/step", "tokens/s", "speed", "GiB"), lines))
     print(f"\npacked over padded: {rows[1].speed:.2f}, goal {GOAL}")
     return 0

@@ -30,7 +30,7 @@ Gelu = Literal["exact", "tanh"]
 Residual = Literal["float32", "bfloat16"]
 Sdpa = Literal["default", "cudnn", "flash"]
 _SIZES = {"vocab_size", "block_size", "n_layer", "n_head", "n_embd", "n_kv_head", "ffn_dim"}
-# the keys of a config that the peer reads; all other keys must have their defaults
+# The peer reads these keys of a config; all other keys must have their defaults.
 _READ = _SIZES | {"activation", "norm", "position", "bias", "tie_embeddings", "norm_eps", "rope_theta"}
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
@@ -157,10 +157,10 @@ class PeerModel(nn.Module):
 
     def __init__(self, config: ModelConfig, form: PeerForm, *, gqa: bool = True) -> None:
         super().__init__()
-        for known in fields(config):
-            value = getattr(config, known.name)
-            if known.name not in _READ and value != known.default:
-                raise ValueError(f"{known.name}: got {value!r}; accepted: {known.default!r}, which the peer has")
+        for key in fields(config):
+            value = getattr(config, key.name)
+            if key.name not in _READ and value != key.default:
+                raise ValueError(f"{key.name}: got {value!r}; accepted: {key.default!r}, which the peer has")
         if config.activation not in ("gelu", "swiglu"):
             raise ValueError(f"activation: got {config.activation!r}; accepted: 'gelu' or 'swiglu', which the peer has")
         self.config, self.residual = config, form.residual

@@ -23,9 +23,8 @@ def linears(config: ModelConfig) -> list[tuple[int, int]]:
 
 
 def step_flops(config: ModelConfig, batch_size: int, seq_len: int) -> int:
-    """FLOPs of a training step for MFU: three times those of the linear layers, the head and (causal) attention in the forward.
-    The backward counts as two forwards, even if activations are recomputed. Norms, activations and the optimizer are not
-    counted."""
+    """FLOPs of a training step for MFU: three times the forward FLOPs of the linear layers, the head and causal attention. The
+    backward counts as two forwards, even if activations are recomputed. Norms, activations and AdamW are not counted."""
     n, c = batch_size * seq_len, config.n_embd
     products = config.n_layer * sum(i * o for i, o in linears(config)) + config.vocab_size * c
     left = None if config.window is None else config.window - 1
@@ -41,9 +40,9 @@ def step_demands(
     """The least work of each op of a step, in the groups of breakdown.py.     N = B·T rows   e = element_bytes
 
     A linear layer reads or writes each of its three matrices once; weight gradients are float32. A residual addition and the
-    next norm are one pass. The backward of a norm writes the output of the norm again, that of an activation writes the
-    activation. The gradient of the logits overwrites the logits. AdamW reads w, g, m, v and writes w, m, v and the compute
-    copy; the clip reads g. Bias gradients are not counted.
+    next norm are one pass. The backward of a norm or of an activation writes the output of the forward again. The gradient of
+    the logits overwrites the logits. AdamW reads w, g, m, v and writes w, m, v and the copy of w in the compute dtype; clipping
+    reads g. Bias gradients are not counted.
     """
     n, e, layers = batch_size * seq_len, element_bytes, config.n_layer
     c, f, v, d = config.n_embd, config.ffn, config.vocab_size, config.head_dim

@@ -4,14 +4,14 @@ Contenders run in processes of their own (contenders.py) and are interleaved: in
 new tokens for `seconds`, in an order that is reversed every other round. A power-capped card slows down under load, so the
 runs must be long.
 
-    tokens/s    (tokens of the steps of a round) / (its seconds); the median over rounds
+    tokens/s    (tokens of a round) / (seconds of the round); the median over rounds
     speed       the median over rounds of (tokens/s of tilegrad) / (tokens/s of the peer)
     J/token     joules of the GPU by NVML (energy.py)
-    MFU         FLOPs of a step (step_cost.py step_flops) · steps/s / PEAK_FLOPS
+    MFU         FLOPs of a step (`step_flops` in step_cost.py) · steps/s / PEAK_FLOPS
     memory      torch.cuda.max_memory_allocated and …_reserved in the process of the contender, over the timed steps; on a CPU
                 (peak of resident bytes) − (resident bytes after the imports), in a process whose malloc returns freed pages
 
-A contender gets no speed if its loss does not fall as that of the first peer (contenders.py disagreement).
+A contender gets no speed if its loss does not fall like the loss of the first peer (`disagreement` in contenders.py).
 """
 
 from __future__ import annotations
@@ -294,13 +294,9 @@ def report(rows: Sequence[Row], found: Sequence[Ratio]) -> str:
     if found:
         verdicts = []
         for r in found:
-            speed = (
-                _number(r.speed, ".3f", "×"),
-                _verdict(r.speed, r.speed_goal, least=True),
-                _number(r.aim, ".2f", "×"),
-            )
+            speed = (_number(r.speed, ".3f", "×"), _verdict(r.speed, r.speed_goal, least=True))
             memory = (_number(r.memory, ".3f", "×"), _verdict(r.memory, r.memory_goal, least=False))
-            verdicts.append([r.case, r.peer, *speed, *memory])
+            verdicts.append([r.case, r.peer, *speed, _number(r.aim, ".2f", "×"), *memory])
         text += ["", table(("case", "against", "speed", "goal", "aim", "memory", "goal"), verdicts)]
     text += [f"{row.case}: {row.contender}: {row.note}" for row in rows if row.note]
     return "\n".join(text)

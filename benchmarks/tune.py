@@ -1,11 +1,11 @@
 """`python -m benchmarks.tune`: times candidate tiles of the Triton kernels and writes kernels/attention/triton/tiles.py.
 
 Every candidate is compiled first, in as many processes as there are cores; Triton caches compiled kernels on disk. Then all
-candidates are timed interleaved at T = 4096 and 16k tokens (float32: 2048 and 4k), hidden 2048. The time of a kernel is the
-time of an op that needs only this kernel: the forward, or a backward for dk and dv, for dk, for dv or for dq, minus the time of
-the delta kernel with which every backward begins. dk and dv become separate passes if that is faster. A tile that does not fit
-the device is left out, and a tile that spills registers is used only if all tiles do. The chosen tiles must pass the check
-against the oracle.
+candidates are timed interleaved, on 16,384 tokens in sequences of 4,096 (float32: 4,096 tokens in sequences of 2,048) with
+2,048 channels. The time of a kernel is the time of an op that needs only this kernel: the forward; or a backward for dk and dv,
+for dk, for dv or for dq, minus the time of the delta kernel with which every backward begins. dk and dv become separate passes
+if that is faster. A tile that does not fit the device is left out, and a tile that spills registers is used only if all tiles
+do. The chosen tiles must pass the check against the oracle.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def _run_with(key: Key, row: Tiles, run: Thunk) -> Thunk:
 
 
 def _rewritten(lines: list[str]) -> Iterator[str]:
-    """The lines of tiles.py, with the rows of TABLE instead of those between the two marks."""
+    """The lines of tiles.py, with the rows of TABLE instead of the lines between the two marks."""
     inside = False
     for line in lines:
         if line.strip() == "# table begins":
