@@ -26,7 +26,7 @@ from support.gluon.emulator import in_python
 from support.gluon.values import Number, Pointer
 from support.hopper_emulated import forward as forward_in_python
 from support.hopper_emulated import run_in_python
-from support.kernels import run_backward
+from support.kernels import interval_edges, run_backward
 
 from tilegrad.kernels.attention import hopper
 from tilegrad.kernels.attention.hopper import backward as kernel
@@ -45,7 +45,7 @@ from tilegrad.kernels.attention.hopper import backward_scheduler as scheduler
 from tilegrad.kernels.attention.hopper import launch_backward as host
 from tilegrad.kernels.attention.hopper.launch import L2_BYTES
 from tilegrad.kernels.attention.hopper.tma import varlen_descriptor
-from tilegrad.kernels.attention.mask import Mask, interval_edges
+from tilegrad.kernels.attention.mask import Mask
 from tilegrad.kernels.attention.problem import Sizes, sizes_of
 from tilegrad.kernels.attention.triton import intervals, memory, numerics, scores
 from tilegrad.kernels.closeness import assert_close

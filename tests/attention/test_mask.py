@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from support.kernels import interval_edges
 
 from tilegrad.kernels.attention.mask import (
     Mask,
@@ -13,7 +14,6 @@ from tilegrad.kernels.attention.mask import (
     distance,
     four_dims,
     interned_mask,
-    interval_edges,
     masked_by,
     packed,
     sequences,

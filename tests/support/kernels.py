@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from tilegrad.kernels.attention.mask import Mask
+from tilegrad.kernels.attention.mask import Mask, edges_of_tile
 from tilegrad.kernels.attention.problem import Backward, Forward
 from tilegrad.kernels.scratch import Scratch, separate
 
@@ -27,3 +28,14 @@ def run_backward(
     memory = tuple(scratch.values())
     call = Backward(q, k, v, o, lse, do, dlse, mask, dq, dk, dv, dbias, dsinks, memory, deterministic)
     module.prepare_bwd(call, separate(scratch))(call)
+
+
+def interval_edges(intervals: Tensor, tile: int) -> Tensor:
+    """`edges_of_tile` of every `tile` columns, (B, H, tiles, n, 4); the last tile may be narrower."""
+    columns = intervals.unflatten(-1, (-1, 2)).clone()
+    (b, h, tk, n), empty = columns.shape[:4], torch.empty(columns.shape[:4], dtype=torch.bool)
+    edges = intervals.new_empty(b, h, -(-tk // tile), n, 4)
+    for t, first in enumerate(range(0, tk, tile)):
+        at = slice(first, first + tile)
+        edges_of_tile(columns[:, :, at], empty=empty[:, :, at], edges=edges[:, :, t])
+    return edges

@@ -1,4 +1,4 @@
-"""The attention op: its API, its oracle and its kernels side by side.
+"""The attention op: its API, its oracle and its kernels.
 
     api.py        the op on the caller's buffers            mask.py       which rows attend to which columns; the scores
     problem.py    sizes and alignment of a call             reference.py  the equations, forward and backward: the oracle
@@ -6,7 +6,7 @@
     table.py      which kernel runs                         context.py    the op on a sequence split over ranks
     tiled.py, cpu.py, triton/, hopper/: the kernels
 
-A kernel is a module with the functions `workspace`, `prepare_fwd` and `prepare_bwd`; reference.py has the smallest ones.
+A kernel is a module with the functions `workspace`, `prepare_fwd` and `prepare_bwd`; those of reference.py are the shortest.
 `prepare_…` runs once for each signature of a call (api.py) and returns the function that runs all calls of that signature.
 """
 

@@ -9,8 +9,8 @@ share memory (q is k), and outputs may be disjoint views of one buffer (dq, dk a
     q (B, Hq, Tq, D)   k (B, Hkv, Tk, D)   v (B, Hkv, Tk, Dv)   o (B, Hq, Tq, Dv)   lse (B, Hq, Tq)
     packed sequences:  q (total_q, Hq, D) …                     o (total_q, Hq, Dv) lse (Hq, total_q)
 
-lse is float32, float64 for float64 inputs. dk and dv have q's dtype, or both are float32, which context.py needs for sums.
-The equations are in mask.py (scores) and reference.py (the rest).
+lse is float32, or float64 for float64 inputs. dk and dv have q's dtype, or both are float32, because context.py sums them over
+ranks. The equations are in mask.py (scores) and reference.py (the rest).
 
 The table selects a kernel by q, k, v, the mask and, if they are given, o, do, dq, dk and dv. If a kernel can't read or write
 the layout of one of these (hopper needs rows that start at multiples of 16 bytes), the next kernel runs. A caller with unusual
@@ -18,7 +18,7 @@ layouts passes these tensors to `attention_workspace` too. For a tensor that is 
 layout that every kernel supports.
 
 For each signature a call is checked once, and its kernel is selected and prepared once. The signature has shapes, strides,
-dtypes, devices, options, and the number of threads, because scratch on the CPU grows with it. A later call costs a dictionary
+dtypes, devices, options, and the number of threads, on which the CPU kernel's scratch depends. A later call costs a dictionary
 lookup.
 """
 
@@ -53,8 +53,7 @@ def attention_workspace(
     """Name → (shape, dtype) of each buffer in `scratch`. Reads shapes, dtypes, devices and, if present, strides and addresses,
     so handles of a memory trace are accepted too.
 
-    Pass o, do, dq, dk and dv if not every kernel can read or write their layouts. A tensor that is not passed counts as
-    contiguous, with q's dtype.
+    A tensor among o, do, dq, dk and dv that is not passed counts as contiguous, with q's dtype.
     """
     check_options(q, k, v, mask)
     check_tensors(q, k, v, mask)
@@ -73,7 +72,7 @@ def signature(call: tuple[object, ...], tensors: tuple[Any, ...], mask: Mask) ->
     in it.
 
     None if the call can't be cached, because it has a handle, a tensor subclass, a tensor with a pending negation or without
-    memory, a list, or an int seed.
+    memory, a window that is a list, or an int seed.
     """
     if mask.cache_key is None:
         return None
@@ -117,7 +116,7 @@ class Selection(NamedTuple):
 
 
 def _own(x: Any) -> Any:
-    """x with every tensor, also one in a mask or a tuple, replaced by a new object on the same memory."""
+    """x with every tensor, including those in a mask or a tuple, replaced by a new object on the same memory."""
     if isinstance(x, Mask):
         return replace(x, **{name: _own(getattr(x, name)) for name in MASK_TENSORS}) if x.has_tensors else x
     if isinstance(x, tuple):
@@ -139,8 +138,8 @@ class PreparedCall:
 
 def recall(key: Signature | None) -> PreparedCall | None:
     """The cached call of a signature. None if there is none, or if the table has been replaced since."""
-    found = None if key is None else prepared_calls.get(key)
-    return found if found is not None and found.selection.table is table.ATTENTION else None
+    prepared = None if key is None else prepared_calls.get(key)
+    return prepared if prepared is not None and prepared.selection.table is table.ATTENTION else None
 
 
 def keep(key: Signature | None, prepared: PreparedCall) -> PreparedCall:
@@ -156,20 +155,20 @@ def select(
     k: Tensor,
     v: Tensor,
     mask: Mask,
-    given: Mapping[str, Tensor | None],
+    others: Mapping[str, Tensor | None],
     kernel: str | None,
     *,
     backward: bool,
     deterministic: bool = False,
     invariant: bool = False,
 ) -> Selection:
-    """Checks the tensors of a call and selects its kernel. `given` has the call's other tensors, or None, by name."""
+    """Checks the tensors of a call and selects its kernel. `others` has the call's other tensors, or None, by name."""
     check_options(q, k, v, mask)
     check_tensors(q, k, v, mask)
-    if given:
-        _check_given(q, k, v, mask, given)
-    others = {name: given.get(name) for name in ("o", "do", "dq", "dk", "dv")}
-    problem = Problem(q, k, v, mask, invariant=invariant, **others)
+    if others:
+        _check_others(q, k, v, mask, others)
+    laid_out = {name: others.get(name) for name in ("o", "do", "dq", "dk", "dv")}
+    problem = Problem(q, k, v, mask, invariant=invariant, **laid_out)
     row = table.ATTENTION.select(problem, kernel)
     if kernel is None and row.name == "tiled" and q.device.type == "cpu":
         library.warn_if_missing()
@@ -183,11 +182,11 @@ def select(
     return Selection(table.ATTENTION, row.name, module, scratch, instead)
 
 
-def _check_given(q: Tensor, k: Tensor, v: Tensor, mask: Mask, given: Mapping[str, Tensor | None]) -> None:
-    """Checks `given`. dk and dv must have q's dtype, or both the accumulation dtype."""
+def _check_others(q: Tensor, k: Tensor, v: Tensor, mask: Mask, others: Mapping[str, Tensor | None]) -> None:
+    """Checks shapes, dtypes and devices. dk and dv must have q's dtype, or both the accumulation dtype."""
     o_shape, lse_shape = output_shapes(q, v, mask)
     o, lse, dtype = (o_shape, q.dtype), (lse_shape, lse_dtype(q.dtype)), q.dtype
-    dkv = next((x.dtype for x in (given.get("dk"), given.get("dv")) if x is not None), dtype)
+    dkv = next((x.dtype for x in (others.get("dk"), others.get("dv")) if x is not None), dtype)
     dkv = dkv if dkv == accumulation_dtype(dtype) else dtype
     expected = {"o": o, "lse": lse, "do": o, "dlse": lse, "dq": (tuple(q.shape), dtype)}
     expected |= {"dk": (tuple(k.shape), dkv), "dv": (tuple(v.shape), dkv)}
@@ -195,7 +194,7 @@ def _check_given(q: Tensor, k: Tensor, v: Tensor, mask: Mask, given: Mapping[str
         expected["dbias"] = tuple(mask.float_bias.shape), mask.float_bias.dtype
     if mask.sinks is not None:
         expected["dsinks"] = (q.shape[1],), mask.sinks.dtype
-    for name, x in given.items():
+    for name, x in others.items():
         if x is not None and name not in expected:
             raise ValueError(
                 f"{name}: got a tensor; accepted: None, because this call has no {name[1:]} with a gradient"
@@ -209,8 +208,8 @@ def attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, *,
     o: Tensor | None, lse: Tensor | None, scratch: Scratch | None = None, kernel: str | None = None, invariant: bool = False,
 ) -> None:  # fmt: skip
-    """Computes o and lse. The backward needs both. invariant: with the kernels that the tables select, a row of o has the same
-    bits in any batch, and in `cache_attention_fwd`."""
+    """Computes o and lse. The backward needs both. invariant: a row of o has the same bits in any batch, and in
+    `cache_attention_fwd`; on a CPU only the kernel "native" is invariant."""
     key = signature(("fwd", kernel, torch.get_num_threads(), _aligned(scratch), invariant), (q, k, v, o, lse), mask)
     prepared, writes, how = recall(key), {"o": o, "lse": lse}, {"backward": False, "invariant": invariant}
     selection = prepared.selection if prepared else select(q, k, v, mask, writes, kernel, **how)
@@ -225,14 +224,14 @@ def attention_bwd(
 ) -> None:  # fmt: skip
     """Gradients of L given do = ∂L/∂o and dlse = ∂L/∂lse (None = 0)."""
     writes = {"dq": dq, "dk": dk, "dv": dv, "dbias": dbias, "dsinks": dsinks}
-    given = {"o": o, "lse": lse, "do": do, "dlse": dlse, **writes}
+    others = {"o": o, "lse": lse, "do": do, "dlse": dlse, **writes}
     how = ("bwd", kernel, torch.get_num_threads(), _aligned(scratch), deterministic)
-    key = signature(how, (q, k, v, *given.values()), mask)
+    key = signature(how, (q, k, v, *others.values()), mask)
     prepared = recall(key)
     if prepared:
         selection = prepared.selection
     else:
-        selection = select(q, k, v, mask, given, kernel, backward=True, deterministic=deterministic)
+        selection = select(q, k, v, mask, others, kernel, backward=True, deterministic=deterministic)
     call = Backward(q, k, v, o, lse, do, dlse, mask, dq, dk, dv, dbias, dsinks, (), deterministic)
     _run(key, prepared, selection, call, writes, scratch)
 

@@ -1,4 +1,4 @@
-"""Error bounds of attention's outputs: σ and a B of ../closeness.py, derived from the formulas of reference.py.
+"""Error bounds of attention's outputs, derived from the formulas of reference.py. ../closeness.py defines σ, B, u, a and slope.
 
 A kernel may round r = p ∘ keep / (1 − dropout_p) (before r v and rᵀ do), dx (before dx k and dxᵀ q) and o (before delta)
 to q's dtype, once each. Everything else is computed in the accumulator: scores, their sums, lse, delta, dp, dbias, dsinks.
@@ -35,8 +35,8 @@ remains. The row's maximum m has the accumulator's dtype, so rounding m + log Σ
     V(o)     = Σⱼ pᵢⱼ² (V(s) + V(exp)) (keepᵢⱼ vⱼ − oᵢ)²                      effect of a row's errors of s and exp on o
     B(delta) = 6 √Σⱼ pᵢⱼ² (V(s) + V(exp)) (dpᵢⱼ − do·o)² + B(row) |do·o| + B(Σ do o) + |delta|
                                                                             shared: dsᵢⱼ errs by −pᵢⱼ times this error
-    V(p)/p²  = (1 − pᵢⱼ)² V(sᵢⱼ) + Σ_{k≠j} pᵢₖ² V(sᵢₖ) + Σₖ pᵢₖ² V(exp)         the backward's p, without its exp
-    V(dq)    = scale² (Σⱼ V(sᵢⱼ) (dxᵢⱼ kⱼ − pᵢⱼ Σₖ dxᵢₖ kₖ)² + Σₖ pᵢₖ² V(exp) (Σₖ dxᵢₖ kₖ)²)      without its exp
+    V(p)/p²  = (1 − pᵢⱼ)² V(sᵢⱼ) + Σ_{k≠j} pᵢₖ² V(sᵢₖ) + Σₖ pᵢₖ² V(exp)         the backward's p, without the error of its exp
+    V(dq)    = scale² (Σⱼ V(sᵢⱼ) (dxᵢⱼ kⱼ − pᵢⱼ Σₖ dxᵢₖ kₖ)² + Σₖ pᵢₖ² V(exp) (Σₖ dxᵢₖ kₖ)²)      without V(ds)
     V(ds)    = ds² (V(exp) + 1) + p² (V(dp) + (dp² + delta²) / 3)             ds² · V(p)/p² is added to it
 
 A GPU flushes p and ds below the accumulator's smallest normal number to 0. That adds Σⱼ rᵢⱼ |vⱼ| over the flushed pairs to the

@@ -1,12 +1,12 @@
-"""Attention over a sequence split among ranks (context parallel): a rank has some rows of q, k and v and gathers all K and V.
+"""Attention over T rows split among N ranks (context parallel): a rank has T / N rows of q, k and v and gathers K and V.
 
-    runs       2N runs of c = T / 2N rows; rank r holds runs r and 2N − 1 − r, in this order ("zigzag": equal causal work)
+    runs       2N runs of c = T / 2N rows; rank r has runs r and 2N − 1 − r, in this order ("zigzag": equal causal work)
     forward    K, V = all-gather of k, v          for each run a: o[a], lse[a] = attention(q[a], K[: (a+1)·c], V[: (a+1)·c])
     backward   K, V = all-gather of k, v          for each run a: dq[a], dK_a, dV_a
                dk, dv = reduce-scatter of Σ dK_a, Σ dV_a, summed in the accumulation dtype
 
 Rows and columns are aligned at the bottom right (mask.py), so a run needs no offset: its K and V end where the run ends. Tiles
-of columns start at column 0, as in one call on the whole sequence. So without a window, o and dq have the bits of that call.
+of columns start at column 0, as in one call on all T rows. So without a window, o and dq have the bits of that call.
 
     q (B, Hq, t, D)   k (B, Hkv, t, D)   v (B, Hkv, t, Dv)   o, do (B, Hq, t, Dv)   lse, dlse (B, Hq, t)      t = T / N = 2·c
 

@@ -1,4 +1,4 @@
-"""Attention on the CPU in C++: one library without torch, with register tiles written for each instruction set.
+"""Attention on the CPU in C++, in a library that does not use torch and has code for each instruction set.
 
 The loops over tiles are in forward.h and backward.h of cpu/csrc/attention, or in amx_forward.h and amx_backward.h for bfloat16
 on a processor with AMX. The equations are in mask.py and reference.py. A tile costs two GEMMs in the forward and five in the
@@ -71,17 +71,17 @@ def size_fields(q: Any, v: Any, mask: Mask) -> dict[str, Any]:
 
 
 def workspace(q: Any, k: Any, v: Any, mask: Mask, *, backward: bool, deterministic: bool) -> Shapes:
-    """Grows with every size and with the number of threads."""
+    """The scratch grows with every size and with the number of threads."""
     dtype, bias = accumulation_dtype(q.dtype), mask.float_bias
     sizes = pack_call(**size_fields(q, v, mask), intervals=_interval_form(mask.intervals))
     needed_bytes = native().tilegrad_native_scratch(sizes, backward)
     shapes: Shapes = {"native": (((needed_bytes + 64) // dtype.itemsize,), dtype)}  # 64: room to align to a cache line
-    if backward and bias is not None and bias.dtype != dtype and not _kept_in_all(bias, q, v):
+    if backward and bias is not None and bias.dtype != dtype and not _has_all_pairs(bias, q, v):
         shapes["dbias"] = tuple(bias.shape), dtype
     return shapes
 
 
-def _kept_in_all(bias: Any, q: Any, v: Any) -> bool:
+def _has_all_pairs(bias: Any, q: Any, v: Any) -> bool:
     """True if a bias of a dense call has an element for each pair: no axis is broadcast."""
     return bool(prod(bias.shape) == prod((*q.shape[:3], v.shape[2])))
 
@@ -176,21 +176,20 @@ class NativeRun:
 
     def __init__(self, direction: int, fields: dict[str, Any], call: Forward | Backward, views: Views) -> None:
         mask, dbias = call.mask, call.dbias if isinstance(call, Backward) else None
-        given = {name: getattr(call, name, None) for name in ("q", "k", "v", "o", "lse", "do", "dlse")}
-        given |= {name: getattr(mask, name) for name in MASK_TENSORS}
-        given |= {name: getattr(call, name, None) for name in ("dq", "dk", "dv", "dbias", "dsinks")}
+        tensors = {name: getattr(call, name, None) for name in ("q", "k", "v", "o", "lse", "do", "dlse")}
+        tensors |= {name: getattr(mask, name) for name in MASK_TENSORS}
+        tensors |= {name: getattr(call, name, None) for name in ("dq", "dk", "dv", "dbias", "dsinks")}
         fields_of = {"do": "do_", "dv": "dv_", "alibi_slopes": "slopes"}
-        self._places = [_AT[fields_of.get(name, name)] for name, x in given.items() if isinstance(x, Tensor)]
-        self._direction, self._words, self._run = (
-            direction,
-            array("Q", pack_call(**fields)),
-            native().tilegrad_native_run,
-        )
+        self._places = [_AT[fields_of.get(name, name)] for name, x in tensors.items() if isinstance(x, Tensor)]
+        self._direction, self._words = direction, array("Q", pack_call(**fields))
+        self._run = native().tilegrad_native_run
         address = ctypes.cast(self._run, ctypes.c_void_p).value
         self.program = (address, direction, list(self._words), self._places, _AT["scratch"])
         self._views, self._dropout = views, bool(mask.dropout_p)
         self._scratch_bytes = views(*call.memory)["native"].nbytes
-        self._zero_dbias = dbias is not None and (not _kept_in_all(dbias, call.q, call.v) or mask.band != (None, None))
+        self._zero_dbias = dbias is not None and (
+            not _has_all_pairs(dbias, call.q, call.v) or mask.band != (None, None)
+        )
 
     def __call__(self, call: Forward | Backward) -> None:
         words, dbias, sums = self._words[:], None, None

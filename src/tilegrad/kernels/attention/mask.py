@@ -26,7 +26,7 @@ from ..cache import remember
 
 Window = tuple[int | None, int | None]
 NO_WINDOW: Window = (None, None)
-# In the order of `Mask.tensors`. A seed may be an int too.
+# The fields of `Mask` that are tensors; a seed may be an int too.
 MASK_TENSORS = ("bias", "alibi_slopes", "sinks", "seed", "cu_seqlens_q", "cu_seqlens_k", "intervals")
 NEVER = 2**31 - 1  # larger than the index of any row
 NUMBERS = frozenset((bool, int, float, NoneType))
@@ -41,14 +41,14 @@ def interned_mask(
     dropout_p: float,
 ) -> Mask:
     """The mask with these options, from the cache if the cache has it."""
-    found = None
+    cached = None
     if not torch.compiler.is_compiling() and (window is None or type(window) is tuple):
         values = (causal, *(NO_WINDOW if window is None else window), scale, softcap, dropout_p, 0, 0)
         try:
-            found = _interned.get((values, tuple(map(type, values))))
+            cached = _interned.get((values, tuple(map(type, values))))
         except TypeError:  # unhashable: check_options raises later
-            found = None
-    return Mask(causal, window, scale, softcap, dropout_p=dropout_p) if found is None else found
+            cached = None
+    return Mask(causal, window, scale, softcap, dropout_p=dropout_p) if cached is None else cached
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,27 +88,19 @@ class Mask:
         types = tuple(map(type, values))
         if not NUMBERS.issuperset(types):
             return None
-        found = _interned.get((values, types))
-        if found is None and not self.has_tensors:
-            found = remember(_interned, (values, types), self)
-        if found is None:
+        mask = _interned.get((values, types))
+        if mask is None and not self.has_tensors:
+            mask = remember(_interned, (values, types), self)
+        if mask is None:
             no_tensors: dict[str, Any] = dict.fromkeys(MASK_TENSORS)
-            found = replace(self, **no_tensors)
-        return found
+            mask = replace(self, **no_tensors)
+        return mask
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors of the mask, which a memory trace counts as read."""
-        held = (
-            self.bias,
-            self.alibi_slopes,
-            self.sinks,
-            self.seed,
-            self.cu_seqlens_q,
-            self.cu_seqlens_k,
-            self.intervals,
-        )
-        return tuple(t for t in held if t is not None and not isinstance(t, int))
+        values = [getattr(self, name) for name in MASK_TENSORS]
+        return tuple(x for x in values if x is not None and not isinstance(x, int))
 
     @property
     def band(self) -> Window:
@@ -183,28 +175,14 @@ def masked_by(intervals: Tensor, rows: Tensor) -> Tensor:
     return masked.any(-1)
 
 
-def interval_edges(intervals: Tensor, tile: int) -> Tensor:
-    """Edges of the intervals in each tile of `tile` columns: (B, H, tiles, n, 4), (least start, largest start, least end,
-    largest end) of each of the n intervals of a column; the last tile may be narrower.
+def edges_of_tile(columns: Tensor, *, empty: Tensor, edges: Tensor) -> None:
+    """edges (B, H, n, 4) of a tile of N columns: least start, largest start, least end and largest end of the n intervals of a
+    column. `columns` (B, H, N, n, 2) has the intervals and is overwritten.
 
-    Rows a … b − 1 of a tile are all masked out if largest start ≤ a and b ≤ least end for one of the n intervals. No interval
+    Rows a … b − 1 of the tile are all masked out if largest start ≤ a and b ≤ least end for one of the n intervals. No interval
     masks any of them out if b ≤ least start or largest end ≤ a for all n. An empty interval counts as start = 2³¹ − 1 and
     end = −1, so it fails the first test and never fails the second.
     """
-    b, h, tk, pairs = *intervals.shape[:3], intervals.shape[3] // 2
-    columns = intervals.unflatten(-1, (pairs, 2)).clone()
-    edges, empty = (
-        intervals.new_empty(b, h, -(-tk // tile), pairs, 4),
-        intervals.new_empty(b, h, tk, pairs, dtype=torch.bool),
-    )
-    for t, first in enumerate(range(0, tk, tile)):
-        at = slice(first, first + tile)
-        edges_of_tile(columns[:, :, at], empty=empty[:, :, at], edges=edges[:, :, t])
-    return edges
-
-
-def edges_of_tile(columns: Tensor, *, empty: Tensor, edges: Tensor) -> None:
-    """edges (B, H, n, 4) of one tile from the intervals of its columns (B, H, N, n, 2), which are overwritten."""
     starts, ends = columns.unbind(-1)
     torch.ge(starts, ends, out=empty)
     starts.masked_fill_(empty, NEVER)

@@ -8,7 +8,7 @@ resumed run has the same bits. If a sequence is split over the ranks of a `group
 invariant is as in `attention_fwd`; the engine refuses it for a split sequence.
 
 Packed rows: with cu_seqlens in the mask, the B·T rows are packed sequences, seen as (B·T, H, D). The memory of lse is then
-(Hq, B·T), and rope takes each row's position from `positions` (B, T).
+(Hq, B·T), and rope takes the position of each row from `positions` (B, T).
 """
 
 from __future__ import annotations
@@ -90,11 +90,11 @@ def _attend_backward(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, mask: Mask, group: Ranks | None, *,
     dq: Tensor, dk: Tensor, dv: Tensor, scratch: Scratch, deterministic: bool,
 ) -> None:  # fmt: skip
-    given: Any = {"dq": dq, "dk": dk, "dv": dv, "scratch": scratch, "deterministic": deterministic}
+    keywords: Any = {"dq": dq, "dk": dk, "dv": dv, "scratch": scratch, "deterministic": deterministic}
     if group is None:
-        attention_bwd(q, k, v, o, lse, do, None, mask, **given)
+        attention_bwd(q, k, v, o, lse, do, None, mask, **keywords)
     else:
-        gather_attention_bwd(q, k, v, o, lse, do, None, mask, group, **given)
+        gather_attention_bwd(q, k, v, o, lse, do, None, mask, group, **keywords)
 
 
 @op()
@@ -116,9 +116,8 @@ def qkv_attention_bwd(
     packed = mask.varlen
     (q, k, v), (dq, dk, dv) = (split(x, n_head, n_kv_head, packed=packed) for x in (qkv, dqkv))
     o, do = (_heads(x, n_head, packed=packed) for x in (o, do))
-    lse = _statistic(lse, packed=packed)
-    given: Any = {"dq": dq, "dk": dk, "dv": dv, "scratch": scratch, "deterministic": deterministic}
-    _attend_backward(q, k, v, o, lse, do, mask, group, **given)
+    _attend_backward(q, k, v, o, _statistic(lse, packed=packed), do, mask, group,
+                     dq=dq, dk=dk, dv=dv, scratch=scratch, deterministic=deterministic)  # fmt: skip
 
 
 def qkv_rope_workspace(
@@ -189,5 +188,5 @@ def q_k_v_attention_bwd(
     packed = mask.varlen
     q, o, do, dq = (_heads(x, n_head, packed=packed) for x in (q, o, do, dq))
     k, v, dk, dv = (_heads(x, n_kv_head, packed=packed) for x in (k, v, dk, dv))
-    given: Any = {"dq": dq, "dk": dk, "dv": dv, "scratch": scratch, "deterministic": deterministic}
-    _attend_backward(q, k, v, o, _statistic(lse, packed=packed), do, mask, group, **given)
+    _attend_backward(q, k, v, o, _statistic(lse, packed=packed), do, mask, group,
+                     dq=dq, dk=dk, dv=dv, scratch=scratch, deterministic=deterministic)  # fmt: skip

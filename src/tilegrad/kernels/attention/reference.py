@@ -1,4 +1,4 @@
-"""The oracle: attention and its gradients as whole T×T matrices, every step on its own line.
+"""The oracle: attention and its gradients on whole T×T matrices, one step per line.
 
     s = scores(q, k)                        docstring of mask.py
     p = softmax over [s, sink]              the sink's column has no value and is removed

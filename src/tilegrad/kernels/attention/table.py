@@ -34,8 +34,8 @@ def _too_wide(problem: Problem) -> str | None:
     if major in (9, 10):
         return None
     return (
-        f"takes float32 heads of more than {WIDEST_FLOAT32} on compute capability 9.0 and 10.0, which have enough shared "
-        f"memory, and {q.device} has {major}.{minor}"
+        f"takes float32 head dimensions above {WIDEST_FLOAT32} only on compute capability 9.0 and 10.0, which have enough "
+        f"shared memory, and {q.device} has {major}.{minor}"
     )
 
 

@@ -2,7 +2,7 @@
 
 A *slab* is a number of sequences × kv heads that are computed at once. The rows of the G = Hq / Hkv query heads of a kv head
 are stacked: a tile of scores is (slab, G·M, N), and one GEMM sums the gradient of a kv head over its query heads. Tiles outside
-the band, and tiles that intervals mask out in the whole slab, are not computed. Only tiles on an edge are masked.
+the band, and tiles that intervals mask out in the whole slab, are not computed. Only tiles that an edge crosses are masked.
 
     forward, for each tile of rows:                      backward, for each tile of columns:
       row_max = sink, row_sum = 1 (or lowest, 0)           for each tile of rows that attends:
@@ -18,7 +18,7 @@ the band, and tiles that intervals mask out in the whole slab, are not computed.
 
 row_max starts at the dtype's lowest number, not at −inf. So a row that attends to nothing ends with row_sum = 0, o = 0,
 lse = −inf and no NaN. Tiles are copied into the scratch in the accumulation dtype (float32; float64 for float64), so any
-strides are accepted. Scratch is O(slab · tile + T · D); there is no T×T matrix.
+strides are accepted. Scratch is O(slab · tile + T · D), and T×T only for the gradient of a T×T bias in half precision.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .problem import Backward, Forward, Sizes, sizes_of
 TILE = 256  # rows, and columns, of a tile
 SLAB = 1 << 21  # scores computed at once
 
-Edges = list[list[int]]  # the edges of the intervals of a tile of columns: `interval_edges` of mask.py
+Edges = list[list[int]]  # the edges of the intervals of a tile of columns: `edges_of_tile` of mask.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def _tiles(span: range) -> Iterator[range]:
 
 
 def workspace(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, backward: bool, deterministic: bool) -> Shapes:
-    """Grows with every size: a call on fewer or shorter sequences fits into the scratch of a larger one."""
+    """The scratch grows with every size, so it suffices for a call on fewer or shorter sequences."""
     sizes = sizes_of(q, k, v, mask)
     needs: Shapes = {}
     longest = max(sizes.tq, sizes.tk, 1)
@@ -429,13 +429,13 @@ def _bwd_delta(
 ) -> None:
     """delta = rowsum(do ∘ o) − dlse, and 0 in rows that attend to nothing. lse_rows is lse, but the lowest finite
     number replaces −inf."""
-    every = range(slab.tq)
-    lse_rows.copy_(slab.rows(lse, every))
-    for i in _tiles(every):
+    all_rows = range(slab.tq)
+    lse_rows.copy_(slab.rows(lse, all_rows))
+    for i in _tiles(all_rows):
         o_do = slab.load("do", slab.rows(do, i)).mul_(slab.load("o", slab.rows(o, i)))
         delta[:, :, i.start : i.stop].copy_(slab.by_head(torch.sum(o_do, -1, out=slab.buffer("q", *o_do.shape[:2])), i))
     if dlse is not None:
-        delta.sub_(slab.rows(dlse, every))
+        delta.sub_(slab.rows(dlse, all_rows))
         delta.masked_fill_(torch.eq(lse_rows, -torch.inf, out=slab.buffer("empty", *lse_rows.shape)), 0.0)
     lse_rows.clamp_(min=torch.finfo(lse_rows.dtype).min)
 

@@ -1,4 +1,4 @@
-"""The arguments and constexprs of a kernel, by parameter name, on the host.
+"""The arguments and constexprs of the Triton kernels, by parameter name, on the host.
 
 Kernels take plain numbers, not NamedTuples: Triton 3.6 specialises the elements of a tuple on their values (1, multiples of 16)
 whatever `do_not_specialize` says, and would recompile for every change of sizes and strides. So each launch combines the groups
@@ -60,13 +60,13 @@ def score_arguments(sizes: Sizes, mask: Mask, scratch: Scratch) -> Arguments:
 
 
 def is_plain(mask: Mask) -> bool:
-    """Whether the scores are only products times a factor: PLAIN of scores.py."""
+    """Whether the scores are q·k times a factor: PLAIN in forward.py."""
     return mask.softcap == 0.0 and mask.bias is None and mask.alibi_slopes is None
 
 
 def has_rare_features(mask: Mask) -> bool:
-    """Whether the scores or p need more code than usual. Such calls share more of the compiled kernels, because there
-    are many combinations."""
+    """Whether the call has dropout or its scores are not PLAIN. There are many combinations of these features, so such calls
+    share more of the compiled kernels."""
     return mask.dropout_p != 0.0 or not is_plain(mask)
 
 
@@ -87,8 +87,7 @@ def interval_arguments(mask: Mask) -> Arguments:
 
 
 def list_arguments(mask: Mask, runs: Tensor | None, tiles: int) -> Arguments:
-    """The lists of tiles that a kernel visits: `tiles` lists for each kv head with separate intervals. All None without
-    lists."""
+    """The lists of tiles that a kernel visits, `tiles` lists for each kv head with separate intervals; None without lists."""
     x = mask.intervals
     if x is None or runs is None:
         return dict.fromkeys(("runs", "runs_b", "runs_h"))
@@ -132,8 +131,8 @@ def _named(strides: dict[str, tuple[int, ...]]) -> Arguments:
 
 
 def column_arguments(align: int, **columns: tuple[int, int]) -> Arguments:
-    """x_steps, the columns of a tensor in steps of STEP, for each x=(columns, padded columns). None: there is no
-    padding. A number of steps, instead of columns, tells Triton that masks of padded columns are aligned too."""
+    """x_steps = columns / STEP for each x=(columns, padded columns), or None without padding. Because a kernel computes
+    columns = x_steps · STEP, Triton knows that masks of padded columns are aligned."""
     step = align if all(n % align == 0 for n, _ in columns.values()) else 1
     return {f"{x}_steps": None if n == padded else n // step for x, (n, padded) in columns.items()} | {"STEP": step}
 
@@ -143,18 +142,18 @@ def sink_arguments(mask: Mask) -> Arguments:
 
 
 def forward_sink_arguments(mask: Mask, heads: int, lse: Tensor | None) -> Arguments:
-    """With rare features, a call without sinks runs the kernel with sinks. It passes lse as sinks, and the kernel reads
-    none of it."""
+    """With rare features, a call without sinks runs the kernel with sinks. It passes lse as `sinks`, and the kernel does not
+    read lse."""
     unread = {"sinks": lse} if mask.sinks is None and has_rare_features(mask) else {}
     return sink_arguments(mask) | {"sink_heads": 0 if mask.sinks is None else heads} | unread
 
 
 def alignment(*tensors: Tensor | None, varlen: bool) -> int:
-    """The number of elements of which every row offset is a multiple: ALIGNED_BYTES in the first tensor's dtype, or else 1."""
-    given = [x for x in tensors if x is not None]
-    elements = ALIGNED_BYTES // given[0].element_size()
-    steps = all(stride % elements == 0 for x in given for stride in row_strides(x, varlen=varlen))
-    return elements if steps and all(x.data_ptr() % ALIGNED_BYTES == 0 for x in given) else 1
+    """The elements in ALIGNED_BYTES if every row of every tensor starts at a multiple of ALIGNED_BYTES; otherwise 1."""
+    present = [x for x in tensors if x is not None]
+    elements = ALIGNED_BYTES // present[0].element_size()
+    steps = all(stride % elements == 0 for x in present for stride in row_strides(x, varlen=varlen))
+    return elements if steps and all(x.data_ptr() % ALIGNED_BYTES == 0 for x in present) else 1
 
 
 def addressing(*tensors: Tensor | None, varlen: bool) -> Arguments:

@@ -6,9 +6,8 @@
               (1) sᵀ = k qᵀ   (2) dpᵀ = v doᵀ   (3) dv += rᵀ do   (4) dk += dxᵀ q
     dq      a program has a tile of rows and loops over the columns that they attend to
               (1) s = q kᵀ    (2) dp = do vᵀ    (5) dq += dx k
-    dbias   a program has a tile of the bias and loops over the axes that the bias is broadcast over. A bias that is
-            broadcast over columns shifts whole rows. p does not depend on it, but lse and the sink's probability do. Its
-            gradient is the sum of a row of ds:
+    dbias   a program has a tile of the bias and loops over the axes that the bias is broadcast over. If these include the
+            columns, the gradient is the sum of a row of ds:
               Σⱼ ds = Σⱼ p ∘ dp − delta Σⱼ p = (delta + dlse) − delta (1 − p_sink) = dlse + p_sink · delta
     dsinks  a program has a head and loops over its rows: dsink −= Σ exp(sink − lse) · delta
 
@@ -96,8 +95,8 @@ def _add_rows(
 ):  # fmt: skip
     """Adds the masked or the unmasked row tiles of one query head to dk and dv.
 
-    The sum dp may start from −delta instead of 0. s must not start from −lse, because every partial sum would then include lse
-    when it is rounded. row_lse and delta are prefetched by hand, because Triton doesn't pipeline such narrow loads. To save
+    The sum dp may start from −delta instead of 0. The sum s must not start from −lse, because every rounded partial sum would
+    then contain lse. row_lse and delta are prefetched by hand, because Triton doesn't pipeline such narrow loads. To save
     registers, loop-invariant code motion is off, and the few masked tiles aren't pipelined."""
     q_offsets = tile_offsets(q_t, BLOCK_M, k.shape[1], ALIGN, INT64_OFFSETS)
     do_offsets = q_offsets if SAME_OFFSETS else tile_offsets(do_t, BLOCK_M, v.shape[1], ALIGN, INT64_OFFSETS)
@@ -221,7 +220,7 @@ def _add_columns(
     BLOCK_N: tl.constexpr, ALIGN: tl.constexpr, IEEE_FP32: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds the masked or the unmasked column tiles to dq. A wide head saves registers in the same ways as `_add_rows`."""
+    """Adds the masked or the unmasked column tiles to dq. For heads above 256 it saves registers like `_add_rows`."""
     WIDE: tl.constexpr = q.shape[1] > 256 or do.shape[1] > 256
     runs = None
     if visits.runs is not None:

@@ -18,7 +18,11 @@ from ..problem import ALIGNED_BYTES, Sizes
 from .arguments import Arguments, ieee_fp32
 from .tiles import INTERPRETER, INTERVALS, UNALIGNED, Key, Tile, candidates, ordered, row
 
-FAST_FLOAT64 = (INTERPRETER, 80, 90)  # float64 at ≥ half of float32's rate; not 100, where Triton 3.6 can't compile it
+FAST_FLOAT64 = (
+    INTERPRETER,
+    80,
+    90,
+)  # float64 at ≥ half of float32's rate; without 100: Triton 3.6 can't compile float64 there
 
 Grid = Callable[[Tile], tuple[Arguments, tuple[int, ...]]]  # more arguments, and the grid, for a tile
 
@@ -40,12 +44,12 @@ def shared_memory_bytes(device: torch.device) -> int:
 
 
 def product_bits(dtype: torch.dtype, device: torch.device) -> int:
-    """The bits of GEMM operands. IEEE float32 is converted to float64 on devices with fast float64."""
+    """The bits of an element of a GEMM operand. IEEE float32 is converted to float64 on devices with fast float64."""
     return 64 if ieee_fp32(dtype) and architecture(device) in FAST_FLOAT64 else 8 * dtype.itemsize
 
 
 def tiles_for(kernel: str, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[Tile, ...]:
-    """The tiles to try, in order. "ordered", the forward of an invariant problem, has one tile."""
+    """The tiles to try, in order. The kernel "ordered" is the forward of an invariant problem and has one tile."""
     if kernel == "ordered":
         return (ordered(product_bits(dtype, device), sizes.d, sizes.dv),)
     return candidates(kernel, _key(sizes, dtype, device))

@@ -9,13 +9,13 @@
 
 In a call without softcap, bias and slopes (PLAIN) x is q·k, and p = exp2(c x − c row_max) with c = factor · log2(e) is one fma
 and one exp2. The fma subtracts a rounded c · row_max from an exact c · x. The rounding error is the same for the whole row: it
-cancels in o, and `product_lse` removes it from lse. But a very large |c · row_max| has so large a rounding error that p would
-overflow. So from 2²⁶ on c is replaced by the next power of two, which makes c · row_max exact. Distinct scores then differ by
-at least 4 in the log2 domain, and nearly every p is 0 or 1.
+cancels in o, and `product_lse` removes it from lse. But the rounding error of a very large |c · row_max| would make p overflow.
+So if |c · row_max| ≥ 2²⁶, c is replaced by the next power of two, and c · row_max is exact. Distinct scores then differ by at
+least 4 in the log2 domain, and nearly every p is 0 or 1.
 
-SPLIT > 0: the order in which a row is summed does not depend on its tile of rows. The columns SPLIT·n … SPLIT·(n + 1) − 1 are
-one part of the softmax, summed tile by tile from the first, and the parts are combined in their order (softmax.py). Every tile
-applies the mask. Tiles and parts that only other rows attend to change no bit of a row: its p is 0, and its alpha is 1.
+If SPLIT > 0, the order of a row's sums does not depend on its tile of rows. The columns SPLIT·n … SPLIT·(n + 1) − 1 are one
+part of the softmax, summed tile by tile from the first, and the parts are combined in their order (softmax.py). Every tile
+applies the mask. A tile or part that only other rows attend to changes no bit of a row: its p is 0, its alpha 1.
 cache_attention sums in the same order.
 
 Split-K: with few rows and many columns, `splits` programs share the columns of a row tile. Each writes its own o and lse, in

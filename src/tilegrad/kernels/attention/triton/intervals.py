@@ -1,7 +1,7 @@
-"""Interval masks on the device: two small kernels, before a kernel with scores, list the tiles that each tile visits.
+"""Interval masks on the device: small kernels that run before a kernel with scores and list the tiles that each tile visits.
 
     edges   for each tile of columns and each interval of a column: least start, largest start, least end, largest end
-            (mask.interval_edges)
+            (mask.edges_of_tile)
     list    for each tile of rows, the tiles of columns that it visits; or for each tile of columns, the tiles of rows
     last    for each tile of rows, the last tile of columns that it visits; for Hopper's backward, which has no lists
 
@@ -50,8 +50,8 @@ def _edges_kernel(
 
 @triton.jit
 def _kinds(edges, cols, starts, stops, n, unmasked, unmasked_end, visited, PAIRS: tl.constexpr):
-    """The kind of each tile n of the other axis: 0 not visited, 1 unmasked, 2 masked. The pair has tile `cols` of
-    columns, and rows starts … stops."""
+    """The kind of each pair of tile `cols` of columns and rows [starts, stops): 0 not visited, 1 unmasked, 2 masked. The band
+    leaves tiles [unmasked, unmasked_end) without an edge, and n is the index of the pair among these tiles."""
     whole = n < 0
     some = (n < unmasked) | (n >= unmasked_end)
     for pair in tl.static_range(PAIRS):

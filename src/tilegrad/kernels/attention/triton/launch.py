@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...cuda_launch import Plan
-from ...gpu import multiprocessors
+from ...gpu import ceil_div, multiprocessors
 from ...scratch import Scratch, Shapes, Views
 from ..mask import Mask, four_dims
 from ..problem import FEW_ROWS, Backward, Forward, Sizes, output_shapes, row_strides, sizes_of
@@ -46,21 +46,17 @@ MOST_SPLITS = 64
 MOST_SEQUENCES = 65535  # limit of the third axis of a grid
 
 
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
-
-
 def _forward_kernel(sizes: Sizes) -> str:
     return "decode" if sizes.tq <= FEW_ROWS else "fwd"
 
 
 def splits_for(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> int:
     """How many programs share the columns of a row tile: enough for two programs per multiprocessor, each with at least two
-    tiles. 1 unless columns far outnumber rows, as in decoding. So scratch never grows when a training batch shrinks."""
+    tiles. It is 1 if there are fewer than four columns per row, so scratch never grows when a training batch shrinks."""
     if sizes.tk < 4 * sizes.tq:
         return 1
     tile = tiles_for(_forward_kernel(sizes), sizes, dtype, device)[0]
-    programs = _ceil_div(sizes.tq, tile.m) * sizes.hq * sizes.batch
+    programs = ceil_div(sizes.tq, tile.m) * sizes.hq * sizes.batch
     columns = sizes.tk
     if sizes.left is not None and sizes.right is not None:
         columns = min(columns, sizes.left + sizes.right + tile.m)
@@ -86,7 +82,7 @@ def workspace(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, backward: bool, de
 def _with_lists(
     calls: list[KernelCall], scratch: Scratch, sizes: Sizes, mask: Mask, *, columns: bool
 ) -> list[KernelCall]:
-    """The calls that list the tiles that each tile of a kernel visits, then `calls` of the kernel."""
+    """`calls` of a kernel, after the calls that list the tiles that each of its tiles visits."""
     if mask.intervals is None or not calls:
         return calls
     m, n = (calls[0].arguments[name] for name in ("BLOCK_M", "BLOCK_N"))
@@ -207,7 +203,7 @@ def _attend(
     )
 
     def grid(tile: Tile) -> tuple[Arguments, tuple[int, int]]:
-        row_tiles = _ceil_div(sizes.tq, tile.m)
+        row_tiles = ceil_div(sizes.tq, tile.m)
         more = {"row_tiles": row_tiles} | list_arguments(mask, runs, row_tiles)
         return more, (row_tiles * sizes.hq * sizes.batch, splits)
 
@@ -223,7 +219,7 @@ def _attend(
 def _combine(
     parts: Output, mask: Mask, sizes: Sizes, splits: int, o: Tensor | None, lse: Tensor | None, *, ieee: bool
 ) -> KernelCall:
-    row_tiles = _ceil_div(sizes.tq, FEW_ROWS)
+    row_tiles = ceil_div(sizes.tq, FEW_ROWS)
     arguments = dict(
         parts=parts.o,
         lse_parts=parts.lse,
@@ -292,7 +288,7 @@ def _delta(
     o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask, sizes: Sizes, rows: Arguments
 ) -> list[KernelCall]:
     rows_of_program = ROWS if sizes.block_dv <= 256 else ROWS // 4  # so that no register spills
-    row_tiles = _ceil_div(sizes.tq, rows_of_program)
+    row_tiles = ceil_div(sizes.tq, rows_of_program)
     if not row_tiles * sizes.hq * sizes.batch:
         return []
     place = addressing(o, do, varlen=mask.varlen)
@@ -341,7 +337,7 @@ def _columns(
         def grid(
             tile: Tile, count: int = min(MOST_SEQUENCES, sizes.batch - first_b)
         ) -> tuple[Arguments, tuple[int, ...]]:
-            col_tiles = _ceil_div(sizes.tk, tile.n)
+            col_tiles = ceil_div(sizes.tk, tile.n)
             more = {"DUPLICATES": max(1, 32 * tile.warps // tile.m)}
             return more | list_arguments(mask, scratch.get("runs"), col_tiles), (col_tiles, sizes.hkv, count)
 
@@ -359,7 +355,7 @@ def _dq(scores: Arguments, sizes: Sizes, mask: Mask, scratch: Scratch, dq: Tenso
     )
 
     def grid(tile: Tile) -> tuple[Arguments, tuple[int]]:
-        row_tiles = _ceil_div(sizes.tq, tile.m)
+        row_tiles = ceil_div(sizes.tq, tile.m)
         more = {"row_tiles": row_tiles} | list_arguments(mask, scratch.get("runs"), row_tiles)
         return more, (row_tiles * sizes.hq * sizes.batch,)
 
@@ -399,8 +395,8 @@ def _dbias(scores: Arguments, sizes: Sizes, mask: Mask, own: OwnTiles) -> list[K
     }
 
     def grid(tile: Tile) -> tuple[Arguments, tuple[int]]:
-        row_tiles = _ceil_div(sizes.tq, tile.m) if own.has_rows else 1
-        col_tiles = _ceil_div(sizes.tk, tile.n)
+        row_tiles = ceil_div(sizes.tq, tile.m) if own.has_rows else 1
+        col_tiles = ceil_div(sizes.tk, tile.n)
         return {"row_tiles": row_tiles, "col_tiles": col_tiles}, (row_tiles * col_tiles * own.b_step * own.h_step,)
 
     constants = _constants(sizes, mask, q, k, v, do) | {"SUM_ROWS": not own.has_rows}
@@ -411,7 +407,7 @@ def _dbias_rows(
     rows: Arguments, sizes: Sizes, mask: Mask, dlse: Tensor | None, own: OwnTiles, *, ieee: bool
 ) -> KernelCall:
     """dbias of a bias that is broadcast over columns."""
-    row_tiles = _ceil_div(sizes.tq, ROWS) if own.has_rows else 1
+    row_tiles = ceil_div(sizes.tq, ROWS) if own.has_rows else 1
     dbias_b, dbias_h, dbias_i, _ = own.dbias.stride()
     arguments = dict(
         **rows,

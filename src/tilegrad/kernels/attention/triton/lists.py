@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ...gpu import ceil_div
 from ...scratch import Scratch, Shapes
 from ..mask import Mask
 from ..problem import Sizes
@@ -13,15 +14,11 @@ from .intervals import CHUNK, _edges_kernel, _last_kernel, _list_kernel
 from .scores import MOST_RUNS
 
 
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
-
-
 def list_shapes(sizes: Sizes, mask: Mask, least: int) -> Shapes:
     """The buffers of `list_calls` for tiles of at least `least` rows and columns; none without intervals."""
     if mask.intervals is None:
         return {}
-    tiles = _ceil_div(max(sizes.tq, sizes.tk), least) * (4 * MOST_RUNS.value + 2)
+    tiles = ceil_div(max(sizes.tq, sizes.tk), least) * (4 * MOST_RUNS.value + 2)
     return edge_shapes(sizes, mask, least) | {"runs": ((mask.intervals.shape[:2].numel() * tiles,), torch.int32)}
 
 
@@ -29,14 +26,14 @@ def last_shapes(sizes: Sizes, mask: Mask, least: int) -> Shapes:
     """The buffer of `last_calls` for tiles of at least `least` rows; none without intervals."""
     if mask.intervals is None:
         return {}
-    return {"last_tiles": ((mask.intervals.shape[:2].numel() * _ceil_div(sizes.tq, least),), torch.int32)}
+    return {"last_tiles": ((mask.intervals.shape[:2].numel() * ceil_div(sizes.tq, least),), torch.int32)}
 
 
 def edge_shapes(sizes: Sizes, mask: Mask, least: int) -> Shapes:
     """The buffer of `edges_calls` for tiles of at least `least` columns; none without intervals."""
     if mask.intervals is None:
         return {}
-    edges = mask.intervals.shape[:2].numel() * max(1, _ceil_div(sizes.tk, least)) * 4 * pairs_of(mask)
+    edges = mask.intervals.shape[:2].numel() * max(1, ceil_div(sizes.tk, least)) * 4 * pairs_of(mask)
     return {"edges": ((edges,), torch.int32)}
 
 
@@ -47,10 +44,10 @@ def list_calls(
     of rows begin at first_row ≤ 0. There is no call without intervals."""
     if mask.intervals is None:
         return []
-    row_tiles, own = _ceil_div(sizes.tq - first_row, m), mask.intervals.shape[:2].numel()
+    row_tiles, own = ceil_div(sizes.tq - first_row, m), mask.intervals.shape[:2].numel()
     shared = _tile_arguments(scratch, sizes, mask, m, n, row_tiles)
     lists = shared | {"runs": scratch["runs"], "first_row": first_row, "COLUMNS": columns}
-    programs = own * (_ceil_div(sizes.tk, n) if columns else row_tiles)
+    programs = own * (ceil_div(sizes.tk, n) if columns else row_tiles)
     return [*edges_calls(scratch, sizes, mask, n), KernelCall(_list_kernel, (programs,), lists, {})]
 
 
@@ -59,7 +56,7 @@ def last_calls(scratch: Scratch, sizes: Sizes, mask: Mask, m: int, n: int) -> li
     intervals."""
     if mask.intervals is None:
         return []
-    row_tiles, own = _ceil_div(sizes.tq, m), mask.intervals.shape[:2].numel()
+    row_tiles, own = ceil_div(sizes.tq, m), mask.intervals.shape[:2].numel()
     last = _tile_arguments(scratch, sizes, mask, m, n, row_tiles) | {"last_tiles": scratch["last_tiles"]}
     return [KernelCall(_last_kernel, (own * row_tiles,), last, {})]
 
@@ -68,7 +65,7 @@ def _tile_arguments(scratch: Scratch, sizes: Sizes, mask: Mask, m: int, n: int, 
     return {
         "edges": scratch["edges"],
         "row_tiles": row_tiles,
-        "col_tiles": _ceil_div(sizes.tk, n),
+        "col_tiles": ceil_div(sizes.tk, n),
         "tq": sizes.tq,
         "tk": sizes.tk,
         **band_arguments(sizes, mask),
@@ -83,7 +80,7 @@ def edges_calls(scratch: Scratch, sizes: Sizes, mask: Mask, n: int) -> list[Kern
     """The call that writes the edges of tiles of n columns; none without columns."""
     if mask.intervals is None or not sizes.tk:
         return []
-    (batch, heads), col_tiles = mask.intervals.shape[:2], _ceil_div(sizes.tk, n)
+    (batch, heads), col_tiles = mask.intervals.shape[:2], ceil_div(sizes.tk, n)
     arguments = interval_arguments(mask) | {
         "edges": scratch["edges"],
         "heads": heads,

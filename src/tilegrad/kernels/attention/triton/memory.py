@@ -40,7 +40,7 @@ def tile_offsets(x_t, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.const
 
 @triton.jit
 def load_tile(x, offsets, rows, D, CHECKED: tl.constexpr):
-    """A tile. It is 0 from column D on (None: it has no such column) and, if CHECKED, from row `rows` on."""
+    """A tile that is 0 from column D on, unless D is None, and, if CHECKED, from row `rows` on."""
     ROWS: tl.constexpr = offsets.shape[0]
     BLOCK_D: tl.constexpr = offsets.shape[1]
     t = tl.arange(0, ROWS)[:, None] < rows

@@ -2,7 +2,7 @@
 
 By default exp(x) is the device's exp2(log2(e) · x). IEEE_FP32 is for float32 inputs whose GEMMs may not use tf32: exp, log,
 tanh and division are then as accurate as in torch. The device's own exp2, log2 and division have errors of 2 ulp or more, and
-an error of lse changes every p. On devices with fast float64, such calls have accumulators and kept tiles in float64.
+an error of lse changes every p. On devices with fast float64, the GEMMs of such calls are in float64.
 """
 
 from __future__ import annotations

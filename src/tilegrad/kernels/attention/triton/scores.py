@@ -7,15 +7,15 @@ function here works for both.
     softcap c, bias, ALiBi  x = c tanh(factor/c · q·k) + bias − slope · |i + Tk − Tq − j|
     masked                  x = −inf                      only in tiles that an edge of the band, of an interval or of k crosses
 
-factor has the sign of the scale, but in the forward of PLAIN calls a negative scale negates q on load, which is exact; so there
-factor > 0 and max(factor · x) = factor · max(x).
+factor has the sign of the scale, except in the forward of PLAIN calls, which negates q on load if the scale is negative. This
+is exact. So factor > 0 there, and max(factor · x) = factor · max(x).
 
 Every kernel rounds a score at the same steps. So the backward subtracts lse from the very bits that lse was computed from, and
 the largest score of a row has p = 1 / row_sum, however large the score is.
 
-A range of rows attends to the tiles [first, last) of BLOCK columns, of which [first, unmasked) and [unmasked_end, last) need a
-mask and [unmasked, unmasked_end) don't. The rows that attend to a range of columns are found the same way, with Tq and Tk, left
-and right exchanged. Intervals leave several runs of tiles: intervals.py lists them in memory, and the main loops read the list.
+A range of rows attends to the tiles [first, last) of BLOCK columns. Tiles [first, unmasked) and [unmasked_end, last) need a
+mask, tiles [unmasked, unmasked_end) don't. For the rows that attend to a range of columns, Tq and Tk, left and right are
+exchanged. Intervals leave several runs of tiles: intervals.py lists them in memory, and the main loops read the list.
 """
 
 from __future__ import annotations

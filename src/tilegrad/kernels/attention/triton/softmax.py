@@ -5,7 +5,7 @@
               row_sum = alpha · row_sum + w · part_sum   acc = alpha · acc + w · part
 
 forward.py and cache_attention/triton_ops.py both use these functions, so a row has the same bits in both. The fma of `combine`
-is explicit, because the compiler may fuse either of two products into a sum.
+is explicit, because the compiler could fuse either of the two products into the sum.
 
 PLAIN, log2_factor and coarse_factor are explained in forward.py: with PLAIN, x is q·k, and row_max is in the same units.
 """
@@ -44,7 +44,7 @@ def no_column(row_sum, coarse_factor, PLAIN: tl.constexpr):
 
 @triton.jit
 def with_sink(row_max, sink, factor, log2_factor, coarse_factor, PLAIN: tl.constexpr, IEEE_FP32: tl.constexpr):
-    """(row_max, row_sum) of rows with a sink, before their first column. A sink of −inf is no sink"""
+    """(row_max, row_sum) of rows with a sink, before their first column. A sink of −inf is no sink."""
     if PLAIN:
         row_max = tl.maximum(row_max, sink / factor)
         _, largest = scaled_max(row_max, log2_factor, coarse_factor)

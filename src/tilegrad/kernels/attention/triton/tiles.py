@@ -2,17 +2,17 @@
 
 A row is selected by
 
-    architecture      10 · compute capability: 80 Ampere, 90 Hopper, 100 and 120 Blackwell; the nearest one below, or the first
-    bits              of the operands: 16, 32, or 64 if float32 is converted to float64 for GEMMs
+    architecture      10 · compute capability: 80 Ampere, 90 Hopper, 100 and 120 Blackwell; otherwise the next lower one, or 80
+    bits              16, 32, or 64 if float32 is converted to float64 for GEMMs
     head dimension    padded to a power of two
     band              whether the call is causal or has a window; INTERVALS, if it has intervals
 
 The table is committed, so tests run the same tiles as users, and a captured step never tunes. A tile that needs more shared
 memory than the device has is replaced by the next of `SMALLER`.
 
-Architecture 100 (B200) uses Hopper's rows, except for the widest head: its accumulators are in tensor memory (TMEM), so dk and
-dv need no separate passes. Architecture 120 (RTX 50) has the MMA instructions of 80, without warpgroups or TMEM, and uses
-Ampere's tiles.
+Architecture 100 (B200) uses Hopper's rows up to head dimension 128. Accumulators of wider heads are in tensor memory (TMEM), so
+dk and dv need no separate passes. Architecture 120 (RTX 50) has the MMA instructions of 80, without warpgroups or TMEM, and
+uses Ampere's tiles.
 """
 
 from __future__ import annotations
@@ -50,8 +50,7 @@ UNALIGNED = (Tile(32, 32, 4, 1), Tile(16, 16, 4, 1))
 
 # The forward of an invariant problem and attention over a cache add in the same order: both use the same tile and the same
 # columns per split for every batch, length and capacity. With 64 rows both use wgmma on Hopper. n, stages and SPLIT may be
-# tuned; SPLIT must be a multiple of every n. For sm_90 no kernel spills. With n = 64 the forward would spill for heads above
-# 64.
+# tuned; SPLIT must be a multiple of every n. With n = 64, the forward of heads above 64 would spill registers on sm_90.
 SPLIT = 256
 ORDERED = {  # largest head dimension → (tile of half precision, tile of float32)
     64: (Tile(64, 64, 4, 3), Tile(16, 32, 4, 2)),
@@ -62,8 +61,7 @@ ORDERED = {  # largest head dimension → (tile of half precision, tile of float
 
 
 def ordered(bits: int, d: int, dv: int) -> Tile:
-    """The tile for these head dimensions. It is one of UNALIGNED for half precision if rows can't be 16-byte
-    aligned."""
+    """The tile for these head dimensions; one of UNALIGNED if rows of half precision can't be 16-byte aligned."""
     if bits == 16 and (d % 8 or dv % 8):
         return UNALIGNED[0]
     of_16_bits, of_float32 = ORDERED[min(n for n in ORDERED if n >= max(d, dv))]
