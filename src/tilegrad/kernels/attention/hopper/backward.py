@@ -29,9 +29,9 @@ faster at D 64, 2 to 9 % at D 96, 2 to 5 % at D 128.
 
 **Persistent CTAs** take work tiles from a counter, so the loads of a tile overlap the end of the previous one. With a causal
 band and no window the first columns take longest, so the first columns of all heads of an L2 section come first. A section fits
-in L2 and is large enough that the CTAs finish together. If there are too few work tiles for the device, several CTAs share the
-rows of each (split-K): they sum dk and dv in float32, and the last CTA stores them. Only row tiles that an edge of the band
-crosses are masked.
+in L2 and is large enough that the CTAs finish at about the same time. If there are too few work tiles for the device, several
+CTAs share the rows of each (split-K): they sum dk and dv in float32, and the last CTA stores them. Only row tiles that an edge
+of the band crosses are masked.
 
 **Packed sequences** are bounded by TMA itself (tma.varlen_descriptor): rows of the next sequence, NaN or not, are never read.
 

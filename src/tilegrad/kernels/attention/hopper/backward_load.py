@@ -1,6 +1,6 @@
 """The producer warp of Hopper's backward: takes work tiles and loads their tensors by TMA.
 
-It loads k and v once per work tile, and q, do, neg_lse2 and delta of every row tile that attends to them.
+It loads k and v once per work tile, and q, do, neg_lse2 and delta of every row tile that attends to the work tile.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _load_columns(sources, params, tile, inputs, iteration, BLOCK_N: gl.constexp
 
 @gluon.jit
 def _load_rows(descs, at, row_desc, row, rows, pipeline, state):
-    """Loads a tile of q with neg_lse2, or of do with delta; `row` is their first row in neg_lse2 or delta."""
+    """Loads a tile of q with neg_lse2, or of do with delta; `row` is the tile's first row in neg_lse2 or delta."""
     stage = stage_of(state, pipeline.full.shape[0])
     load_tile(descs, at, pipeline, stage, row_desc.block_type.nbytes)
     tma_load(row_desc, [row], pipeline.full.index(stage), rows.index(stage))
@@ -71,8 +71,8 @@ def _load_tile(
     sources, params, tile, iteration, state, inputs, tile_info,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DO_FIRST: gl.constexpr,
 ):  # fmt: skip
-    """Loads q and do of every row tile, do first if DO_FIRST. k and v follow the first q, because their stages are released
-    later than q's."""
+    """Loads q and do of every row tile, do first if DO_FIRST. k and v follow the first q, because q's stages are released
+    before theirs."""
     VARLEN: gl.constexpr = params.cu_seqlens_q is not None
     publish_tile(tile_info, iteration, tile, params)
     BITS: gl.constexpr = FLAG_BITS if params.edges is None else FLAG_BITS + 1

@@ -3,8 +3,8 @@
     (1) S = Q Kᵀ      (2) dP = dO Vᵀ      (3) dV += Pᵀ dO      (4) dK += dSᵀ Q      (5) dQ = dS K
 
 Scores are computed transposed, sᵀ (columns, rows), so that pᵀ and dsᵀ stay in registers as the left operands of (3) and (4).
-Only ds, for (5), goes through shared memory. There the two warpgroups synchronise, once per row tile; everywhere else the
-exponentials of one overlap the MMAs of the other. Head dimensions beyond 128 are in backward_wide.py.
+Only ds, for (5), is exchanged through shared memory. The two warpgroups synchronise there, once per row tile; otherwise the
+exponentials of one warpgroup overlap the MMAs of the other. Head dimensions beyond 128 are in backward_wide.py.
 """
 
 from __future__ import annotations

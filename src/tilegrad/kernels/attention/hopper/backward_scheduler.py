@@ -24,7 +24,7 @@ from .tma import SEQUENCE_END
 INFO_STAGES = gl.constexpr(2)
 TILE_FIELDS = gl.constexpr(15)  # the number of fields of a WorkTile
 INFO_WORDS = gl.constexpr(32)  # per stage: the fields, then whether each half of dk and dv is to be stored
-DK = gl.constexpr(0)  # DK, DV: the gradient that tile info or a split-K sum belongs to, `which`
+DK = gl.constexpr(0)  # DK, DV: the values of `which`, the gradient of a word of tile info or of a split-K sum
 DV = gl.constexpr(1)
 MASKED = gl.constexpr(1)  # flag: an edge of the band crosses the row tile
 LAST = gl.constexpr(2)  # flag: the last row tile of the work tile
@@ -188,7 +188,7 @@ def _gaps(b, kv_head, n, first, last, tq, params, BLOCK_M: gl.constexpr):
 
 @gluon.jit
 def skipped_tiles(m, tile, params, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """How many column tiles row tile m skips between tile.n and the next one that it visits, which must exist."""
+    """How many column tiles row tile m skips between tile.n and the next tile that it visits. There must be such a tile."""
     SPREAD: gl.constexpr = gl.BlockedLayout([1], [TESTED], [gl.num_warps()], [0])
     NUMBERS: gl.constexpr = 4 if params.second is None else 8
     start = m * BLOCK_M

@@ -212,8 +212,8 @@ def earlier_tiles(m, tile, params, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
 
 @gluon.jit
 def _skipped_before(m, before, tile, params, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Column tiles come in descending order. Returns how many of the `before` tiles before tile.n row tile m has
-    skipped since the last one that it visited: all of them if it has visited none."""
+    """How many column tiles, in descending order, row tile m has skipped since it last visited one. If it has visited none, it
+    has skipped all `before` tiles before tile.n."""
     own = tile.b * params.last_tiles_b + tile.kv_head * params.last_tiles_h + m
     skipped = before
     if gl.load(params.last_tiles + own) != tile.n:

@@ -9,7 +9,7 @@ each would read one whole operand, and shared memory bandwidth would be the limi
 
 A slice of dq is 64 columns; D 192 has three. The first warpgroup passes pᵀ to the second in float32, already multiplied by the
 softcap's 1 − t². dsᵀ goes to shared memory for dq, which both compute. The left operands of (3) and (4) stay in registers.
-While one warpgroup computes exponentials or ds, the other runs its MMAs.
+While one warpgroup computes exponentials or ds, the other warpgroup's MMAs run.
 """
 
 from __future__ import annotations

@@ -28,9 +28,9 @@ decides (launch_forward.q_columns_in_registers).
 
 forward_scheduler.py says which work tiles a CTA computes.
 
-**Masking.** Where the host knows that an edge crosses only a warpgroup's first block, the loop has no mask and no branch, and
+**Masking.** If the host knows that an edge crosses only a warpgroup's first block, the loop has no mask and no branch, and
 ptxas keeps the exponentials before the wait for acc. The first tile of a sequence may start before row 0; those rows are zeros
-or belong to the previous sequence. They are not written: such a tile stores o with predicated stores, because TMA can't clip at
+or belong to the previous sequence. They are not written: the first tile uses predicated stores for o, because TMA can't clip at
 the start of a sequence. Columns beyond the end are masked. In packed sequences they belong to the next sequence, and their v is
 set to 0.
 """
@@ -421,16 +421,8 @@ def _attend(
     tma.store_wait(0)
 
 
-TENSORS = [
-    "cu_seqlens_q",
-    "cu_seqlens_k",
-    "sinks",
-    "intervals",
-    "edges",
-    "runs",
-    "lse",
-    "tile_counter",
-]  # not o: TMA requires it to be aligned
+# Without o, which TMA requires to be aligned.
+TENSORS = ["cu_seqlens_q", "cu_seqlens_k", "sinks", "intervals", "edges", "runs", "lse", "tile_counter"]
 STRIDES = ["o_b", "o_h", "o_t", "lse_b", "lse_h", "lse_t", "sinks_h"]
 SIZES = ["batch", "heads", "group", "row_tiles", "heads_per_section", "tq", "tk", "left", "right", "d_eighths"]
 SIZES += ["intervals_b", "intervals_h", "edges_b", "edges_h", "runs_b", "runs_h"]

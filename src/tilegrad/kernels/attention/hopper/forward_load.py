@@ -1,10 +1,9 @@
 """The producer warp of Hopper's forward: takes work tiles and loads q, k and v by TMA.
 
-For each work tile it loads q of every warpgroup, then the blocks of k and v, last columns first. Without turns (D > 128) it
-loads in the order in which the warpgroups consume and release stages: k of a block, then v of the previous block. That is 7 to
-11 % faster at D 256 (full) and 3 % at D 192 than k and v of the same block. With turns this order gained nothing, and ptxas
-moved one warpgroup's wait for acc right after its wait for s: 9 % slower at D 128 (full). A test counts the instructions in
-between.
+For each work tile it loads q of every warpgroup, then the blocks of k and v, last columns first. Without turns it loads in the
+order in which the warpgroups consume and release stages: k of a block, then v of the previous block. In full attention this is
+7 to 11 % faster at D 256, and 3 % at D 192, than k and v of the same block. With turns it was 9 % slower at D 128, because
+ptxas moved one warpgroup's wait for acc right after its wait for s. A test counts the instructions between these waits.
 """
 
 from __future__ import annotations

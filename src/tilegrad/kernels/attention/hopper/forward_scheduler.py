@@ -5,17 +5,17 @@ publishes the tile's info to the MMA warpgroups, in INFO_STAGES stages. The stag
 ahead of the slowest warpgroup, so four info stages need no empty barrier. A warpgroup must release every block of k and v
 before it waits for the next tile's info; otherwise producer and consumer deadlock.
 
-**Dense** tiles are assigned round by round, in alternating order: a CTA with a long tile (causal, or full of rows) in one round
-gets a short one in the next. Long causal calls take tiles from a counter instead, longest first. `heads_per_section` heads are
-scheduled together so that their k and v stay in L2.
-**Packed** sequences are divided into slots of one tile each. The slots of sequence b start at cu_seqlens_q[b] / rows + b, which
-needs no prefix sum; CTAs take slots from a counter and skip empty ones.
+**Dense** tiles are assigned round by round, in alternating order: a CTA with a long tile in one round gets a short one in the
+next. Long causal calls take tiles from a counter instead, longest first. `heads_per_section` heads are scheduled together so
+that their k and v stay in L2.
+**Packed** sequences are divided into slots of one tile each. The slots of sequence b start at cu_seqlens_q[b] / (rows of a
+tile) + b, so no prefix sum is needed. CTAs take slots from a counter and skip empty ones.
 
 Row tiles are counted from the end of a sequence: the ragged tile is the first, which has the least work under a causal mask.
 
 **Intervals** leave several runs of blocks of columns, which two small kernels have listed before (../triton/intervals.py). The
-producer warp loads the blocks in a work tile's list, masked blocks first. With every stage of k comes one word, the block's
-index and whether an edge of an interval crosses it. Every warpgroup computes every block of the list.
+producer warp loads the blocks in a work tile's list, masked blocks first. With every stage of k comes one word: the index of
+the block, and whether an edge of an interval crosses the block. Every warpgroup computes every block of the list.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def nth_block(n, blocks):
 
 @gluon.jit
 def span_of(W: gl.constexpr, tile, params, TILE: gl.constexpr, BLOCK_N: gl.constexpr):
-    """The blocks of columns that warpgroup W computes, at least one: the last block if all its rows are before row 0."""
+    """The blocks of columns that warpgroup W computes; the last block if all rows of the warpgroup are before row 0."""
     start = tile.start + W * ROWS
     first, unmasked, unmasked_end, last = band_tiles(
         gl.maximum(start, 0), start + ROWS, tile.tk - tile.tq, params.left, params.right, tile.tk, BLOCK_N

@@ -33,7 +33,7 @@ def tma_reduce_add(tensor_desc, coord, src, _semantic=None):
 
 @builtin
 def beginning(buffer, dtype, shape, layout, _semantic=None):
-    """The first bytes of a buffer as a tensor: element 0 of the buffer seen as an array of such tensors."""
+    """The first bytes of a buffer as a tensor: element 0 of the buffer viewed as an array of such tensors."""
     dtype, layout = _unwrap_if_constexpr(dtype), _unwrap_if_constexpr(layout)
     shape = [_unwrap_if_constexpr(n) for n in _unwrap_if_constexpr(shape)]
     whole = math.prod(_unwrap_if_constexpr(n) for n in buffer.shape) * buffer.dtype.primitive_bitwidth

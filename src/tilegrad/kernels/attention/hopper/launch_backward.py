@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...cuda_launch import Launch, Plan
-from ...gpu import multiprocessors
+from ...gpu import ceil_div, multiprocessors
 from ...scratch import Scratch, Shapes, Views
 from ...triton_version import takes_more_registers
 from ..problem import LEAST_FACTOR, LOG2E, Backward, Sizes, lse_strides, row_strides, sizes_of
@@ -65,22 +65,18 @@ def width_of(d: int) -> int:
     return max(64, pieces.width_of(d))
 
 
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
-
-
 def count_work_tiles(sizes: Sizes, total_k: int | None) -> int:
     """The number of work tiles; for packed sequences, an upper bound."""
     n = TILE_CONFIGS[width_of(sizes.d)].n
     if total_k is not None:
         return sizes.hkv * (total_k // n + sizes.batch)
-    return sizes.hkv * sizes.batch * _ceil_div(sizes.tk, n)
+    return sizes.hkv * sizes.batch * ceil_div(sizes.tk, n)
 
 
 def workspace(q: Any, sizes: Sizes, *, varlen: bool, deterministic: bool) -> Shapes:
     """dq in float32, neg_lse2 and delta, counters and, unless deterministic, float32 sums of dk and dv of split work tiles. A
     smaller batch never needs more."""
-    padded = _ceil_div(sizes.tq, PADDING) * PADDING
+    padded = ceil_div(sizes.tq, PADDING) * PADDING
     rows: tuple[int, ...] = (sizes.batch, sizes.hq, padded)
     if varlen:
         rows = (sizes.hq, (q.shape[0] // PADDING + sizes.batch) * PADDING)
@@ -102,32 +98,32 @@ def splits_for(sizes: Sizes, tiles: int, programs: int, m: int) -> int:
     if not 0 < tiles <= min(SPLIT_TILES, programs // 2):
         return 1
     rows = sizes.tq if sizes.left is None else min(sizes.tq, sizes.left + BLOCK)
-    steps = sizes.hq // sizes.hkv * _ceil_div(rows, m)
+    steps = sizes.hq // sizes.hkv * ceil_div(rows, m)
 
     def duration(splits: int) -> int:
         reduction = START if splits > 1 else 0
-        return _ceil_div(tiles * splits, programs) * (_ceil_div(steps, splits) + START) + reduction
+        return ceil_div(tiles * splits, programs) * (ceil_div(steps, splits) + START) + reduction
 
     return min(range(1, min(MOST_SPLITS, steps) + 1), key=duration)
 
 
 def heads_per_section(sizes: Sizes, programs: int, *, deterministic: bool = False) -> int:
-    """kv heads whose work tiles are taken together: one, with two exceptions.
+    """The number of kv heads whose work tiles are taken together: one, with two exceptions.
 
-    With a causal band and no window, unless deterministic, the first columns take longest, so several heads begin with them
-    together: at most as many heads as fit in L2 with q, do and dq_acc of one query head each.
+    With a causal band and no window, the first columns take longest. So several heads begin with them together, unless the call
+    is deterministic: at most as many heads as fit in L2 with q, do and dq_acc of one query head each.
 
     In a deterministic call the work tiles of a head finish one after the other, because each waits for its predecessor at every
-    row tile. Without a band, enough heads are taken together to fill the CTAs, so that tiles start in the order of their
-    additions."""
+    row tile. Without a band, as many heads are taken together as occupy all CTAs, so that tiles start in the order in which
+    they add."""
     heads, tile = sizes.batch * sizes.hkv, TILE_CONFIGS[width_of(sizes.d)]
     if deterministic and sizes.right is None and sizes.left is None:
-        return max(1, min(heads, programs // _ceil_div(sizes.tk, tile.n)))
+        return max(1, min(heads, programs // ceil_div(sizes.tk, tile.n)))
     if deterministic or sizes.right is None or sizes.left is not None:
         return 1
     most = max(1, min(L2_BYTES // max(1, sizes.tq * sizes.d * 8), heads))
-    rows, before = _ceil_div(sizes.tq, tile.m), sizes.tq - sizes.tk - sizes.right
-    firsts = [max(0, n * tile.n + before) // tile.m for n in range(_ceil_div(sizes.tk, tile.n))]
+    rows, before = ceil_div(sizes.tq, tile.m), sizes.tq - sizes.tk - sizes.right
+    firsts = [max(0, n * tile.n + before) // tile.m for n in range(ceil_div(sizes.tk, tile.n))]
     steps = tuple([START + sizes.hq // sizes.hkv * max(0, rows - first) for first in firsts])
     return _soonest(most, heads, steps, programs)
 
@@ -189,14 +185,14 @@ def _prepare(call: Backward, scratch: Scratch) -> tuple[Launch, ...]:
     sums = scratch["sums"] if split else None
     summed = 0 if sums is None else min(sums.numel(), tiles * sums.stride(0))
     rows_b, rows_h = (PADDING, neg_lse2.stride(0)) if varlen else neg_lse2.stride()[:2]
-    row_tiles, right = _ceil_div(sizes.tq, PADDING) * PADDING // BLOCK, right_of(sizes, softcap=cap != 0.0)
+    row_tiles, right = ceil_div(sizes.tq, PADDING) * PADDING // BLOCK, right_of(sizes, softcap=cap != 0.0)
     grid = row_tiles * sizes.hq * sizes.batch
     block_d = max(64, sizes.block_d)  # padded head dimension in the pre- and postprocess
     code = (q.dtype, varlen, dlse is None, dk is None, dv is None, deterministic, split, d, tile)
     launches: list[Launch] = []
     intervals = interval_arguments(mask)
-    edges = list_arguments(mask, scratch.get("edges"), _ceil_div(sizes.tk, tile.n))
-    last_tiles = list_arguments(mask, scratch.get("last_tiles"), _ceil_div(sizes.tq, tile.m))
+    edges = list_arguments(mask, scratch.get("edges"), ceil_div(sizes.tk, tile.n))
+    last_tiles = list_arguments(mask, scratch.get("last_tiles"), ceil_div(sizes.tq, tile.m))
     steps = intervals["intervals_b"], intervals["intervals_h"]
     far = [step is not None and step >= 2**31 for step in steps]
 

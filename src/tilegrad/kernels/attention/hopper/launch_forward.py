@@ -47,7 +47,7 @@ WINDOW_CONFIG = TileConfig(3, 64, 4, 4, 2)  # for D 96 and 128: narrow blocks wa
 
 def tile_config(sizes: Sizes, programs: int, *, varlen: bool, softcap: bool = False) -> TileConfig:
     """The config of the head dimension, or WINDOW_CONFIG for windows at D 96 and 128. With so few rows that each tile
-    of one warpgroup has a CTA of its own, there is one warpgroup. With intervals and a softcap or a window, registers
+    of 64 rows can have its own CTA, a CTA has one warpgroup. With intervals and a softcap or a window, registers
     suffice for only two warpgroups at D 64. With intervals and a softcap, registers do not suffice for
     WINDOW_CONFIG."""
     width = width_of(sizes.d)
@@ -110,7 +110,7 @@ def heads_per_section(sizes: Sizes, row_tiles: int, programs: int, config: TileC
 def _balanced_section(
     tq: int, tk: int, right: int | None, row_tiles: int, heads: int, most: int, programs: int, config: TileConfig
 ) -> int:
-    """The number of heads per section with which the slowest CTA finishes first, in the order of forward_scheduler.py: 1 …
+    """The number of heads per section with which the last CTA finishes earliest, in the order of forward_scheduler.py: 1 …
     `most`, or all heads if there are so many causal rows that k and v need not stay in L2."""
     steps = tile_steps(tq, tk, right, row_tiles, config)
     rounds = -(-row_tiles * heads // programs)

@@ -1,8 +1,8 @@
-"""Pre- and postprocess of Hopper's backward; backward.py defines neg_lse2, delta and dq_acc. All are memory-bound.
+"""Pre- and postprocess of Hopper's backward; backward.py defines neg_lse2, delta and dq_acc. The kernels are memory-bound.
 
 preprocess    neg_lse2 and delta of every row, padding rows included; counters = 0, sums = 0, dq_acc = 0
 postprocess   dq = scale · dq_acc[dq_line], in the tensor's dtype; 0 for rows that attend to no column
-dsinks        dsinks[h] += Σ exp(sink − lse) · delta over the rows of head h; delta has backward.py's sign
+dsinks        dsinks[h] += Σ exp(sink − lse) · delta over the rows of head h, with the sign of delta in backward.py
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 
 from ..triton import numerics
 
-LEAST = gl.constexpr(8)  # the fewest columns: a thread has two elements of them in each row
+LEAST = gl.constexpr(8)  # columns that `_fold` leaves; a thread has two of them in each row
 
 tanh = gluon.jit(numerics.tanh.fn)
 to_log2 = gluon.jit(numerics.to_log2.fn)

@@ -71,6 +71,6 @@ def varlen_descriptor(x: Tensor, rows: int, columns: int) -> Descriptor:
 
 
 def rows_descriptor(acc: Tensor, rows: int, columns: int) -> Descriptor:
-    """A contiguous (…, D) viewed as (rows, D)."""
+    """A contiguous (…, D) viewed as (rows, D), in boxes of (rows, columns)."""
     d = acc.shape[-1]
     return Descriptor(acc, [acc.numel() // d, d], [d, 1], [rows, columns], layout_of((rows, columns), acc.dtype))
