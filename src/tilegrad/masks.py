@@ -134,18 +134,18 @@ def from_bool(mask: Tensor) -> IntervalMask:
     require(
         2 <= mask.ndim <= 4, "mask", f"shape {tuple(mask.shape)}", "(Tq, Tk), (H, Tq, Tk) or (B, H, Tq, Tk)", show=str
     )
-    found = intervals_of_bool(mask)
-    if isinstance(found, str):
-        raise ValueError(f"mask: got {found}")
-    return found
+    intervals = intervals_of_bool(mask)
+    if isinstance(intervals, str):
+        raise ValueError(f"mask: got {intervals}")
+    return intervals
 
 
 def from_block_mask(block_mask: BlockMask) -> IntervalMask:
     """The exact intervals of a BlockMask of torch.nn.attention.flex_attention. Refuses the same masks as `from_bool`.
 
-    Its mask_mod is evaluated in chunks of columns: at most 4 Mi pairs at a time, or one column if it has more. FlexAttention's
-    causal is usually aligned at the top left. With Tq ≠ Tk it masks out other pairs than causal does here. The intervals mask
-    out the pairs that FlexAttention masks out.
+    The mask_mod is evaluated in chunks of columns: at most 4 Mi pairs at a time, or one column if a column has more pairs.
+    FlexAttention's causal is usually aligned at the top left. With Tq ≠ Tk it masks out other pairs than causal does here. The
+    intervals mask out the pairs that FlexAttention masks out.
 
     >>> import torch, tilegrad
     >>> from torch.nn.attention.flex_attention import create_block_mask
@@ -158,15 +158,15 @@ def from_block_mask(block_mask: BlockMask) -> IntervalMask:
     """
     from torch.nn.attention.flex_attention import BlockMask, create_mask
 
-    given = isinstance(block_mask, BlockMask)
-    require(given, "block_mask", type(block_mask).__name__, "what create_block_mask returns", TypeError, show=str)
+    valid = isinstance(block_mask, BlockMask)
+    require(valid, "block_mask", type(block_mask).__name__, "what create_block_mask returns", TypeError, show=str)
     b, h = block_mask.kv_num_blocks.shape[:2]
     tq, tk = block_mask.seq_lengths
     device, (block_rows, block_columns) = block_mask.kv_num_blocks.device, block_mask.BLOCK_SIZE
     partial = _blocks(block_mask.kv_num_blocks, block_mask.kv_indices)
-    whole = torch.zeros_like(partial)
+    full = torch.zeros_like(partial)
     if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
-        whole = _blocks(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+        full = _blocks(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
     rows = torch.arange(tq, device=device) // block_rows
 
     def attends(columns: range) -> Tensor:
@@ -175,12 +175,12 @@ def from_block_mask(block_mask: BlockMask) -> IntervalMask:
 
         at = torch.arange(columns.start, columns.stop, device=device) // block_columns
         pairs = create_mask(shifted, b, h, tq, len(columns), device=str(device))
-        return whole[:, :, rows][..., at] | partial[:, :, rows][..., at] & pairs
+        return full[:, :, rows][..., at] | partial[:, :, rows][..., at] & pairs
 
-    found = _intervals_of(attends, (b, h, tq, tk), device)
-    if isinstance(found, str):
-        raise ValueError(f"block_mask: got {found}")
-    return found
+    intervals = _intervals_of(attends, (b, h, tq, tk), device)
+    if isinstance(intervals, str):
+        raise ValueError(f"block_mask: got {intervals}")
+    return intervals
 
 
 def intervals_of_bool(mask: Tensor) -> IntervalMask | str:
@@ -203,7 +203,7 @@ def _intervals_of(
     *_, tq, tk = shape
     last = torch.arange(tq, device=device)[:, None] + (tk - tq)  # the last column that causal lets a row attend to
     for causal in (True, False):
-        found = [torch.zeros(*shape[:2], 0, 2 * MOST, dtype=torch.int32, device=device)]
+        parts = [torch.zeros(*shape[:2], 0, 2 * MOST, dtype=torch.int32, device=device)]
         for columns in _chunks(shape):
             part = attends(columns)
             if causal:
@@ -218,10 +218,10 @@ def _intervals_of(
                     f"{count[b, h, j]} runs of rows that do not attend to column {columns.start + j} (batch {b}, head {h}); "
                     f"accepted: at most {MOST} in each column (a bool bias takes any)"
                 )
-            found.append(intervals)
+            parts.append(intervals)
         else:
             break
-    intervals = torch.cat(found, 2)
+    intervals = torch.cat(parts, 2)
     starts, ends = intervals[..., 0::2], intervals[..., 1::2]
     if not bool((starts < ends).all(-1).any()):  # one interval is enough: the other one is empty, 0 to 0
         intervals = torch.cat([starts.sum(-1, keepdim=True), ends.sum(-1, keepdim=True)], -1).int()
@@ -273,8 +273,8 @@ def _blocks(count: Tensor, indices: Tensor) -> Tensor:
     each row."""
     n = indices.shape[-1]
     listed = torch.arange(n, device=count.device) < count[..., None]
-    found = torch.zeros(*indices.shape[:-1], n + 1, dtype=torch.bool, device=count.device)
-    return found.scatter_(-1, torch.where(listed, indices, n).long(), value=True)[..., :n]
+    blocks = torch.zeros(*indices.shape[:-1], n + 1, dtype=torch.bool, device=count.device)
+    return blocks.scatter_(-1, torch.where(listed, indices, n).long(), value=True)[..., :n]
 
 
 def _integers(name: str, x: Integers, device: torch.device | str | None) -> Tensor:

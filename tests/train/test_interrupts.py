@@ -340,7 +340,9 @@ def test_a_loss_that_is_not_finite_leaves_an_earlier_checkpoint_and_a_report(
     train(run, Path("whole"))
     with monkeypatch.context() as patch:
         poisoned_after(5, patch)
-        with pytest.raises(RunEnded, match=r"not finite in 10 steps in a row .*; the checkpoint is from before them; "):
+        with pytest.raises(
+            RunEnded, match=r"not finite in 10 steps in a row .*; the checkpoint is from before these steps; "
+        ):
             train(run, Path("run"))
         watched_by(lambda _event, _numbers: None, patch)
         assert main(["train", "--resume", "run"]) == 1
@@ -365,7 +367,7 @@ def test_a_run_resumed_among_steps_that_are_not_finite_ends_before_the_first_one
         train_lines = [r for r in read_log(Path("run/log.jsonl")) if r["kind"] == "train"]
         assert [r["skipped"] for r in train_lines] == [0, 0, 0, 0, 0, 1, 2, 3]
         with pytest.raises(
-            RunEnded, match=r"10 steps in a row .*; the checkpoint is from before them; .*after 5 steps"
+            RunEnded, match=r"10 steps in a row .*; the checkpoint is from before these steps; .*after 5 steps"
         ):
             train(None, Path("run"), resume=True)
     assert newest().step == 5 and newest().state["engine"]["skipped"] == 0 and newest().state["finite"] is None

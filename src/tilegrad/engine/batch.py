@@ -212,7 +212,7 @@ def micro_batches(
     cu_seqlens: Tensor | Sequence[Tensor | None] | None = None,
 ) -> list[Batch]:
     """The micro-batches of a step. Tensors are one micro-batch; lists have one element for each micro-batch."""
-    x, y = ([given] if isinstance(given, Tensor) else list(given) for given in (tokens, targets))
+    x, y = ([arg] if isinstance(arg, Tensor) else list(arg) for arg in (tokens, targets))
     if len(x) != len(y):
         raise ValueError(f"targets: got {len(y)} micro-batches; accepted: {len(x)}, as tokens has")
     if cu_seqlens is None:

@@ -58,7 +58,7 @@ class Staged:
     def of(cls, models: Sequence[Transformer], device: torch.device | None = None) -> Staged:
         """The buffer is on `device`, or in pinned memory if `device` is None."""
         sizes = [model.tokens.numel() for model in models for _ in ("tokens", "targets")]
-        given = sum(sizes)
+        on_device = sum(sizes)
         for model in models:
             sizes.append(len(model.seeds))
             if model.packed is not None:
@@ -76,7 +76,9 @@ class Staged:
                 positions = next(parts).view(model.tokens.shape)
                 packed.append(Packed(next(parts).view(torch.int32)[: model.packed.cu_seqlens.numel()], positions))
         learning_rate = next(parts).view(torch.float32)[0]
-        return cls(buffer, buffer[given:], tuple(tokens), tuple(targets), tuple(seeds), tuple(packed), learning_rate)
+        return cls(
+            buffer, buffer[on_device:], tuple(tokens), tuple(targets), tuple(seeds), tuple(packed), learning_rate
+        )
 
     def load(
         self, batches: Sequence[Batch], seeds: Sequence[Sequence[int]], learning_rate: float, *, through: Staged
@@ -209,7 +211,7 @@ class DeviceStep:
         self.models, self.optimizer = tuple(models), optimizer
         self.staged = Staged.of(models, device)
         self.valid = torch.empty(max(x.numel() for x in self.staged.targets), dtype=torch.bool, device=device)
-        self.counts = torch.zeros(2, dtype=torch.int64, device=device)  # targets in the current micro-batch, in all
+        self.counts = torch.zeros(2, dtype=torch.int64, device=device)  # targets in a micro-batch, and in the step
         self.inv_total = torch.zeros((), dtype=dtype, device=device)
         self.result = torch.zeros(3, dtype=dtype, device=device)  # loss, norm, jumps
         self.captured = CapturedProgram(self.program, self.models, stream, pool)

@@ -40,7 +40,7 @@ from .recompute import most
 from .sampling import Sampling
 from .spec import StepSpec
 
-_LEAST_PREFILL = 64  # on CUDA
+_LEAST_PREFILL = 64  # the fewest rows of a prefill on CUDA
 PREFILL_TOKENS = {"cpu": 512, "cuda": 8192}  # tokens read at once by default (`decoder_spec`)
 
 
@@ -153,8 +153,8 @@ class Slots:
         self.settings[slot] = torch.tensor(prompt.sampling.row(), dtype=torch.float32)
 
     def end(self, slot: int) -> None:
-        """Draw no more tokens in this slot. Until its next prompt, steps compute its row from an arbitrary token, and nobody
-        reads the result."""
+        """Draw no more tokens in this slot. Until the slot's next prompt, steps compute its row from an arbitrary token, and
+        nobody reads the result."""
         self.positions[slot], self.draws[slot], self.active[slot] = 0, -1, 0
 
 
@@ -213,8 +213,8 @@ class Decoder:
     ) -> None:
         """params      by name; used in place if all are contiguous and have this dtype and device, otherwise all are copied
         capacity    the most tokens of a sequence, prompt included; at most block_size
-        device      by default that of the parameters
-        dtype       by default that of the parameters
+        device      by default the device of the parameters
+        dtype       by default the dtype of the parameters
         penalties   whether prompts may have a repetition penalty
         invariant   True: in any batch, a token's logits have the bits of the training forward with invariant=True
         capture     False: a step runs op by op; it is not captured on CUDA, nor recorded on a CPU
@@ -252,8 +252,6 @@ class Decoder:
         self._captured = self._program(self._run_step, self._step)
         self._recorded = RecordedProgram(self._step.run) if self._stream is None and capture else None
         self._capture = capture
-
-    # ── the host's side ──
 
     def prefill(self, prompts: Mapping[int, Prompt]) -> None:
         """Read prompts into their slots, which forget older sequences, and draw the next token of each prompt. Prompts are read
@@ -306,8 +304,6 @@ class Decoder:
             all_tokens, all_logprobs = tokens.tolist(), logprobs.tolist()
             drawn.append(Drawn(slots, [all_tokens[i] for i in slots], [all_logprobs[i] for i in slots]))
         return drawn
-
-    # ── the device's side ──
 
     def _run_step(self) -> None:
         assert self._step.positions is not None
@@ -387,8 +383,6 @@ class Decoder:
         ]
         event.record(self._stream)
         self._results.append((slots, on_host[0], on_host[1], event))
-
-    # ── prefill programs and checks ──
 
     def _program(self, run: Callable[[], None], decoding: Decoding) -> CapturedProgram | None:
         if self._stream is None:

@@ -80,7 +80,7 @@ class Engine:
     windows=(32, None, …) are attention windows that training steps may use instead of the model's window: `window` chooses one.
 
     With accumulate=False, a step has one micro-batch. On one rank the gradients then share memory with the activations, and
-    `backward` overwrites `grads`, which are valid from `gradients` or `backward` to the update, or to the next forward.
+    `backward` overwrites `grads`. They are valid from `gradients` or `backward` to the update, or to the next forward.
 
     >>> import torch, tilegrad
     >>> config = tilegrad.ModelConfig(vocab_size=5, block_size=8, n_layer=1, n_head=2, n_embd=16)
@@ -168,7 +168,7 @@ class Engine:
         self._bound: dict[tuple[int, int, bool, bool, int | None], Transformer] = {}
         self._window, self._threads = model_config.window, torch.get_num_threads()
         self._pending: Transformer | None = None  # the model of the last forward, until its backward
-        self._has_gradients = False  # whether `grads` are those of a backward, for the next update
+        self._has_gradients = False  # whether a backward has written `grads` since the last update
         self._device_steps: dict[tuple[tuple[tuple[int, int], ...], int | None], DeviceStep] = {}
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._graph_pool = torch.cuda.graph_pool_handle() if self._stream is not None else None

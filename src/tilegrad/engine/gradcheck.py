@@ -1,6 +1,6 @@
 """Hand-written gradients against float64 central differences.
 
-    n = (L(w + ε) − L(w − ε)) / 2ε          one entry of a tensor at a time, and one random direction of the whole tensor
+    n = (loss(w + ε) − loss(w − ε)) / 2ε    for one entry of a tensor w at a time, and one random direction of w
 
 The relative error of a tensor is max|a − n| / max(max|a|, max|n|, 1e-6 · the largest gradient of the check), where a is the
 gradient that the hand-written backward computes. A tensor fails above 1e-5.

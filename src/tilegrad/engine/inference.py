@@ -35,7 +35,7 @@ def without_given(plan: MemoryPlan, declared: Mapping[str, Param], params: Mappi
 
 
 class InferenceMemory:
-    """The arenas of a plan from `without_given`, and the parameters: those of the caller, or copies in an arena."""
+    """The arenas of a plan from `without_given`, and the parameters: the caller's tensors, or copies in an arena."""
 
     def __init__(self, plan: MemoryPlan, params: Mapping[str, Tensor]) -> None:
         self.plan, self.arenas = plan, Arenas(plan)

@@ -207,7 +207,7 @@ def _inside(matrices: Matrices, start: int, stop: int) -> Matrices:
 
 def _places(ordered: Sequence[Param], starts: dict[str, int]) -> Places:
     """The places of the elements of all parameters in `grads`, with the indices that they have in the params of a single
-    process. Parameters that follow each other in both have one place together."""
+    process. Parameters that follow each other in `grads` and in these params have one place together."""
     alone = _flat_of("params", ordered, (), lambda p: p.master)
     places: list[Place] = []
     for start, element in sorted((starts[p.name], at) for p, at in zip(ordered, alone.starts, strict=True)):
@@ -306,7 +306,7 @@ class Optimizer:
     loss: Buffer  # 0-d: the loss of the step
     in_a_row: Buffer  # 0-d float32: the number of steps skipped in a row
     rounded: Buffer | None
-    moments: dict[str, Buffer]  # m., AdamW's v. and ema.<parameter>, in the parameter's shape; empty if sharded
+    moments: dict[str, Buffer]  # m.NAME, v.NAME (only AdamW's) and ema.NAME, in the parameter's shape; empty if sharded
     shapes: dict[str, tuple[int, ...]]  # the shapes of all moments, also if sharded
     owned: tuple[Owned, ...]  # the buffers that this rank updates: a slice of each bucket, or all parameters
     seed: Buffer | None  # 0-d int64: the seed of stochastic rounding; None: nothing is rounded stochastically
@@ -482,8 +482,6 @@ class Optimizer:
                 f"norm {result.norm}): weights are as before the first of these steps; lower the learning rate or "
                 "look at the data"
             )
-
-    # ── state, for checkpoints ──
 
     def tensors(self) -> dict[str, Tensor]:
         return {**self.moments, "adam_step": self.adam_step}

@@ -8,10 +8,9 @@ feed-forward, a whole block. Their cost in FLOPs per block, with N rows of C cha
 Without a budget nothing is recomputed if the activations take at most a quarter of the memory of parameters, gradients and
 moments. Otherwise the feed-forward's activation is recomputed: one elementwise pass frees a quarter of a block's memory. On
 CUDA the norms are recomputed too, because their backward reads their input and can write their output in the same pass.
-With a budget, as few whole blocks as possible are recomputed, then as few activations, then as few norms, because a block
-costs by far the most for each byte that it frees, and a norm the least. Earlier blocks are chosen first: their saved
-activations live longest, and the backward recomputes them when it is done with later blocks. No choice changes the bits of the
-gradients.
+With a budget, as few whole blocks as possible are recomputed, then as few activations, then as few norms. A block costs by far
+the most FLOPs for each byte that it frees, and a norm the fewest. Earlier blocks are chosen first: their saved activations live
+longest, and the backward recomputes them when it is done with later blocks. No choice changes the bits of the gradients.
 """
 
 from __future__ import annotations
@@ -99,13 +98,13 @@ def largest_batch(spec: StepSpec, budget: int | None, limit: int) -> tuple[int, 
         return nbytes(batch_size, choice) <= limit, any(choice)
 
     if budget is not None and budget > limit:
-        found = most(lambda b: nbytes(b, ()) <= limit)
+        largest = most(lambda b: nbytes(b, ()) <= limit)
     elif budget is not None:
-        found = most(lambda b: any(nbytes(b, _choice(n, n, n, blocks)) <= budget for blocks in (n, n - 1)))
+        largest = most(lambda b: any(nbytes(b, _choice(n, n, n, blocks)) <= budget for blocks in (n, n - 1)))
     else:
-        found = most(lambda b: usual(b)[0] or not usual(b)[1])
-        found = found if found and usual(found)[0] else most(lambda b: usual(b)[0])
-    return (found, nbytes(found, chosen(found))) if found else None
+        largest = most(lambda b: usual(b)[0] or not usual(b)[1])
+        largest = largest if largest and usual(largest)[0] else most(lambda b: usual(b)[0])
+    return (largest, nbytes(largest, chosen(largest))) if largest else None
 
 
 def most(holds: Callable[[int], bool]) -> int:

@@ -55,8 +55,7 @@ class Scoring:
         shapes = token_logprobs_workspace(at.form(config.n_embd), model.head.w.value, invariant=at.invariant)
         return cls(
             model=model,
-            # the caller reads it afterwards
-            logprobs=at.buffer("logprobs", (at.n,), at.accumulation_dtype, role="inputs"),
+            logprobs=at.buffer("logprobs", (at.n,), at.accumulation_dtype, role="inputs"),  # read after the program
             scratch=at.scratch("logprobs", shapes),
         )
 

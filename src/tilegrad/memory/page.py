@@ -77,7 +77,7 @@ def human(nbytes: int) -> str:
 
 
 def peak_of(spans: Iterable[Span]) -> tuple[float, int]:
-    """(time, bytes): the first time at which the most bytes are alive, and how many these are."""
+    """(time, bytes): the first time at which the most bytes are alive, and the number of these bytes."""
     change: dict[float, int] = {}
     for span in spans:
         change[span.first] = change.get(span.first, 0) + span.nbytes
@@ -91,8 +91,8 @@ def peak_of(spans: Iterable[Span]) -> tuple[float, int]:
 
 
 def alive_at(spans: Iterable[Span], moment: float) -> tuple[Span, ...]:
-    found = [span for span in spans if span.first <= moment < span.last and span.nbytes]
-    return tuple(sorted(found, key=lambda span: (-span.nbytes, span.name)))
+    alive = [span for span in spans if span.first <= moment < span.last and span.nbytes]
+    return tuple(sorted(alive, key=lambda span: (-span.nbytes, span.name)))
 
 
 def by_group(spans: Iterable[Span], alive: Iterable[Span], group: Callable[[Span], str]) -> tuple[Row, ...]:

@@ -27,7 +27,7 @@ LIMITS = {  # several times the sizes of any published model; docs/training.md g
     "head_size": MAX_HEAD_DIM,
     "window": (1 << 31) - 1,
 }
-_MAX_THETA = 1e12  # rope's; Llama 3's theta is 5e5
+_MAX_THETA = 1e12  # the largest rope_theta; Llama 3 has 5e5
 
 
 @dataclass(frozen=True, slots=True)

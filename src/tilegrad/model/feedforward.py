@@ -72,13 +72,13 @@ class FeedForward:
         )
 
     def forward(self, x: Buffer, *, y: Buffer) -> None:
-        self.form_h(x)
+        self.compute_h(x)
         if self.rounds_a:
             if self.keeps_a and self.reads_a:
-                self.form_a()
+                self.compute_a()
             self.down.forward_activation(self.h, self.activation, y=y)
             return
-        self.form_a()
+        self.compute_a()
         adapter = self.down_adapter
         if adapter is not None:
             adapter.forward(self.a)
@@ -86,17 +86,17 @@ class FeedForward:
 
     def recompute(self, x: Buffer) -> None:
         """x → h, and a if the backward reads a."""
-        self.form_h(x)
+        self.compute_h(x)
         if self.reads_a:
-            self.form_a()
+            self.compute_a()
 
-    def form_a(self) -> None:
+    def compute_a(self) -> None:
         if self.gated:
             swiglu_fwd(self.h, a=self.a, invariant=self.invariant)
         else:
             activation_fwd(self.h, self.activation, a=self.a, invariant=self.invariant)
 
-    def form_h(self, x: Buffer) -> None:
+    def compute_h(self, x: Buffer) -> None:
         if self.adapter is not None:
             self.adapter.forward(x)
         self.up.forward(x, y=self.h, adapter=None if self.adapter is None else self.adapter.of(0))

@@ -78,8 +78,8 @@ class RoundedWeight:
     def declare(cls, at: Declare, name: str, value: Buffer) -> RoundedWeight:
         shape = (value.shape[0], value.shape[1])
         place = (f"{name} (float8)", f"{name} (float8, transposed)")
-        at.rounded[name] = found = cls(value, Rounded.declare(at, name, "w", shape, *place, role="optimizer"))
-        return found
+        at.rounded[name] = weight = cls(value, Rounded.declare(at, name, "w", shape, *place, role="optimizer"))
+        return weight
 
 
 @dataclass(frozen=True, slots=True)

@@ -174,7 +174,7 @@ class Declare:
     """Declares the handles of a program on b sequences of t tokens. Handles with the same name are one buffer.
 
     accumulate      False: the program is the first micro-batch of a step and overwrites parameter gradients
-    linear          "fp8": the blocks' linear layers form y and dx in float8; "fp8-all": dW too
+    linear          "fp8": the blocks' linear layers compute y and dx in float8; "fp8-all": dW too
     deterministic   False: attention's backward may add in any order, which may be faster
     context         the ranks that share each sequence, t tokens on each; None: this rank has whole sequences
     documents       the most documents in a row of t tokens; 0: a row is one sequence

@@ -201,10 +201,10 @@ class Adapter:
         """The adapter of input `name`, or None if that input has none. layers: the layers that read the input, one for each
         output. outputs: part → (index of its output, its first column in that output)."""
         lora = at.lora
-        found = [a for a in adapter_parts(at.config, lora) if a.name == name] if lora is not None else []
-        if lora is None or not found:
+        adapters = [a for a in adapter_parts(at.config, lora) if a.name == name] if lora is not None else []
+        if lora is None or not adapters:
             return None
-        adapter, r = found[0], lora.rank
+        adapter, r = adapters[0], lora.rank
         rows, x = r * len(adapter.widths), at.form(adapter.inputs)
         a = at.param(adapter.a_name(block), rows, adapter.inputs, init=Uniform(1 / math.sqrt(adapter.inputs)))
         bs = tuple(

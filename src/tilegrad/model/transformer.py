@@ -257,7 +257,7 @@ class Transformer:
 
     @property
     def stream(self) -> tuple[tuple[Block, Buffer, NormLayer, Buffer], ...]:
-        """(block, its input x, the next norm, the block's output y, which that norm forms)"""
+        """(block, its input x, the next norm, the block's output y, which this norm computes)"""
         next_norms = (*(block.norm1 for block in self.blocks[1:]), self.ln_f)
         return tuple(zip(self.blocks, self.x[:-1], next_norms, self.x[1:], strict=True))
 

@@ -122,8 +122,8 @@ def build(to: Path = LIBRARY) -> Path:
     cxx = compiler()
     if cxx is None:
         given = os.environ.get("CXX")
-        found = f"$CXX={given!r} is not a program" if given else "none of c++, g++, clang++ exists"
-        raise RuntimeError(f"no C++ compiler: {found} (Debian: apt install g++)")
+        reason = f"$CXX={given!r} is not a program" if given else "none of c++, g++, clang++ exists"
+        raise RuntimeError(f"no C++ compiler: {reason} (Debian: apt install g++)")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         made = folder / to.name

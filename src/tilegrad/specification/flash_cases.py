@@ -91,7 +91,7 @@ def check_flash(kernel: str | None = None, device: str = "cpu", *, matrices: boo
 def _matrix(label: str, x: Tensor, corner: int = 4) -> str:
     """A matrix as text. A large matrix is cut to its first rows and columns."""
     rows, cols = x.shape[-2:]
-    whole = rows <= corner and cols <= corner
-    title = f"{label} ({rows} × {cols})" + ("" if whole else f", its first {corner} × {corner}")
+    is_small = rows <= corner and cols <= corner
+    title = f"{label} ({rows} × {cols})" + ("" if is_small else f", its first {corner} × {corner}")
     lines = ("  ".join(f"{value:9.5f}" for value in row) for row in x[0, 0, :corner, :corner].tolist())
     return f"{title}\n" + "\n".join(lines) + "\n"

@@ -128,7 +128,7 @@ class SharedAttention:
         """Add to the gradients of the weights, and overwrite `grad_x`. `grad_output` is the gradient of the output, by default
         the gradient that `loss` wrote.
 
-        `grad_x` may be `grad_output` of another layer on the same workspace, because it is written last.
+        `grad_x` may be `grad_output` of another layer on the same workspace, because `grad_x` is written last.
         """
         lease = self._live()
         self._check("x", x)

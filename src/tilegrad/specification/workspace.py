@@ -11,10 +11,10 @@ A `Workspace` is a set of named buffers. Each layer acquires a `Lease` and acces
 Leases are counted: the buffers live until the last lease is released. Access through a released lease raises; other leases
 still work. A lease that is garbage-collected counts as released, because the workspace has only weak references to leases.
 
-A lease is pending from its `begin` to its `end`, because sharing is correct only if one layer at a time has gradients in the
-buffers, from its `loss` until its `backward` returns. The same lease may call `begin` again. Until `end`, `begin` of another
-lease or from another thread raises, and the error names both. Keep no reference to a buffer outside the lease, because the
-reference would keep the buffer after the workspace has freed it.
+A lease is pending from its `begin` to its `end`. Sharing is correct only if one layer at a time has gradients in the buffers:
+from its `loss` until its `backward` returns. A pending lease may call `begin` again. `begin` of another lease or from another
+thread raises an error that names both users and threads. Keep no reference to a buffer outside the lease, because the reference
+would keep the buffer after the workspace has freed it.
 """
 
 from __future__ import annotations

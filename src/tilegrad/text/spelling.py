@@ -38,8 +38,8 @@ def did_you_mean(word: str, names: Iterable[str] | Mapping[str, str]) -> str:
     mapping, its values are the forms in which names are shown."""
     shown = names if isinstance(names, Mapping) else {name: repr(name) for name in names}
     plain = {_plain(name): text for name, text in shown.items()}
-    found = difflib.get_close_matches(_plain(word), plain, n=1, cutoff=0.6)
-    return f" (did you mean {plain[found[0]]}?)" if found else ""
+    closest = difflib.get_close_matches(_plain(word), plain, n=1, cutoff=0.6)
+    return f" (did you mean {plain[closest[0]]}?)" if closest else ""
 
 
 def _plain(name: str) -> str:

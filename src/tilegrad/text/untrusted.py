@@ -102,16 +102,16 @@ def check_values(value: object, where: str, text: str = "") -> None:
     level: list[tuple[object, str]] = [(value, "")]
     for _ in range(MAX_DEPTH):
         below: list[tuple[object, str]] = []
-        for one, name in level:
-            if isinstance(one, Mapping):
-                below += ((inner, str(key)) for key, inner in one.items())
-            elif isinstance(one, list | tuple):
-                below += ((inner, name) for inner in one)
-            elif isinstance(one, int) and one.bit_length() > _MAX_INT_BITS:
-                got = f"{where}: {shown(name)}: got an integer of {one.bit_length():,} bits"
+        for inside, name in level:
+            if isinstance(inside, Mapping):
+                below += ((inner, str(key)) for key, inner in inside.items())
+            elif isinstance(inside, list | tuple):
+                below += ((inner, name) for inner in inside)
+            elif isinstance(inside, int) and inside.bit_length() > _MAX_INT_BITS:
+                got = f"{where}: {shown(name)}: got an integer of {inside.bit_length():,} bits"
                 raise ValueError(f"{got}; accepted: at most {_MAX_INT_BITS:,} bits")
-            elif isinstance(one, float) and not math.isfinite(one):
-                raise ValueError(f"{where}: {shown(name)}: got {one}; accepted: a finite number")
+            elif isinstance(inside, float) and not math.isfinite(inside):
+                raise ValueError(f"{where}: {shown(name)}: got {inside}; accepted: a finite number")
         if not below:
             return
         level = below

@@ -198,20 +198,20 @@ def _load_params(
 def _load_trained(
     path: Path, shapes: Mapping[str, tuple[int, ...]], frozen: Mapping[str, torch.Tensor], *, averaged: bool
 ) -> Checkpoint:
-    """The trained parameters or, with `averaged`, their average if there is one. A checkpoint whose parameters, together with
-    `frozen`, are not those of `shapes` is damaged."""
+    """The trained parameters or, with `averaged`, their average if there is one. A checkpoint is damaged if its parameters and
+    `frozen` together do not have the names and shapes in `shapes`."""
     manifest = _verified(path)
     dtypes = ("BF16",) if manifest["state"]["run"]["train"].get("masters") == "none" else ("F32", "F64")
     with Tensors(path, manifest) as file:
-        there = {name: shape for name, (_, shape) in file.headers.items() if not _OPTIMIZER.match(name)}
-        if both := sorted({*there} & {*frozen}):
+        saved = {name: shape for name, (_, shape) in file.headers.items() if not _OPTIMIZER.match(name)}
+        if both := sorted({*saved} & {*frozen}):
             raise DamagedCheckpoint(path, f"got {both[0]}, which is also among the run's frozen parameters")
-        there |= {name: tuple(x.shape) for name, x in frozen.items()}
-        for name in sorted({*there, *shapes}):
-            if there.get(name) != shapes.get(name):
+        saved |= {name: tuple(x.shape) for name, x in frozen.items()}
+        for name in sorted({*saved, *shapes}):
+            if saved.get(name) != shapes.get(name):
                 raise DamagedCheckpoint(
                     path,
-                    f"got {name} of shape {there.get(name)}; accepted: {shapes.get(name)}, by its own configuration",
+                    f"got {name} of shape {saved.get(name)}; accepted: {shapes.get(name)}, by its own configuration",
                 )
             if name not in frozen and file.headers[name][0] not in dtypes:
                 raise DamagedCheckpoint(
@@ -313,11 +313,11 @@ class Tensors:
 
     def _check_shards(self, shapes: Mapping[str, list[int]]) -> None:
         """Check that the slices cover every parameter and moment, and that adam_step is there."""
-        whole = {name: tuple(shape) for name, shape in shapes.items()} | {"adam_step": ()}
-        for name in sorted({*whole, *self._slices}):
-            if name not in whole or name not in self._slices:
+        wanted = {name: tuple(shape) for name, shape in shapes.items()} | {"adam_step": ()}
+        for name in sorted({*wanted, *self._slices}):
+            if name not in wanted or name not in self._slices:
                 raise ValueError(
-                    f"{name}: {'missing from' if name in whole else 'not in state.shapes, but in'} the shards"
+                    f"{name}: {'missing from' if name in wanted else 'not in state.shapes, but in'} the shards"
                 )
             self._slices[name].sort(key=lambda one: one[:2])
             at = 0
@@ -326,11 +326,11 @@ class Tensors:
                     what = "overlap" if offset < at else "leave a gap"
                     raise ValueError(f"{name}: its shards {what} at element {min(offset, at)}")
                 at += length
-            if at != math.prod(whole[name]):
+            if at != math.prod(wanted[name]):
                 raise ValueError(
-                    f"{name}: its shards have {at} elements; accepted: {math.prod(whole[name])}, by its shape"
+                    f"{name}: its shards have {at} elements; accepted: {math.prod(wanted[name])}, by its shape"
                 )
-            self.headers[name] = self.headers[name][0], whole[name]
+            self.headers[name] = self.headers[name][0], wanted[name]
 
     def _join(self) -> None:
         for name, parts in older_parts(self.headers).items():

@@ -56,9 +56,9 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
     """A step has `gradient_accumulation` micro-batches of `batch_size` sequences, counted over all ranks. Intervals are in
-    steps; 0: never. A RunConfig replaces seq_len=0 by the model's block_size, warmup_steps=-1 by a twentieth of the steps,
-    decay_steps=-1 by a fifth of the steps if the schedule is "wsd" or "trapezoid", and dtype="auto" by bfloat16 on CUDA,
-    else by float32."""
+    steps; 0: never. A RunConfig replaces seq_len=0 by the model's block_size, warmup_steps=-1 by a twentieth of the steps, and
+    dtype="auto" by bfloat16 on CUDA, else by float32. With the schedule "wsd" or "trapezoid" it replaces decay_steps=-1 by a
+    fifth of the steps."""
 
     steps: int = 1000
     batch_size: int = 16

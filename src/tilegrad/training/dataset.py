@@ -97,9 +97,9 @@ class Dataset:
         training data. The prompt of a conversation ends where the assistant's text begins."""
         training = self.batches.rows
         if isinstance(training, PackedRows):
-            rows = [one for one in (self.held_out, training) if isinstance(one, PackedRows)]
-            found = (_prompt(one, number) for one in rows for number in range(min(len(one.pieces), 100)))
-            return next((prompt for prompt in found if len(prompt) <= room), [])
+            packed = [rows for rows in (self.held_out, training) if isinstance(rows, PackedRows)]
+            prompts = (_prompt(rows, number) for rows in packed for number in range(min(len(rows.pieces), 100)))
+            return next((prompt for prompt in prompts if len(prompt) <= room), [])
         assert isinstance(training, Windows)
         tokens = training.tokens
         if isinstance(self.held_out, Windows):

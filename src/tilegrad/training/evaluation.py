@@ -147,8 +147,8 @@ def _with_files(config: RunConfig, files: Sequence[Path]) -> RunConfig:
 def _read(config: RunConfig, tokenizer: Path, scratch: Path, show: Show) -> tuple[Rows, Tokenizer]:
     """All rows of config.data.files."""
     t, data = config.train, config.data
-    own = replace(config, data=replace(data, tokenizer=str(tokenizer)))
-    file, made = prepare_data(own, scratch, show)
+    own_config = replace(config, data=replace(data, tokenizer=str(tokenizer)))
+    file, made = prepare_data(own_config, scratch, show)
     check_vocab_size(config, file.vocab_size)
     if not needs_documents(data) or file.documents is None:
         return Windows(file.tokens, min(t.seq_len, max(1, len(file.tokens) - 1))), made  # a short text is one window

@@ -72,8 +72,8 @@ def locate(path: Path, *, accepted: str = "the folder of a run, or a checkpoint 
 
 def _neighbours(path: Path) -> dict[str, str]:
     """The folders next to `path`, by name."""
-    there = path.parent.iterdir() if path.parent.is_dir() else ()
-    return {other.name: str(other) for other in there if other.is_dir()}
+    paths = path.parent.iterdir() if path.parent.is_dir() else ()
+    return {other.name: str(other) for other in paths if other.is_dir()}
 
 
 def checkpoint_of(folder: Path, given: Path | None, *, check: bool = True) -> Path:
@@ -305,10 +305,10 @@ def check_shared(folder: Path, token: str, mesh: Mesh) -> None:
     checkpoint there. Every rank calls this; only the `token` of rank 0 is used."""
     token = mesh.gather(token)[0]
     until = time.monotonic() + SHARED_S
-    while not (found := _token(folder) == token) and time.monotonic() < until:
+    while not (is_shared := _token(folder) == token) and time.monotonic() < until:
         time.sleep(0.1)
-    places = mesh.gather((found, f"{folder.absolute()} on {socket.gethostname()}"))
-    apart = [f"rank {rank} ({where})" for rank, (found, where) in enumerate(places) if not found]
+    places = mesh.gather((is_shared, f"{folder.absolute()} on {socket.gethostname()}"))
+    apart = [f"rank {rank} ({where})" for rank, (is_shared, where) in enumerate(places) if not is_shared]
     if apart:
         more = f" and {len(apart) - _LISTED} more" if len(apart) > _LISTED else ""
         raise ValueError(

@@ -74,9 +74,9 @@ def load_own(folder: Path, state: RunState) -> dict[str, Tensor]:
         return {}
     path = folder / OWN
     with open_tensors(regular_file(path, "the run's own frozen parameters")) as file:
-        if (found := sha256_of(path)) != state["frozen_sha256"]:
+        if (digest := sha256_of(path)) != state["frozen_sha256"]:
             raise ValueError(
-                f"{path}: got weights of sha256 {found[:12]}…; accepted: the weights of the checkpoint, "
+                f"{path}: got weights of sha256 {digest[:12]}…; accepted: the weights of the checkpoint, "
                 f"{state['frozen_sha256'][:12]}…"
             )
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -85,7 +85,7 @@ def load_own(folder: Path, state: RunState) -> dict[str, Tensor]:
 
 
 def older_parts(names: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """name → (up, gate): up_gate tensors, each with the names of its two parts in a checkpoint from before version 0.2.
+    """name of an up_gate tensor → (up, gate), the names of its two parts in an older checkpoint.
 
     >>> older_parts(["m.blocks.0.ffn.up.weight", "m.blocks.0.ffn.gate.weight", "blocks.1.ffn.up.weight"])
     {'m.blocks.0.ffn.up_gate.weight': ('m.blocks.0.ffn.up.weight', 'm.blocks.0.ffn.gate.weight')}

@@ -127,7 +127,7 @@ class Run:
                 return self._train()
             except NonFiniteError as error:
                 self._rewind()
-                raise self._fail(f"{error}; the checkpoint is from before them") from error
+                raise self._fail(f"{error}; the checkpoint is from before these steps") from error
             except OSError as error:
                 reason = f"{error.filename or self.folder}: {error.strerror}"
                 if self.mesh.world > 1:  # a save needs all ranks, and the others are at another point

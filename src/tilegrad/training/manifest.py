@@ -98,8 +98,8 @@ def read_manifest(path: Path) -> Manifest:
     if (content.get("format"), content.get("version")) != (_FORMAT, _VERSION):
         raise DamagedCheckpoint(path, f"{MANIFEST} is not of {_FORMAT!r} version {_VERSION}, which this tilegrad reads")
     step, state, files = (content.get(name) for name in ("step", "state", "files"))
-    whole = is_count(step, MOST, 0) and isinstance(state, dict) and isinstance(files, dict)
-    if not whole or not ([*files] == [TENSORS] or _are_shards(files)):
+    is_valid = is_count(step, MOST, 0) and isinstance(state, dict) and isinstance(files, dict)
+    if not is_valid or not ([*files] == [TENSORS] or _are_shards(files)):
         raise DamagedCheckpoint(path, f"{MANIFEST} does not name a step, a state and {TENSORS}")
     _check_files(path, files)
     try:
@@ -117,9 +117,9 @@ def _check_files(path: Path, files: Mapping[str, object]) -> None:
     for name, what in files.items():
         if not (path / name).is_file():
             raise DamagedCheckpoint(path, f"{name} is missing")
-        size, said = (path / name).stat().st_size, what.get("bytes") if isinstance(what, dict) else what
-        if size != said or not isinstance(what, dict):
-            raise DamagedCheckpoint(path, f"{name} has {size} bytes, not {shown(said)}")
+        size, expected = (path / name).stat().st_size, what.get("bytes") if isinstance(what, dict) else what
+        if size != expected or not isinstance(what, dict):
+            raise DamagedCheckpoint(path, f"{name} has {size} bytes, not {shown(expected)}")
     others = sorted(file.name for file in path.glob("*.safetensors") if file.name not in files)
     if others:
         raise DamagedCheckpoint(path, f"{others[0]} is there, and {MANIFEST} does not name it")

@@ -183,15 +183,15 @@ def _check_headers(path: Path, manifest: Manifest, engine: Engine) -> bool:
     tensors have two parts in this older checkpoint (`older_parts`), so that whole tensors must be read."""
     wanted = _shapes(engine)
     with Tensors(path, manifest) as file:
-        there, joined = file.headers, bool(file.joined)
-    for name in sorted({*wanted, *there} - {"adam_step"}):
-        found = there[name][1] if name in there else None
-        if found != wanted.get(name):
-            raise ValueError(f"{path}: got {name} of shape {found}; accepted: {wanted.get(name)}, as in this model")
+        headers, joined = file.headers, bool(file.joined)
+    for name in sorted({*wanted, *headers} - {"adam_step"}):
+        shape = headers[name][1] if name in headers else None
+        if shape != wanted.get(name):
+            raise ValueError(f"{path}: got {name} of shape {shape}; accepted: {wanted.get(name)}, as in this model")
     for name, (piece, *_) in owned_pieces(engine).items():
         own = _DTYPES[piece.dtype]
-        if name not in there or there[name][0] != own:
-            got = there[name][0] if name in there else "none"
+        if name not in headers or headers[name][0] != own:
+            got = headers[name][0] if name in headers else "none"
             raise ValueError(f"{path}: {name}: got dtype {got}; accepted: {own}, as in this run")
     return joined
 

@@ -29,8 +29,7 @@ class Preview:
     lengths: dict[str, float]  # least, median, mean and most tokens of a document
     histogram: dict[str, int]  # "16 … 31" → number of documents with that many tokens
     trained_share: float  # share of trained tokens; the first token of each document is not counted
-    # share of positions that are padding, with packed and with padded rows; empty for windows
-    padding: dict[str, float]
+    padding: dict[str, float]  # share of padding in all positions, with packed and with padded rows; empty for windows
     example: list[tuple[str, bool]]
     example_cut: bool  # whether the first document is longer than `example`
 

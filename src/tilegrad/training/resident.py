@@ -91,7 +91,7 @@ def resident_bytes(x: Tensor) -> int:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.mincore(ctypes.c_void_p(begin), ctypes.c_size_t(last - begin), seen):
         raise OSError(ctypes.get_errno(), "mincore")
-    there = torch.frombuffer(seen, dtype=torch.uint8).bitwise_and_(1).long() * page
-    there[0] -= (first - begin) * int(there[0] > 0)
-    there[-1] -= (begin + pages * page - last) * int(there[-1] > 0)
-    return int(there.sum())
+    resident = torch.frombuffer(seen, dtype=torch.uint8).bitwise_and_(1).long() * page
+    resident[0] -= (first - begin) * int(resident[0] > 0)
+    resident[-1] -= (begin + pages * page - last) * int(resident[-1] > 0)
+    return int(resident.sum())

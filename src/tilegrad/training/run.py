@@ -160,7 +160,7 @@ def _prepare(start: Start, show: Show, mesh: Mesh, summary: Numbers) -> tuple[To
 
 
 def _open_base(start: Start) -> BaseWeights | None:
-    """The base weights of a run with adapters. A resumed run refuses weights other than those that it began with."""
+    """The base weights of a run with adapters. A resumed run refuses weights that differ from the first ones."""
     config, init = start.config, start.config.train.init
     if config.lora is None or init is None:
         return None
@@ -174,19 +174,19 @@ def _open_base(start: Start) -> BaseWeights | None:
 def _begin(run: Run, base: BaseWeights | None) -> None:
     """Load the weights and adapters that a new run begins with, and save a copy of frozen parameters."""
     init, lora, engine, mesh = run.config.train.init, run.config.lora, run.engine, run.mesh
-    own = _frozen(engine, base)
+    frozen = _frozen(engine, base)
     if init is not None:
         source = open_weights(Path(init)) if base is None else base.weights
         _load(source, engine, mesh)
         if lora is not None and lora.adapter is not None:
             _load_adapter(lora, lora.adapter, engine, source)
-        if own and base is None:  # copy from the source, because the values in the engine may be rounded
+        if frozen and base is None:  # copy from the source, because the values in the engine may be rounded
             values = source.read(next(iter(engine.grads.values())).dtype)
-            own = {name: values[name] for name in own}
+            frozen = {name: values[name] for name in frozen}
         if mesh.rank == 0:
             source.keep_origin(run.folder / "origin")
-    if own:
-        run.frozen_sha256 = mesh.gather("" if mesh.rank else save_own(run.folder, own))[0]
+    if frozen:
+        run.frozen_sha256 = mesh.gather("" if mesh.rank else save_own(run.folder, frozen))[0]
 
 
 def _frozen(engine: Engine, base: BaseWeights | None) -> dict[str, Tensor]:
@@ -199,15 +199,15 @@ def _continue(run: Run, base: BaseWeights | None, state: RunState) -> None:
     """Load the frozen parameters of a resumed run."""
     if base is not None:
         _load(base.weights, run.engine, run.mesh)
-    own, engine = load_own(run.folder, state), run.engine
+    frozen, engine = load_own(run.folder, state), run.engine
     wanted = {name: tuple(x.shape) for name, x in _frozen(engine, base).items()}
-    for name in sorted({*own, *wanted}):
-        shape = tuple(own[name].shape) if name in own else None
+    for name in sorted({*frozen, *wanted}):
+        shape = tuple(frozen[name].shape) if name in frozen else None
         if shape != wanted.get(name):
             raise ValueError(
                 f"{run.folder / OWN}: got {name} of shape {shape}; accepted: {wanted.get(name)}, as in this model"
             )
-    for name, value in own.items():
+    for name, value in frozen.items():
         write_param(engine, name, value)
     run.frozen_sha256 = state.get("frozen_sha256")
 

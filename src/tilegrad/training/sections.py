@@ -206,14 +206,14 @@ def checked(content: Sections, where: str) -> dict[str, Values]:
             raise ValueError(f"{where}: got {got}{meant}; accepted: the sections {', '.join(f'[{s}]' for s in kinds)}")
     out: dict[str, Values] = {}
     for section, kind in kinds.items():
-        known = {f.name: f for f in fields(kind)}
+        accepted_keys = {f.name: f for f in fields(kind)}
         out[section] = dict(content.get(section, {}))
         for key, value in out[section].items():
-            if key not in known and (section, key) != ("model", "preset"):
-                accepted = sorted({*known, *(["preset"] if section == "model" else [])})
+            if key not in accepted_keys and (section, key) != ("model", "preset"):
+                accepted = sorted({*accepted_keys, *(["preset"] if section == "model" else [])})
                 meant = did_you_mean(str(key), _shown_keys(kinds) | {name: repr(name) for name in accepted})
                 raise ValueError(f"{where}: got {key!r} in [{section}]{meant}; accepted: {', '.join(accepted)}")
-            if value == "none" and key in known and known[key].default is None:
+            if value == "none" and key in accepted_keys and accepted_keys[key].default is None:
                 out[section][key] = None
             elif key == "memory_budget" and isinstance(value, str):
                 out[section][key] = byte_count(value)
@@ -273,13 +273,13 @@ def with_steps(run: RunConfig, rows: Callable[[int], int]) -> RunConfig:
 
 def resumed(own: RunConfig, asked: Sections) -> RunConfig:
     """The run `own` with the changes in `asked`. Raises if a key that is not in MAY_CHANGE has another value."""
-    changes, mine = {}, own.plain()
+    changes, own_values = {}, own.plain()
     may_change = MAY_CHANGE | ({"init"} if own.lora is not None else set())  # the base weights may have moved
     for section, values in checked(asked, "resume").items():
         for name, value in values.items():
             if name == "preset":
                 model = asdict(preset_run(value).model) | {"vocab_size": own.model.vocab_size} | values
-                if any(model[key] != mine["model"][key] for key in mine["model"] if key not in values):
+                if any(model[key] != own_values["model"][key] for key in own_values["model"] if key not in values):
                     raise ValueError(
                         f"preset: got {value!r}; accepted: none when resuming, because the run has its own model"
                     )
@@ -291,7 +291,7 @@ def resumed(own: RunConfig, asked: Sections) -> RunConfig:
                 # rope_scaling gets its defaults, tuples become lists
                 changed = replace(section_of_own, **{name: value})
                 value = replace(own, **{section: changed}).plain()[section][name]
-            had = mine.get(section, {}).get(name)
+            had = own_values.get(section, {}).get(name)
             if value == had or (name, value) in _FOLLOWS:
                 continue
             if section != "train" or name not in may_change:

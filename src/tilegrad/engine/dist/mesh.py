@@ -43,7 +43,7 @@ Pending = dist.Work | None  # a started collective; None with one rank
 
 
 class RankLost(RuntimeError):
-    """A collective did not complete. The message names the ranks for which it waits, and their places."""
+    """A collective did not complete. The message names the ranks for which the collective waits, and their places."""
 
 
 class Note(NamedTuple):
@@ -185,8 +185,6 @@ class Mesh:
         if self._store.get(key) == b"failed":
             self._give_up()
             raise RankLost(f"rank {self.rank} at {self.place!r}: rank {key.rsplit('/', 1)[1]} failed there")
-
-    # ── missing ranks ──
 
     def at(self, place: str, *, alone: bool = False) -> None:
         """Sets the place of this rank in the program. `alone`: no collective waits for this rank, so it may take any time."""

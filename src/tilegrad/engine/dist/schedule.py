@@ -3,13 +3,13 @@ program on handles, and says when collectives may start.
 
     touches    the schedule: for each op, the parameters that it reads and those whose gradients it writes
     cut        splits the arena into buckets: adjacent parameters that one collective sums or gathers
-    needed     the first op that reads parameters of a bucket; they must be gathered before it
-    final      the last op that writes gradients of a bucket; they may be summed after it
+    needed     the first op that reads parameters of a bucket: the bucket must be gathered before this op
+    final      the last op that writes gradients of a bucket: the bucket may be summed after this op
     follow     runs the program on tensors, with collectives before and after its ops
 
-An arena has parameters of two or more dimensions before vectors, both in the order of declaration. With Muon, the matrices of
-the blocks come first. The backward completes gradients from the end of the arena to its beginning, so buckets are cut from the
-end. Each rank owns one of `world` equal slices of a bucket.
+An arena has parameters of two or more dimensions before vectors, each kind in the order of declaration. With Muon, the matrices
+of the blocks come first. The backward completes gradients from the end of the arena to its beginning, so buckets are cut from
+the end. Each rank owns one of `world` equal slices of a bucket.
 
     params    │ wte ░░░ │ blocks 0, 1 ░░ │ blocks 2, 3 ░░ │ biases, norms ░ │     ░: padding to world · align elements
     grads       the same layout                                                 each padding is a COMM handle, always zero
@@ -142,12 +142,12 @@ def cut(
         size = flat("bucket", own).shape[0]
         aligned = -(-size // align) * align
         ragged = align if aligned > size else 0  # an arena ends where its last buffer ends, so padding must end the bucket
-        padded = -(-(aligned + ragged) // (world * align)) * world * align if world > 1 else size
-        decayed = padded if len(own[0].shape) >= 2 else 0
-        pad = (padded - aligned,) if padded > aligned else ()
+        size_with_padding = -(-(aligned + ragged) // (world * align)) * world * align if world > 1 else size
+        decayed = size_with_padding if len(own[0].shape) >= 2 else 0
+        pad = (size_with_padding - aligned,) if size_with_padding > aligned else ()
         is_whole = own[0].name in whole
-        buckets.append(Bucket((*(p.name for p in own), *pad), start, start + padded, decayed, is_whole))
-        start += max(padded, aligned)
+        buckets.append(Bucket((*(p.name for p in own), *pad), start, start + size_with_padding, decayed, is_whole))
+        start += max(size_with_padding, aligned)
     return tuple(buckets)
 
 

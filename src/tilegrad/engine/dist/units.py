@@ -238,10 +238,10 @@ def _bound(actions: Mapping[int, Sequence[tuple[str, str]]], act: Callable[[str,
 def gathered(units: Units, mesh: Mesh) -> dict[str, Tensor]:
     """parameter → a flat view of its gathered unit, in new memory, from the start of the parameter to the end of the unit. All
     ranks must call this, because it is a collective."""
-    found: dict[str, Tensor] = {}
+    views: dict[str, Tensor] = {}
     for unit, bucket in units.buckets.items():
         part = units.value_parts[unit]
         whole = torch.empty(bucket.stop - bucket.start, dtype=part.dtype, device=part.device)
         mesh.all_gather(part, out=whole)
-        found |= {name: whole[units.starts[name] - bucket.start :] for name in bucket.names}
-    return found
+        views |= {name: whole[units.starts[name] - bucket.start :] for name in bucket.names}
+    return views

@@ -87,7 +87,7 @@ class Alone:
         """Wait for the sums in flight, before the gradients are overwritten."""
 
     def keep_largest(self) -> None:
-        """Keep the largest magnitudes of float8 in this step so far, without those of empty micro-batches after this call."""
+        """Store the largest magnitudes of float8 in this step so far. Empty micro-batches that follow do not change them."""
 
     def agree_on_largest(self) -> None:
         """Set the largest magnitudes of float8 to the largest of all ranks, so that the next scales are the same on all."""
@@ -113,18 +113,18 @@ class Alone:
         """name → (slice of the flattened tensor, its offset, length of the whole tensor) for the trained parameters, moments,
         states of float8 and adam_step that this rank owns. A rank owns all of a tensor that is not sharded or, with `shared`,
         1/world of it."""
-        found: dict[str, Run] = {"adam_step": (self.optimizer.adam_step.view(1), 0, 1)}
-        return found | self._shares({**self.trained, **self.optimizer.moments, **self.scales}, shared=shared)
+        pieces: dict[str, Run] = {"adam_step": (self.optimizer.adam_step.view(1), 0, 1)}
+        return pieces | self._shares({**self.trained, **self.optimizer.moments, **self.scales}, shared=shared)
 
     def _shares(self, tensors: dict[str, Tensor], *, shared: bool) -> dict[str, Run]:
         """The pieces of tensors that are not sharded."""
-        rank, world, found = self.mesh.rank, self.mesh.world, {}
+        rank, world, pieces = self.mesh.rank, self.mesh.world, {}
         for name, x in tensors.items():
             n = x.numel()
             low, high = (n * rank // world, n * (rank + 1) // world) if shared else (0, n)
             if low < high:
-                found[name] = x.view(-1)[low:high], low, n
-        return found
+                pieces[name] = x.view(-1)[low:high], low, n
+        return pieces
 
     def spread(self) -> None:
         """Send the parameters that this rank owns to the others."""

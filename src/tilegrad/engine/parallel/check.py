@@ -97,8 +97,8 @@ def check_same(mesh: Mesh, spec: StepSpec, adamw: AdamW, seed: int) -> None:
 
 
 def check_agreed(mesh: Mesh, fields: Mapping[str, object]) -> None:
-    """Raise if `fields` differ between ranks. All ranks raise the same error, which names the first field that differs and a
-    rank where it does; a key of a nested mapping is named field.key."""
+    """Raise if `fields` differ between ranks. All ranks raise the same error, which names the first field that differs from its
+    value on rank 0, and the rank. A key of a nested mapping is named field.key."""
     if mesh.world == 1:
         return
     mesh.at("comparing the ranks")

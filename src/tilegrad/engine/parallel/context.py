@@ -31,11 +31,11 @@ def own_rows(ranks: Ranks, tokens: Tensor, targets: Tensor) -> Batch:
     """The two ranges of positions of each sequence that this rank computes. Sequences are padded at the end to a multiple of
     2 · ranks.world. The padding has no targets, and because attention is causal, no token attends to the padding."""
     n, t = ranks.world, tokens.shape[1]
-    more = -t % (2 * n)
-    first, last = positions_of(ranks.rank, n, (t + more) // n)
+    padding = -t % (2 * n)
+    first, last = positions_of(ranks.rank, n, (t + padding) // n)
 
     def rows(x: Tensor, value: int) -> Tensor:
-        padded = pad(x.long(), (0, more), value=value)
-        return torch.cat([padded[:, first], padded[:, last]], 1)
+        x_padded = pad(x.long(), (0, padding), value=value)
+        return torch.cat([x_padded[:, first], x_padded[:, last]], 1)
 
     return Batch(rows(tokens, 0), rows(targets, -1))

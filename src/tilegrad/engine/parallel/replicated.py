@@ -44,8 +44,6 @@ class Replicated(Alone):
             self._schedules[key] = schedule_of(model, getattr(model, program))
         return self._schedules[key]
 
-    # ── gradients ──
-
     @contextmanager
     def around(
         self, program: Program, *, training: bool = True, accumulate: bool = True, last: bool = False
@@ -91,8 +89,6 @@ class Replicated(Alone):
     def _wait_for(self, i: int) -> None:
         self.mesh.wait(self._gathers.pop(i))
 
-    # ── the scales of float8 ──
-
     def count(self, targets: int, micro_batches: int) -> tuple[int, int]:
         largest = self.optimizer.largest
         if largest is not None:
@@ -110,8 +106,6 @@ class Replicated(Alone):
             self.mesh.at(f"step {self.step}: agreeing on the scales")
             self.mesh.maximum(largest)
             set_largest(largest, states=[*self.scales.values()])
-
-    # ── the update ──
 
     def update(self, learning_rate: float, loss: float) -> float:
         if not self.summed:

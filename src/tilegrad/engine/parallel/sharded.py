@@ -57,8 +57,6 @@ class ShardedOptimizer(Replicated):
         for i in list(self._gathers):
             self._wait_for(i)
 
-    # ── values from outside, and checkpoints ──
-
     def _owned(self, names: Container[str]) -> Iterator[tuple[str, Owned, slice, int, int]]:
         """The slices of parameters that this rank updates, each as (name, buffers of the optimizer, slice of these buffers,
         low, high): the slice has the elements [low, high) of the flattened parameter."""

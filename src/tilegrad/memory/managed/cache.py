@@ -41,14 +41,14 @@ _NBYTES, _SLACK = attrgetter("nbytes"), attrgetter("slack")
 
 def one_device(device: torch.device | str) -> torch.device:
     """The normalized device: cuda:<current> for "cuda" and torch.device("cuda"), cpu for "cpu:0"."""
-    given = torch.device(device)
-    if given.type == "cpu":
+    parsed = torch.device(device)
+    if parsed.type == "cpu":
         return _CPU
-    if given.type == "cuda":
+    if parsed.type == "cuda":
         if not torch.cuda.is_available():
-            raise ValueError(f"device={str(given)!r}: CUDA is not available here; use device='cpu'")
-        return given if given.index is not None else torch.device("cuda", torch.cuda.current_device())
-    return given
+            raise ValueError(f"device={str(parsed)!r}: CUDA is not available here; use device='cpu'")
+        return parsed if parsed.index is not None else torch.device("cuda", torch.cuda.current_device())
+    return parsed
 
 
 def one_type(type: BufferType | str) -> BufferType:
@@ -137,10 +137,10 @@ class BufferCache:
             pool.hits += 1
             if slot.poison is not None:
                 self.check_poison(slot, tensor)
-            found = slot.retarget(tensor, free_list)
-            if found is not tensor:
-                slot.watch(found, self.dropped.append)
-            return slot, found, True
+            reshaped = slot.retarget(tensor, free_list)
+            if reshaped is not tensor:
+                slot.watch(reshaped, self.dropped.append)
+            return slot, reshaped, True
         pool.misses += 1
         return *self.make(free_list), False
 
@@ -174,8 +174,7 @@ class BufferCache:
 
     def _best_fit(self, free_list: FreeList) -> Slot | None:
         """The smallest cached buffer with nbytes ≤ size ≤ 1.25 nbytes. If the bytes in use would then exceed the high-water
-        mark, the buffer is returned only if they exceed it by at most 5 %, or if all slack in use is at most 5 % of the
-        mark."""
+        mark by more than 5 %, the buffer is returned only if all slack in use is at most 5 % of the mark."""
         best, nbytes, least = None, free_list.nbytes, free_list.most
         for slot in list(free_list.pool.free):
             if nbytes <= slot.storage_bytes <= least:
@@ -257,9 +256,9 @@ class BufferCache:
         while self.bounded and self.cached > self.max_bytes and self._evict(self._oldest(pools)):
             pass
         for device, limit in list(self.limits.items()):
-            there = [pool for pool in pools if pool.device == device]
+            on_device = [pool for pool in pools if pool.device == device]
             while limit.max_bytes is not None and self.cached_on(device) > limit.max_bytes:
-                if not self._evict(self._oldest(there)):
+                if not self._evict(self._oldest(on_device)):
                     break
         self.strategies.sweep()
 

@@ -24,11 +24,11 @@ MODULE = NativeModule("tilegrad_hit", _HERE / "hit.cpp", ("c10",), _HERE)
 @functools.cache
 def load() -> ModuleType | str:
     """The module, or the reason why it cannot be used and what to do."""
-    found = MODULE.load()
+    module = MODULE.load()
     tensor = torch.empty(0)
-    if isinstance(found, ModuleType) and not found.fits(tensor, tensor._cdata):
+    if isinstance(module, ModuleType) and not module.fits(tensor, tensor._cdata):
         return f"cannot read tensor objects of torch {torch.__version__}: their layout is different"
-    return found
+    return module
 
 
 def install_fast_path(manager: type[Any], *parts: type[Any], cpu: torch.device) -> None:

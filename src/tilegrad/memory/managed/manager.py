@@ -5,9 +5,9 @@
                 otherwise → new memory from a strategy, after cached buffers were dropped to make room
     deallocate  only the caller references the buffer → cached;  otherwise → quarantined: forgotten, never handed out
 
-A cached buffer belongs to one (type, device). It serves every shape and dtype that needs between 1/1.25 of its size and
-its whole size. Cached buffers are dropped, least recently freed first, if in use + cached would exceed the high-water mark, if
-the cache exceeds `max_bytes` or 10 (reuse high) or 5 buffers per (type, device), and under memory pressure.
+A cached buffer belongs to one (type, device). It serves every shape and dtype that needs between 1/1.25 of its size and its
+whole size. Cached buffers are dropped under memory pressure, if in use + cached would exceed the high-water mark, and if the
+cache exceeds `max_bytes` or, per (type, device), 10 (reuse high) or 5 buffers. The least recently freed are dropped first.
 
 Threads share a manager without a lock, any call may be interrupted, and finalizers may free buffers. cache.py explains why this
 is safe.
@@ -131,8 +131,8 @@ class AttentionBufferManager:
     @classmethod
     def shared(cls, name: str) -> AttentionBufferManager:
         """The tracked manager with this name, which the process shares. It is made on first use."""
-        found = cls._shared.get(name)
-        return cls._shared.setdefault(name, cls()) if found is None else found
+        manager = cls._shared.get(name)
+        return cls._shared.setdefault(name, cls()) if manager is None else manager
 
     @property
     def configs(self) -> Mapping[BufferType, BufferConfig]:

@@ -34,11 +34,11 @@ def nodes(sys_root: Path = Path("/sys")) -> list[int]:
 
 def _parse_list(text: str) -> list[int]:
     """'0-2,4' → [0, 1, 2, 4]"""
-    found: list[int] = []
+    nodes: list[int] = []
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
-        found.extend(range(int(first), int(last or first) + 1))
-    return found
+        nodes.extend(range(int(first), int(last or first) + 1))
+    return nodes
 
 
 def supported() -> bool:

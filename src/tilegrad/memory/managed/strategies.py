@@ -131,11 +131,11 @@ class Direct:
 
     def take(self, request: AllocationRequest) -> tuple[Tensor, Block]:
         spare = request.alignment if request.alignment > 64 else 0
-        whole = torch.empty(request.nbytes + spare, dtype=torch.uint8, device=request.device, pin_memory=request.pinned)
+        base = torch.empty(request.nbytes + spare, dtype=torch.uint8, device=request.device, pin_memory=request.pinned)
         if not spare:
-            return whole, Block("direct", request.nbytes)
-        start = -whole.data_ptr() % request.alignment
-        return own_storage(whole[start : start + request.nbytes]), Block("direct", request.nbytes + spare)
+            return base, Block("direct", request.nbytes)
+        start = -base.data_ptr() % request.alignment
+        return own_storage(base[start : start + request.nbytes]), Block("direct", request.nbytes + spare)
 
 
 class Strategies:

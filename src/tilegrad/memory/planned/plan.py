@@ -222,7 +222,7 @@ def _pack(order: list[_Item], *, tightest: bool, below: int | None = None) -> _P
     for item in order:
         size = item.size
         end_below, found, room = 0, -1, 0
-        conflicts = f"{item.conflicts:0{len(order)}b}"[::-1].encode().translate(_BOOLS)  # by index
+        conflicts = f"{item.conflicts:0{len(order)}b}"[::-1].encode().translate(_BOOLS)  # by item index
         for offset, end in compress(placed, map(conflicts.__getitem__, indices)) if item.offset is None else ():
             gap = offset - end_below
             if gap >= size and (found < 0 or gap < room):
@@ -250,16 +250,16 @@ def _pack(order: list[_Item], *, tightest: bool, below: int | None = None) -> _P
 def _repair(best: _Packing, bound: int, passes: int) -> _Packing:
     """Seeded local search over orders. Even passes place an item that ends at the top earlier, odd passes a random item. Items
     with a given offset stay first."""
-    chance, given = random.Random(0), sum(item.offset is not None for item in best.order)
+    chance, fixed = random.Random(0), sum(item.offset is not None for item in best.order)
     for iteration in range(passes):
         order = best.order.copy()
         highest = [
-            at for at, item in enumerate(order) if at >= given and best.offsets[item.index] + item.size == best.top
+            at for at, item in enumerate(order) if at >= fixed and best.offsets[item.index] + item.size == best.top
         ]
         if best.top == bound or not highest:
             break
-        at = chance.choice(highest) if iteration % 2 == 0 else chance.randrange(given, len(order))
+        at = chance.choice(highest) if iteration % 2 == 0 else chance.randrange(fixed, len(order))
         item = order.pop(at)
-        order.insert(chance.randrange(given, at + 1), item)
+        order.insert(chance.randrange(fixed, at + 1), item)
         best = _pack(order, tightest=best.tightest, below=best.top) or best
     return best
