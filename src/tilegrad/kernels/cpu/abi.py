@@ -1,4 +1,4 @@
-"""The structures of the native library's C ABI: each function takes a pointer to one.
+"""The structures of the native library's C ABI: each function takes a pointer to a structure.
 
 They repeat C++ definitions field by field: Call and CacheWrite of csrc/attention, Norm and Activation of
 csrc/rows/norm_gelu.h, Sample of csrc/rows/sampling.h, LeanAdamW of csrc/rows/adamw.h, Gemm and FixedOrder of csrc/gemm. The
@@ -101,18 +101,7 @@ class FixedOrder(ctypes.Structure):
     ]
 
 
-STRUCTURES: tuple[type[ctypes.Structure], ...] = (
-    View,
-    Rows,
-    Call,
-    CacheWrite,
-    Norm,
-    Activation,
-    Sample,
-    LeanAdamW,
-    Gemm,
-    FixedOrder,
-)
+STRUCTURES = (View, Rows, Call, CacheWrite, Norm, Activation, Sample, LeanAdamW, Gemm, FixedOrder)
 
 
 def _format(structure: type[ctypes.Structure]) -> str:
@@ -124,13 +113,13 @@ def packer(structure: type[ctypes.Structure]) -> Callable[..., bytes]:
 
     A sub-structure is passed as the tuple of its fields. A missing field is 0, a missing sub-structure is absent (all 0).
     """
-    whole = struct.Struct(_format(structure))
-    assert whole.size == ctypes.sizeof(structure)
+    layout = struct.Struct(_format(structure))
+    assert layout.size == ctypes.sizeof(structure)
     parts = {name: (0,) * len(kind._fields_) for name, kind in structure._fields_ if kind not in _CODES}  # type: ignore
     names = [field[0] for field in structure._fields_]
     parameters = ", ".join(f"{name}={parts.get(name, 0)}" for name in names)
     arguments = ", ".join(f"*{name}" if name in parts else name for name in names)
-    function: Callable[..., bytes] = eval(f"lambda {parameters}: pack({arguments})", {"pack": whole.pack})
+    function: Callable[..., bytes] = eval(f"lambda {parameters}: pack({arguments})", {"pack": layout.pack})
     return function
 
 

@@ -26,7 +26,7 @@ ISAS = ("portable", "avx2", "avx512", "amx")
 SLOW = "attention runs on plain torch ops"
 _CPU = torch.device("cpu")  # comparing two devices takes a tenth of the time of reading `x.device.type`
 _environment: dict[bytes, bytes] = os.environ._data  # type: ignore[attr-defined]
-_ASKED = b"TILEGRAD_ISA"
+_VARIABLE = b"TILEGRAD_ISA"
 _children: list[int] = []  # in a forked child: the process ids of itself and of its forked ancestors
 os.register_at_fork(after_in_child=lambda: _children.append(os.getpid()))
 
@@ -44,32 +44,31 @@ def library() -> ctypes.CDLL | str:
     if build.is_cut(built_from):
         return f"can't be loaded (its file is truncated); {build.HOW}"
     try:
-        found = ctypes.CDLL(str(build.LIBRARY))
+        loaded = ctypes.CDLL(str(build.LIBRARY))
     except OSError as error:
         return f"can't be loaded ({error}); {build.HOW}"
-    other = mismatch(found)
+    other = mismatch(loaded)
     if other is not None:
         return f"was built with {other} (cpu/abi.py)"
-    found.tilegrad_native_supported.restype = ctypes.c_int64
-    found.tilegrad_native_scratch.restype = ctypes.c_int64
-    found.tilegrad_native_scratch.argtypes = (ctypes.c_char_p, ctypes.c_int64)
-    found.tilegrad_native_run.argtypes = (ctypes.c_char_p, ctypes.c_int64)
-    found.tilegrad_native_run.restype = None
-    found.tilegrad_native_run_all.restype = None
-    found.tilegrad_native_panel_bytes.restype = ctypes.c_int64
+    for name in ("supported", "scratch", "panel_bytes"):
+        getattr(loaded, f"tilegrad_native_{name}").restype = ctypes.c_int64
+    loaded.tilegrad_native_scratch.argtypes = (ctypes.c_char_p, ctypes.c_int64)
+    loaded.tilegrad_native_run.argtypes = (ctypes.c_char_p, ctypes.c_int64)
+    loaded.tilegrad_native_run.restype = None
+    loaded.tilegrad_native_run_all.restype = None
     functions = ("norm_fwd", "norm_bwd", "activation", "sample", "lean_adamw", "gemm", "fixed_order", "cache_write")
     for name in (*functions, "attention_fwd"):
-        function = getattr(found, f"tilegrad_native_{name}")
+        function = getattr(loaded, f"tilegrad_native_{name}")
         function.argtypes, function.restype = (ctypes.c_char_p,), None
-    return found
+    return loaded
 
 
 def refusal(device: torch.device) -> str | None:
     """Why native kernels cannot run on tensors of this device; None if they can."""
     if device != _CPU and device.type != "cpu":
         return _runs_not_on(device)
-    found = library()
-    return found if isinstance(found, str) else None
+    loaded = library()
+    return loaded if isinstance(loaded, str) else None
 
 
 @functools.cache
@@ -80,29 +79,29 @@ def _runs_not_on(device: torch.device) -> str:
 @functools.cache
 def warn_if_missing() -> None:
     """Warns once per process that attention runs on plain torch ops because there is no library."""
-    found = library()
-    if isinstance(found, str):
-        warnings.warn(f"{SLOW}: the native kernel, about four times faster, {found}", stacklevel=2)
+    loaded = library()
+    if isinstance(loaded, str):
+        warnings.warn(f"{SLOW}: the native kernel, about four times faster, {loaded}", stacklevel=2)
 
 
 @functools.cache
 def native() -> ctypes.CDLL:
     """The library, set up with torch's OpenMP threads and BLAS if these can be found."""
-    found = library()
-    assert not isinstance(found, str), found
+    loaded = library()
+    assert not isinstance(loaded, str), loaded
     runtime = openmp()
     if runtime is not None:
-        found.tilegrad_native_use_openmp(ctypes.cast(runtime.GOMP_parallel, ctypes.c_void_p))
+        loaded.tilegrad_native_use_openmp(ctypes.cast(runtime.GOMP_parallel, ctypes.c_void_p))
     torchs = blas()
     if not isinstance(torchs, str):
         functions = (torchs.sgemm_, torchs.omp_get_max_threads, torchs.omp_set_num_threads)
-        found.tilegrad_native_use_blas(*(ctypes.cast(function, ctypes.c_void_p) for function in functions))
-    return found
+        loaded.tilegrad_native_use_blas(*(ctypes.cast(function, ctypes.c_void_p) for function in functions))
+    return loaded
 
 
 @functools.cache
 def blas() -> ctypes.CDLL | str:
-    """A handle to the libraries torch is linked with, if they include OpenBLAS on OpenMP threads; else the reason why not.
+    """The libraries that torch is linked with, if they include OpenBLAS on OpenMP threads; otherwise the reason why not.
 
     Names are resolved as for torch itself, so `sgemm_` is the function that torch's matrix products call."""
     linked = ctypes.CDLL(torch._C.__file__)
@@ -147,8 +146,8 @@ def run_native(function: Callable[[bytes], None], structure: bytes) -> NativeCal
 
 
 def merge_native(calls: Calls) -> Calls:
-    """Merge successive native calls into one. After a product with large weights a call from Python takes about 50 µs.
-    The kernel of a norm takes only 8 µs."""
+    """Merges successive native calls into one, because after a product with large weights a call from Python takes about
+    50 µs, and the kernel of a norm only 8 µs."""
     merged: Calls = []
     for _, group in itertools.groupby(calls, lambda call: isinstance(call, NativeCall)):
         listed = list(group)
@@ -176,7 +175,7 @@ def isa() -> int:
 
     Reads the dict inside os.environ, because os.environ.get of a missing name takes 1.7 µs: it raises internally.
     """
-    return _isa(_environment.get(_ASKED))
+    return _isa(_environment.get(_VARIABLE))
 
 
 @functools.cache

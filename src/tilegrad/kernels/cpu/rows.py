@@ -1,9 +1,8 @@
-"""Functions of the native kernels over rows: norm/cpu.py, activation/cpu.py and column_sum/cpu.py, all in
-csrc/rows/norm_gelu.cpp.
+"""What norm/cpu.py, activation/cpu.py and column_sum/cpu.py share. Their kernels are in csrc/rows/norm_gelu.cpp.
 
 The kernels take float32, or bfloat16 converted to float32 in registers. Means, sums and gradients of parameters are float32.
-They need no scratch. Rows (columns for sums over rows, elements for activations) are split among torch.get_num_threads()
-threads; the result does not depend on the split.
+They need no scratch. Threads share the rows of a norm, the columns of a sum over rows, or the elements of an activation; the
+result does not depend on how.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-// Products on AMX tiles: bfloat16 inputs, float32 sums, 16 × 16 elements at a time; and the layouts that the tiles read.
+// Matrix products on AMX tiles, and the layouts that the tiles read: bfloat16 inputs, float32 sums, 16 × 16 elements at a time.
 //
 //   c (M, N) (+)= a (M, K) b (K, N)      a row-major; b as pairs of rows: [K/2][N][2]; M, N, K multiples of 32
 //
-// `pairs_of_rows` makes b from a packed matrix, `pairs_of_columns` from its transpose.
+// `pairs_of_rows` makes b from a packed matrix, `pairs_of_columns` from the transpose of that matrix.
 #pragma once
 
 #include <immintrin.h>

@@ -111,7 +111,7 @@ struct Backward {
         Packed<T> q, g, dq;  // (rows, D), (rows, Dv), (rows, D); g = do
         T* row_sums;         // row sums of ds, for dbias
         Statistics<T> rows;
-        int32_t* next_tile;  // per block of rows: which tile of columns adds to dq next, of those not masked by intervals
+        int32_t* next_tile;  // per block of rows: the next tile of columns that adds to dq; intervals do not mask it out
     };
 
     const Call& call;

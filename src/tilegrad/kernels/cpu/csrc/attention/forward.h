@@ -1,4 +1,4 @@
-// Forward: a thread computes a block of rows in a loop over the tiles of columns that they attend to.
+// Forward: a thread computes a block of rows in a loop over the tiles of columns that the rows attend to.
 //
 //   row_max = sink, row_sum = 1  (or lowest, 0)
 //   for each tile of columns:                k and v of the tile are packed once per block

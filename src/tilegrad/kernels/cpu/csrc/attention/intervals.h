@@ -1,7 +1,7 @@
 // Intervals: rows [start, end) of q that do not attend to a column, one or two of them for each column of a kv head.
 //
-// The edges of a tile of columns are its least and largest start and end, found once per call. For a block of rows they say
-// whether the tile is masked out and skipped, has no interval that touches it, or has intervals that cross it. Only in the last
+// The edges of a tile of columns are the least and largest start and end of its intervals, found once per call. They say whether
+// a block of rows is masked out in the tile and skipped, is in no interval, or may be partly in an interval. Only in the last
 // case is each pair tested. Rows are indices i, the same for all query heads of a kv head.
 #pragma once
 

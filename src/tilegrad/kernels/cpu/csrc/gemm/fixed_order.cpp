@@ -1,7 +1,7 @@
 // y = scale · x wᵀ + b for rows of float32 or bfloat16. Compiled once per instruction set.
 //
-// Each element of y has one register of partial sums. Element l of the register adds the products k = l, l + N, l + 2N, … in this
-// order, and a fixed tree adds its elements. The last register is padded with zeros. So the bits of a row of y depend only on that
+// Each element of y has one register of N partial sums. Sum l adds the products k = l, l + N, l + 2N, … in this order, and a
+// fixed tree adds the N sums. The last register is padded with zeros. So the bits of a row of y depend only on that
 // row of x, on w and on b, not on the other rows, the threads or the schedule. There are two schedules:
 //
 //   stream   few rows: x and w are loaded in place, and w is read from memory once; each thread converts a small x to float32

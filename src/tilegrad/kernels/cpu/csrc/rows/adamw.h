@@ -1,4 +1,4 @@
-// One call of kernels/adamw on lean states as it passes through the C ABI. cpu/abi.py repeats this structure.
+// One call of kernels/adamw on lean states as it crosses the C ABI. cpu/abi.py repeats this structure.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// One call of kernels/sampling as it passes through the C ABI: float32 logits. cpu/abi.py repeats this structure.
+// One call of kernels/sampling as it crosses the C ABI: float32 logits. cpu/abi.py repeats this structure.
 #pragma once
 
 #include <cstdint>

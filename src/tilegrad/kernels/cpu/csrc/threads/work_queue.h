@@ -1,8 +1,8 @@
 // The work queue of a call whose threads share heads, and the ordered accumulation of dq.
 //
-// The unit of work is a tile of columns of a kv head, which owns its dk and dv. All tiles of a head add to the head's dq, so
-// a head is *open* in a slot of the scratch (packed q and do, dq in the accumulation type) while its tiles run. Each thread
-// opens a new head while there are any, then helps with the tiles of heads that other threads have opened. So a few long
+// The unit of work is a tile of columns of a kv head; one thread computes its dk and dv. All tiles of a head add to the head's
+// dq, so a head is *open* in a slot of the scratch (packed q and do, dq in the accumulation type) while its tiles run. Each thread
+// opens a new head while there are any, then computes tiles of heads that other threads have opened. So a few long
 // sequences keep every core busy, and there is at most one slot per thread.
 //
 // dq is the same on any number of threads because tiles of columns add to a block of rows in increasing order (ordered
