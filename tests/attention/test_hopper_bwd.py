@@ -142,8 +142,7 @@ def sizes(batch: int, t: int = 1024, d: int = 128, group: int = 1, right: int | 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_smaller_batch_needs_no_more_scratch(deterministic: bool) -> None:
     def elements(batch: int) -> dict[str, int]:
-        q = torch.empty(batch, 4, 1024, 128, device="meta")
-        shapes = host.workspace(q, sizes(batch), varlen=False, deterministic=deterministic)
+        shapes = host.workspace(sizes(batch), deterministic=deterministic)
         return {name: torch.Size(shape).numel() for name, (shape, _) in shapes.items()}
 
     for batch in range(1, 9):
@@ -157,8 +156,7 @@ def test_packed_rows_do_not_overlap_and_begin_where_tma_can_read() -> None:
         starts = [sum(lengths[:b]) for b in range(len(lengths))]
         begins = [scheduler.first_row.fn(b, start, padding, VARLEN=True) for b, start in enumerate(starts)]
         ends = [begin + -(-n // padding) * padding for begin, n in zip(begins, lengths, strict=True)]
-        q = torch.empty(sum(lengths), 4, 64, device="meta")
-        shapes = host.workspace(q, sizes(len(lengths), t=max(lengths)), varlen=True, deterministic=False)
+        shapes = host.workspace(sizes(len(lengths), t=max(lengths))._replace(total_q=sum(lengths)), deterministic=False)
         assert all(begin % padding == 0 for begin in begins)
         assert all(end <= begin for end, begin in zip(ends, [*begins[1:], shapes["neg_lse2"][0][1]], strict=True))
         assert shapes["neg_lse2"][0][1] % padding == 0  # so that every head begins there too
@@ -196,8 +194,7 @@ def test_only_few_tiles_are_shared_among_programs() -> None:
     assert splits(sizes(1, t=128, group=16)) > 1
     for batch in range(1, 9):  # the scratch has sums for every shared tile
         of = sizes(batch)
-        q = torch.empty(batch, 4, 1024, 128, device="meta")
-        sums = host.workspace(q, of, varlen=False, deterministic=False)["sums"][0]
+        sums = host.workspace(of, deterministic=False)["sums"][0]
         assert splits(of) == 1 or host.count_work_tiles(of, None) <= sums[0]
 
 
@@ -245,7 +242,7 @@ def backward(monkeypatch: pytest.MonkeyPatch, **given: Any) -> list[str]:
     run_in_python(monkeypatch, host, lambda kernel, *_: names.append(kernel.__name__))
     q = torch.zeros(2, 4, 64, 64, dtype=torch.bfloat16)
     lse, mask, of = torch.zeros(2, 4, 64), Mask(causal=True), sizes(2, t=64, d=64)
-    shapes = host.workspace(q, of, varlen=False, deterministic=False)
+    shapes = host.workspace(of, deterministic=False)
     scratch = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
     tensors = {"o": q, "do": q, "dq": q, "dk": q, "dv": q} | given
     o, do = tensors.pop("o"), tensors.pop("do")

@@ -269,7 +269,7 @@ def test_where_the_loop_has_no_mask_only_the_first_block_of_a_warpgroup_is_maske
     for _ in range(400):
         right = dice.choice((None, 0, 0, 7, 64, 1000))
         tq, tk = dice.randint(1, 900), dice.choice((64, 128, 192, 448, 960, dice.randint(1, 900)))
-        if host.edges_in_the_loop(Sizes(1, 1, 1, tq, tk, 128, 128, None, right), varlen=False):
+        if host.edges_in_the_loop(Sizes(1, 1, 1, tq, tk, 128, 128, None, right)):
             continue
         without += 1
         for columns, warpgroups in ((128, 2), (64, 2), (128, 3)):
@@ -353,11 +353,11 @@ def test_work_is_balanced_and_a_section_of_heads_fits_in_l2(right: int | None) -
 
     for d, t in itertools.product((64, 128, 256), (1024, 2048, 4096, 8192, 16384)):
         sizes = Sizes(16384 // t, 2048 // d, 2048 // d, t, t, d, d, None, right)
-        config = host.tile_config(sizes, 132, varlen=False)
+        config = host.tile_config(sizes, 132)
         row_tiles, heads = -(-t // (64 * config.warpgroups)), sizes.batch * sizes.hq
         section = host.heads_per_section(sizes, row_tiles, 132, config)
         assert 1 <= section <= heads
-        counted = host.counts_tiles(sizes, varlen=False)
+        counted = host.counts_tiles(sizes)
         assert section in (1, heads) or section * 4 * t * d <= L2_BYTES or (counted and section == host.TOGETHER)
         steps = host.tile_steps(t, t, right, row_tiles, config).tolist()
         busy = [0.0] * 132
@@ -408,7 +408,7 @@ def test_the_cost_of_a_tile_is_one_more_than_its_blocks_of_columns(
     scheduler = in_python(Program(0, 1))
     for t in (576, 1536, 2304):  # multiples of the rows of every tile, so that no warpgroup is idle
         sizes = Sizes(64, 16, 16, t, t, d, d, None, right)
-        config = host.tile_config(sizes, 132, varlen=False)
+        config = host.tile_config(sizes, 132)
         blocks = blocks_of_columns(scheduler, sizes, config)
         if t % (64 * config.warpgroups) == 0:
             assert host.tile_steps(t, t, right, len(blocks), config).tolist() == [1 + n for n in blocks]
@@ -423,10 +423,10 @@ def test_few_rows_are_spread_over_programs_and_a_window_loads_few_extra_blocks(
     scheduler = in_python(Program(0, 1))
     for d, t in itertools.product((64, 96, 128, 192, 256), (64, 300, 512)):
         sizes = Sizes(1, 16, 16, t, t, d, d, None, 0)
-        warpgroup_tiles, config = -(-t // 64) * 16, host.tile_config(sizes, 132, varlen=False)
+        warpgroup_tiles, config = -(-t // 64) * 16, host.tile_config(sizes, 132)
         assert -(-t // (64 * config.warpgroups)) * 16 == warpgroup_tiles <= 132
     for left, t in itertools.product((127, 255, 1023), (4096, 5000)):
         full, window = (Sizes(1, 16, 16, t, t, 128, 128, x, 0) for x in (None, left))
-        usual, chosen = (host.tile_config(x, 132, varlen=False) for x in (full, window))
+        usual, chosen = (host.tile_config(x, 132) for x in (full, window))
         loaded = [sum(blocks_of_columns(scheduler, window, x)) * x.columns for x in (usual, chosen)]
         assert loaded[1] < loaded[0]

@@ -12,11 +12,11 @@ from tilegrad.kernels.attention.mask import attends, distance
 from tilegrad.kernels.attention.problem import (
     Problem,
     Sizes,
-    four_dims,
     lse_strides,
     output_shapes,
     row_strides,
     rows_aligned,
+    sizes_and_strides,
     tma_refusal,
 )
 
@@ -75,8 +75,8 @@ def test_the_problem_has_strides_of_sequences_heads_and_rows() -> None:
     assert row_strides(x, varlen=False) == (105, 35, 7) and lse_strides(lse, varlen=False) == (15, 5, 1)
     assert row_strides(x[0], varlen=True) == (0, 7, 35) and lse_strides(lse[0], varlen=True) == (0, 5, 1)
     assert row_strides(None, varlen=False) == lse_strides(None, varlen=True) == (0, 0, 0)
-    assert four_dims(x, varlen=False) == ([2, 3, 5, 7], [105, 35, 7, 1])
-    assert four_dims(x[0], varlen=True) == ([1, 5, 3, 7], [0, 7, 35, 1])
+    assert sizes_and_strides(x, varlen=False) == ([2, 3, 5, 7], [105, 35, 7, 1])
+    assert sizes_and_strides(x[0], varlen=True) == ([1, 5, 3, 7], [0, 7, 35, 1])
 
 
 def test_strides_that_tma_cannot_take_are_refused() -> None:

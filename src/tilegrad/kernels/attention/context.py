@@ -12,7 +12,7 @@ of columns start at column 0, as in one call on all T rows. So without a window,
 
 dsinks is this rank's part, to be summed over the ranks like every gradient of a parameter. A rank sends its k and v N − 1 times
 in the forward, and again in the backward. The backward also sends the gradients of k and v N − 1 times, in float32. K and V
-exist only during an op.
+are needed only during an op.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..cpu.abi import DTYPES, NO_DTYPE, Call, pack_call
 from ..cpu.library import ISAS, isa, native
+from ..cpu.rows import address
 from ..philox import threshold
 from ..scratch import Shapes, Views, accumulation_dtype
 from .mask import MASK_TENSORS, Mask, four_dims
@@ -138,10 +139,6 @@ def _signed(seed: int | Tensor) -> int:
     return (int(seed) + 2**63) % 2**64 - 2**63
 
 
-def _data(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
-
-
 def _fields(call: Forward | Backward) -> dict[str, Any]:
     """The fields of `Call` that both directions have, except scratch."""
     q, mask = call.q, call.mask
@@ -152,8 +149,8 @@ def _fields(call: Forward | Backward) -> dict[str, Any]:
     return {
         **size_fields(q, call.v, mask),
         **dropout,
-        "cu_seqlens_q": _data(mask.cu_seqlens_q),
-        "cu_seqlens_k": _data(mask.cu_seqlens_k),
+        "cu_seqlens_q": address(mask.cu_seqlens_q),
+        "cu_seqlens_k": address(mask.cu_seqlens_k),
         "q": _rows(q, varlen=varlen),
         "k": _rows(call.k, varlen=varlen),
         "v": _rows(call.v, varlen=varlen),
@@ -183,8 +180,8 @@ class NativeRun:
         self._places = [_AT[fields_of.get(name, name)] for name, x in tensors.items() if isinstance(x, Tensor)]
         self._direction, self._words = direction, array("Q", pack_call(**fields))
         self._run = native().tilegrad_native_run
-        address = ctypes.cast(self._run, ctypes.c_void_p).value
-        self.program = (address, direction, list(self._words), self._places, _AT["scratch"])
+        function = ctypes.cast(self._run, ctypes.c_void_p).value
+        self.program = (function, direction, list(self._words), self._places, _AT["scratch"])
         self._views, self._dropout = views, bool(mask.dropout_p)
         self._scratch_bytes = views(*call.memory)["native"].nbytes
         self._zero_dbias = dbias is not None and (

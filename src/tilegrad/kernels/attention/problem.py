@@ -172,8 +172,8 @@ def output_shapes(q: Any, v: Any, mask: Mask) -> tuple[tuple[int, ...], tuple[in
     return o, (q.shape[1], q.shape[0]) if mask.varlen else tuple(q.shape[:-1])
 
 
-def four_dims(x: Any, *, varlen: bool) -> tuple[list[int], list[int]]:
-    """(sizes, strides) over sequences, heads, rows, columns; packed sequences count as one sequence of all rows."""
+def sizes_and_strides(x: Any, *, varlen: bool) -> tuple[list[int], list[int]]:
+    """The sizes and the strides of sequences, heads, rows and columns; packed sequences count as one sequence."""
     if varlen:
         (total, h, d), (x_t, x_h, x_d) = x.shape, x.stride()
         return [1, h, total, d], [0, x_h, x_t, x_d]
@@ -220,7 +220,7 @@ def tma_refusal(name: str, x: Any, *, varlen: bool) -> str | None:
         return f"{name}: rows of {x.shape[-1]} elements are not a multiple of {ALIGNED_BYTES} bytes, which TMA needs"
     if not hasattr(x, "stride"):
         return None
-    sizes, strides = four_dims(x, varlen=varlen)
+    sizes, strides = sizes_and_strides(x, varlen=varlen)
     if strides[-1] != 1:
         return f"{name}: columns are {strides[-1]} elements apart, and TMA needs them contiguous"
     for axis, n, stride in zip("BHT", sizes, strides, strict=False):

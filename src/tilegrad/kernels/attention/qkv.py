@@ -160,19 +160,9 @@ def _rotated(
 
 @op()
 def q_k_v_attention_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    n_head: int,
-    n_kv_head: int,
-    group: Ranks | None = None,
-    *,
-    o: Tensor,
-    lse: Tensor,
-    scratch: Scratch,
-    invariant: bool = False,
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, n_head: int, n_kv_head: int, group: Ranks | None = None, *,
+    o: Tensor, lse: Tensor, scratch: Scratch, invariant: bool = False,
+) -> None:  # fmt: skip
     packed = mask.varlen
     q, k, v = (_heads(x, h, packed=packed) for x, h in ((q, n_head), (k, n_kv_head), (v, n_kv_head)))
     o, lse = _heads(o, n_head, packed=packed), _statistic(lse, packed=packed)

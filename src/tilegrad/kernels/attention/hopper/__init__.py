@@ -28,7 +28,7 @@ LEAST = 64  # rows, and columns, of any tile
 def workspace(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, backward: bool, deterministic: bool) -> Shapes:
     sizes = sizes_of(q, k, v, mask)
     if not backward:
-        return launch_forward.workspace(sizes, varlen=mask.varlen) | list_shapes(sizes, mask, LEAST)
-    shapes = launch_backward.workspace(q, sizes, varlen=mask.varlen, deterministic=deterministic)
+        return launch_forward.workspace(sizes) | list_shapes(sizes, mask, LEAST)
+    shapes = launch_backward.workspace(sizes, deterministic=deterministic)
     shapes |= edge_shapes(sizes, mask, LEAST)
     return shapes | last_shapes(sizes, mask, LEAST) if deterministic else shapes

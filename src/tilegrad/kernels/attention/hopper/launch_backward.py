@@ -6,7 +6,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,13 +73,13 @@ def count_work_tiles(sizes: Sizes, total_k: int | None) -> int:
     return sizes.hkv * sizes.batch * ceil_div(sizes.tk, n)
 
 
-def workspace(q: Any, sizes: Sizes, *, varlen: bool, deterministic: bool) -> Shapes:
+def workspace(sizes: Sizes, *, deterministic: bool) -> Shapes:
     """dq in float32, neg_lse2 and delta, counters and, unless deterministic, float32 sums of dk and dv of split work tiles. A
     smaller batch never needs more."""
     padded = ceil_div(sizes.tq, PADDING) * PADDING
     rows: tuple[int, ...] = (sizes.batch, sizes.hq, padded)
-    if varlen:
-        rows = (sizes.hq, (q.shape[0] // PADDING + sizes.batch) * PADDING)
+    if sizes.total_q is not None:
+        rows = (sizes.hq, (sizes.total_q // PADDING + sizes.batch) * PADDING)
     shapes: Shapes = {
         "dq_acc": ((*rows, sizes.d), torch.float32),
         "neg_lse2": (rows, torch.float32),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...cuda_launch import Launch, Plan, Zero
-from ...gpu import multiprocessors
+from ...gpu import ceil_div, multiprocessors
 from ...scratch import Scratch, Shapes, Views
 from ...triton_version import takes_more_registers
 from ..problem import LEAST_FACTOR, LOG2E, Forward, Sizes, lse_strides, row_strides, sizes_of
@@ -45,53 +45,53 @@ TILE_CONFIGS = {  # by padded head dimension
 WINDOW_CONFIG = TileConfig(3, 64, 4, 4, 2)  # for D 96 and 128: narrow blocks waste less work at a window's two edges
 
 
-def tile_config(sizes: Sizes, programs: int, *, varlen: bool, softcap: bool = False) -> TileConfig:
-    """The config of the head dimension, or WINDOW_CONFIG for windows at D 96 and 128. With so few rows that each tile
-    of 64 rows can have its own CTA, a CTA has one warpgroup. With intervals and a softcap or a window, registers
-    suffice for only two warpgroups at D 64. With intervals and a softcap, registers do not suffice for
-    WINDOW_CONFIG."""
+def tile_config(sizes: Sizes, programs: int, *, softcap: bool = False) -> TileConfig:
+    """The config of the head dimension, or WINDOW_CONFIG for windows at D 96 and 128. With so few rows that each tile of 64
+    rows can have its own CTA, a CTA has one warpgroup. With intervals and a softcap or a window, registers suffice for only
+    two warpgroups at D 64. With intervals and a softcap, they do not suffice for WINDOW_CONFIG."""
     width = width_of(sizes.d)
     config = TILE_CONFIGS[width]
     if sizes.intervals and (softcap or sizes.left is not None):
         config = config._replace(warpgroups=2)
-    if varlen:
+    if sizes.varlen:
         return config
-    if -(-sizes.tq // ROWS.value) * sizes.hq * sizes.batch <= programs:
+    if ceil_div(sizes.tq, ROWS.value) * sizes.hq * sizes.batch <= programs:
         return config._replace(warpgroups=1)
     narrow = width in (96, 128) and sizes.left is not None and not (sizes.intervals and softcap)
     return WINDOW_CONFIG if narrow else config
 
 
-def q_columns_in_registers(sizes: Sizes, *, varlen: bool, softcap: bool) -> int:
+def q_columns_in_registers(sizes: Sizes, *, softcap: bool) -> int:
     """How many columns of q a warpgroup keeps in registers. Full attention at D 96, 128 and 192: all, or 0 where the
     compiler leaves too few registers. D 256 without a window and packed sequences: a quarter. Else 0."""
-    width, full = width_of(sizes.d), sizes.left is None and sizes.right is None and not varlen and not sizes.intervals
+    width = width_of(sizes.d)
+    full = sizes.left is None and sizes.right is None and not sizes.varlen and not sizes.intervals
     if width == 256:
-        return 64 if sizes.left is None and not varlen else 0
+        return 64 if sizes.left is None and not sizes.varlen else 0
     spared = (128,) if takes_more_registers() else (96, 128, 192)
     return width if full and width in spared and not (softcap and width == 192) else 0
 
 
-def edges_in_the_loop(sizes: Sizes, *, varlen: bool) -> bool:
+def edges_in_the_loop(sizes: Sizes) -> bool:
     """Whether a warpgroup may need a mask for other blocks than its first, which has its last columns. The causal
     diagonal of 64 rows spans 64 columns. They are in one block if the first of them is a multiple of 64."""
     if sizes.intervals:  # the masked blocks have a loop of their own
         return False
-    aligned = sizes.right is None or (not varlen and (sizes.tk + sizes.right) % ROWS.value == 0)
+    aligned = sizes.right is None or (not sizes.varlen and (sizes.tk + sizes.right) % ROWS.value == 0)
     return sizes.left is not None or not aligned
 
 
-def counts_tiles(sizes: Sizes, *, varlen: bool) -> bool:
+def counts_tiles(sizes: Sizes) -> bool:
     """Whether CTAs take work tiles from a counter in memory instead of in rounds. They do for packed sequences and
     intervals, because the host doesn't know how many blocks a tile has, and for long causal calls, whose tiles differ
     most. There a counter is 1 to 2 % faster at D 128 and 256, but slower at D 64."""
     causal = sizes.right is not None and sizes.left is None
-    return varlen or sizes.intervals or (causal and width_of(sizes.d) >= 128 and sizes.tq >= LONG_ROWS)
+    return sizes.varlen or sizes.intervals or (causal and width_of(sizes.d) >= 128 and sizes.tq >= LONG_ROWS)
 
 
-def workspace(sizes: Sizes, *, varlen: bool) -> Shapes:
+def workspace(sizes: Sizes) -> Shapes:
     """The tile counter, if this call or a shorter one needs it. In a shorter call, a window may cover all columns."""
-    return {"tile_counter": ((1,), torch.int32)} if counts_tiles(sizes._replace(left=None), varlen=varlen) else {}
+    return {"tile_counter": ((1,), torch.int32)} if counts_tiles(sizes._replace(left=None)) else {}
 
 
 def heads_per_section(sizes: Sizes, row_tiles: int, programs: int, config: TileConfig) -> int:
@@ -102,7 +102,7 @@ def heads_per_section(sizes: Sizes, row_tiles: int, programs: int, config: TileC
     most = min(heads, max(1, L2_BYTES // max(1, 4 * window * sizes.d * sizes.hkv // sizes.hq)))
     if sizes.left is not None or row_tiles * heads <= programs:
         return most
-    if counts_tiles(sizes, varlen=False):
+    if counts_tiles(sizes):
         return min(heads, max(most, TOGETHER))
     return _balanced_section(sizes.tq, sizes.tk, sizes.right, row_tiles, heads, most, programs, config)
 
@@ -113,7 +113,7 @@ def _balanced_section(
     """The number of heads per section with which the last CTA finishes earliest, in the order of forward_scheduler.py: 1 …
     `most`, or all heads if there are so many causal rows that k and v need not stay in L2."""
     steps = tile_steps(tq, tk, right, row_tiles, config)
-    rounds = -(-row_tiles * heads // programs)
+    rounds = ceil_div(row_tiles * heads, programs)
     sections = {max(1, most * part // 16) for part in range(17)}
     if right is not None and row_tiles >= 40:
         sections.add(heads)
@@ -147,21 +147,21 @@ def _prepare(call: Forward, scratch: Scratch) -> tuple[list[Launch | Zero], Laun
     q, k, v, mask, o, lse, *_ = call
     sizes = sizes_of(q, k, v, mask)
     varlen = mask.varlen
-    config = tile_config(sizes, multiprocessors(q.device), varlen=varlen, softcap=mask.softcap != 0.0)
+    config = tile_config(sizes, multiprocessors(q.device), softcap=mask.softcap != 0.0)
     width, rows = width_of(sizes.d), ROWS.value * config.warpgroups
-    tile_counter = scratch["tile_counter"] if counts_tiles(sizes, varlen=varlen) else None
-    row_tiles = q.shape[0] // rows + sizes.batch if varlen else -(-sizes.tq // rows)
+    tile_counter = scratch["tile_counter"] if counts_tiles(sizes) else None
+    row_tiles = q.shape[0] // rows + sizes.batch if varlen else ceil_div(sizes.tq, rows)
     tiles = row_tiles * sizes.hq * (1 if varlen else sizes.batch)
     programs = min(tiles, multiprocessors(q.device))
     section = 1 if varlen else heads_per_section(sizes, row_tiles, programs, config)
     scale, sinks, right = float(mask.scale_for(sizes.d)), mask.sinks, right_of(sizes, softcap=mask.softcap != 0.0)
     constants = (
         config.warpgroups, config.columns, width, config.k_stages, config.v_stages, config.q_stages,
-        q_columns_in_registers(sizes, varlen=varlen, softcap=mask.softcap != 0.0), scale < 0.0,
-        edges_in_the_loop(sizes, varlen=varlen), pairs_of(mask),
+        q_columns_in_registers(sizes, softcap=mask.softcap != 0.0), scale < 0.0,
+        edges_in_the_loop(sizes), pairs_of(mask),
     )  # fmt: skip
     intervals, lists = interval_arguments(mask), list_arguments(mask, scratch.get("runs"), row_tiles)
-    edges = list_arguments(mask, scratch.get("edges"), -(-sizes.tk // config.columns))
+    edges = list_arguments(mask, scratch.get("edges"), ceil_div(sizes.tk, config.columns))
     steps = [intervals["intervals_b"], intervals["intervals_h"], edges["runs_b"], edges["runs_h"]]
     steps += [lists["runs_b"], lists["runs_h"]]
     key = (

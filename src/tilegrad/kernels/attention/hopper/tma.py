@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..problem import ALIGNED_BYTES, four_dims
+from ..problem import ALIGNED_BYTES, sizes_and_strides
 
 SEQUENCE_END = gl.constexpr(2**30)  # the row at which every packed sequence ends in varlen_descriptor
 
@@ -44,7 +44,7 @@ class Descriptor(TensorDescriptor):  # type: ignore[misc]
 def tile_descriptor(x: Tensor, rows: int, columns: int, *, varlen: bool) -> Descriptor:
     """x in boxes of (1, 1, rows, columns); columns may exceed D"""
     box = (1, 1, rows, columns)
-    sizes, strides = four_dims(x, varlen=varlen)
+    sizes, strides = sizes_and_strides(x, varlen=varlen)
     if 1 in sizes:  # the stride of an axis of size 1 is arbitrary, but TMA checks it
         strides = [s if n > 1 else ALIGNED_BYTES for n, s in zip(sizes[:3], strides, strict=False)] + [1]
     return Descriptor(x, sizes, strides, list(box), layout_of(box, x.dtype))
