@@ -198,9 +198,9 @@ def block_mask_of(shape: Shape, device: torch.device) -> BlockMask:
     columns = torch.arange(0, shape.t, size, device=device)
     least = rows + shift - (columns + size).clamp(max=shape.t) + 1  # the smallest gap in a block
     most = (rows + size).clamp(max=shape.rows) - 1 + shift - columns
-    whole = (rows + size <= shape.rows) & (columns + size <= shape.t)
+    inside = (rows + size <= shape.rows) & (columns + size <= shape.t)
     reach = shape.t if left is None else left
-    unmasked = (least >= 0) & (most <= reach) & whole
+    unmasked = (least >= 0) & (most <= reach) & inside
     masked = (most >= 0) & (least <= reach) & ~unmasked
 
     def ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,8 +3,8 @@ process.
 
 In a round each contender generates `max_tokens` tokens after each of `batch_size` prompts of PROMPT tokens. The order of the
 contenders changes from round to round. The time includes reading the prompts. Weights are random, no token ends a sequence, and
-both sample with top-k 50. For a batch of one sequence the bound is the time to read the weights once for each token, at the
-bandwidth of a large read in the same run.
+all contenders sample with top-k 50. For a batch of one sequence the bound is the time to read the weights once for each token,
+at the bandwidth of a large read in the same run.
 
 With `prefill`, a second table compares reading 8 long prompts with the forward of training on as many tokens.
 """

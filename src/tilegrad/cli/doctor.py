@@ -1,6 +1,6 @@
 """A report of the parts that this installation can run, and of the packages that the other parts need, one line per part.
 
-`--kernels` adds the table of kernels of every op: which kernel runs a call without options, and why the others do not.
+`--kernels` adds the table of kernels of every op: which kernel runs a call without options, and why other kernels do not.
 `--build` compiles three parts in C++ from the sources of the package: the native CPU kernel, eager calls, and the cache hits of
 the memory manager.
 """

@@ -60,7 +60,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     given = {name: value for name, value in ways.items() if value is not None}
     if len(given) > 1:
         (a, b), *_ = zip(given.items(), [*given.items()][1:], strict=False)
-        raise ValueError(f"prompt: got {_shown(*a)} and {_shown(*b)}; accepted: one of them")
+        raise ValueError(f"prompt: got {_quoted(*a)} and {_quoted(*b)}; accepted: one of them")
     if args.prompt_file is not None:
         return _lines(args.prompt_file)
     words: list[str] = args.text or [PROMPT if args.prompt is None else args.prompt]
@@ -69,7 +69,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     return [_read_stdin() if word == "-" else word for word in words]
 
 
-def _shown(name: str, value: str | list[str]) -> str:
+def _quoted(name: str, value: str | list[str]) -> str:
     words = shlex.join(value) if isinstance(value, list) else value
     return repr(words) if name == "PROMPT" else f"{name} {words!r}"
 

@@ -78,7 +78,7 @@ def _export(args: argparse.Namespace) -> int:
                 f"max_shard_size: got {args.max_shard_size}; accepted: none with --gguf, which is one file"
             )
         found = export_gguf(source, out, dtype=args.dtype, init=init, **chosen)
-        print(f"{out}: a {found.kind} model for llama.cpp and Ollama{_after(found)}")
+        print(f"{out}: a {found.kind} model for llama.cpp and Ollama{_steps_and_weights(found)}")
         _say_notes(out, found.notes)
         return 0
     if out.suffix == ".gguf":
@@ -93,15 +93,15 @@ def _export(args: argparse.Namespace) -> int:
                 f"{got}: got a value with --adapter; accepted: none, because the base weights are not written"
             )
         found = export_adapter(source, out, dtype=dtype, **chosen)
-        print(f"{out}: adapters of a {found.kind} model for PEFT{_after(found)}")
+        print(f"{out}: adapters of a {found.kind} model for PEFT{_steps_and_weights(found)}")
         return 0
     most = None if args.max_shard_size is None else byte_count(args.max_shard_size, "max_shard_size")
     found = export_run(source, out, dtype=dtype, max_shard_bytes=most, init=init, **chosen)
-    print(f"{out}: a {found.kind} model for transformers{_after(found)}")
+    print(f"{out}: a {found.kind} model for transformers{_steps_and_weights(found)}")
     return 0
 
 
-def _after(found: Written) -> str:
+def _steps_and_weights(found: Written) -> str:
     steps = "" if found.step is None else f", after {found.step:,} steps"
     return steps if found.weights == "raw" else f"{steps}, weights: {found.weights}"
 

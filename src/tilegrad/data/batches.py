@@ -95,8 +95,8 @@ def split(tokens: Tokens, validation_fraction: float) -> tuple[Tokens, Tokens]:
 
 def split_windows(tokens: Tokens, seq_len: int, validation_fraction: float, *, seed: int = 0) -> tuple[Tokens, Tokens]:
     """(training, validation) as numbers of windows: ⌊fraction · windows⌋ windows are drawn from the whole text for validation.
-    These windows stay in the order in which they were drawn, so the first few come from all over the text. Each token is a
-    target in only one of the two."""
+    These windows stay in the order in which they were drawn, so the first few come from all over the text. No token is a target
+    in both training and validation."""
     windows = _count_windows(tokens, seq_len)
     order = np.random.default_rng([seed, 0, 1]).permutation(windows)
     count = math.floor(windows * validation_fraction)
@@ -207,8 +207,8 @@ class Batches:
                     f"{name}: got {here[name]}; accepted: {state[name]}, as in the saved position: the order depends on it"
                 )
         self._move(state["epoch"], state["index"])
-        whole, part = self.rows.count(self._order), self.rows.count(self._order[: self._index])
-        self._tokens_read = state.get("tokens_read", self._epoch * whole + part)
+        in_epoch, before = self.rows.count(self._order), self.rows.count(self._order[: self._index])
+        self._tokens_read = state.get("tokens_read", self._epoch * in_epoch + before)
         piece = state.get("piece", 0)
         if not 0 <= piece < self._pieces:
             raise ValueError(f"piece: got {piece}; accepted: 0 … {self._pieces - 1}, because a row has {self._pieces}")

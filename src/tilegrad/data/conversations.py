@@ -31,14 +31,14 @@ _REQUIRED: dict[Format, tuple[tuple[str, ...], ...]] = {  # a record must have o
 
 def detect_format(record: dict[str, object]) -> Format | None:
     """The first format whose fields are all in `record`; None if no format matches."""
-    found = [name for name, fields in _REQUIRED.items() if all(_first(record, names) for names in fields)]
+    found = [name for name, fields in _REQUIRED.items() if all(_first_present(record, names) for names in fields)]
     return found[0] if found else None
 
 
 def read_messages(record: dict[str, object], format: Format) -> list[Message]:
     """The messages of one line, at least one of them from the assistant."""
     for names in _REQUIRED[format]:
-        if _first(record, names) is None:
+        if _first_present(record, names) is None:
             raise ValueError(
                 f"got the keys {shown_keys(record)}; accepted: an object with {' or '.join(map(repr, names))} "
                 f"(data.format {format})"
@@ -46,12 +46,12 @@ def read_messages(record: dict[str, object], format: Format) -> list[Message]:
     if format == "messages":
         messages = _messages(record["messages"], "messages")
     elif format == "prompt":
-        answer = _first(record, ("completion", "response")) or ""
-        messages = _turn(record["prompt"], "prompt", "user") + _turn(record[answer], answer, "assistant")
+        answer = _first_present(record, ("completion", "response")) or ""
+        messages = _messages_by(record["prompt"], "prompt", "user") + _messages_by(record[answer], answer, "assistant")
     else:
         asked, given = (_text(record.get(name, ""), name) for name in ("instruction", "input"))
         asked = f"{asked}\n\n{given}" if given else asked
-        messages = _turn(asked, "instruction", "user") + _turn(record["output"], "output", "assistant")
+        messages = _messages_by(asked, "instruction", "user") + _messages_by(record["output"], "output", "assistant")
     if not any(message["role"] == "assistant" for message in messages):
         raise ValueError("messages: got no message of the assistant; accepted: at least one to learn from")
     return messages
@@ -83,7 +83,7 @@ def trained_tokens(conversation: Conversation, encoded: Encoded) -> Mask:
     return trained
 
 
-def _first(record: dict[str, object], names: Sequence[str]) -> str | None:
+def _first_present(record: dict[str, object], names: Sequence[str]) -> str | None:
     return next((name for name in names if record.get(name) is not None), None)
 
 
@@ -93,7 +93,7 @@ def _text(value: object, name: str) -> str:
     return value
 
 
-def _turn(value: object, name: str, role: str) -> list[Message]:
+def _messages_by(value: object, name: str, role: str) -> list[Message]:
     """One message of `role`, or the messages that the value lists."""
     if isinstance(value, list):
         return _messages(value, name)

@@ -160,7 +160,7 @@ def read_documents(paths: Sequence[Path], text_field: str = "text", show: Show =
 
 def _documents(files: Sequence[Path], text_field: str, show: Show) -> Iterator[Document]:
     for file, text in _texts(files, show):
-        if _kind(file) in LINES:
+        if _suffix(file) in LINES:
             for number, record in _lines(file, text):
                 yield Document((file, number), iter([_field(record, f"{file}, line {number}", text_field)]))
         else:
@@ -181,7 +181,7 @@ def read_records(paths: Sequence[Path], show: Show = quiet) -> Records:
 
 def _records(files: Sequence[Path], show: Show, counted: _Counted) -> Iterator[tuple[Place, Record]]:
     for file, text in _texts(files, show):
-        if _kind(file) not in LINES:
+        if _suffix(file) not in LINES:
             raise ValueError(
                 f"{file}: got a text; accepted: .jsonl, because data.format says that lines are conversations"
             )
@@ -204,10 +204,10 @@ def find_format(paths: Sequence[Path], text_field: str) -> str:
 
 
 def _format_of(file: Path, text_field: str) -> str:
-    if _kind(file) not in LINES:
+    if _suffix(file) not in LINES:
         return "text"
     found = "text"
-    for number, line in enumerate(_head(file), 1):
+    for number, line in enumerate(_first_lines(file), 1):
         if not line.strip():
             continue
         try:
@@ -230,7 +230,7 @@ def _format_of(file: Path, text_field: str) -> str:
     return found
 
 
-def _head(file: Path) -> Iterator[str]:
+def _first_lines(file: Path) -> Iterator[str]:
     """Yields the first lines of a .jsonl."""
     with _opened(file) as opened:
         for number in range(1, _FORMAT_LINES + 1):
@@ -273,17 +273,17 @@ def find_files(paths: Sequence[Path]) -> tuple[list[Path], int]:
     for path in paths:
         if path.is_dir():
             below = sorted(file for file in path.rglob("*") if file.is_file())
-            readable = [file for file in below if _kind(file) in TEXT + LINES]
+            readable = [file for file in below if _suffix(file) in TEXT + LINES]
             if not readable:
                 raise ValueError(f"{path}: got a folder without text files; accepted: a folder with {_accepted()}")
             files += readable
             left_out += len(below) - len(readable)
         elif not path.is_file():
             raise FileNotFoundError(f"{path}: no such text file or folder")
-        elif _kind(path) not in ("", *TEXT, *LINES):
+        elif _suffix(path) not in ("", *TEXT, *LINES):
             raise ValueError(
                 f"{path}: got a file of kind {''.join(path.suffixes[-2:])!r}; accepted: {_accepted()}; "
-                f"{_REMEDIES.get(_kind(path), 'give plain text the suffix .txt')}"
+                f"{_REMEDIES.get(_suffix(path), 'give plain text the suffix .txt')}"
             )
         else:
             files.append(path)
@@ -294,7 +294,7 @@ def _accepted() -> str:
     return f"{', '.join(TEXT + LINES)}, one of these with .gz, or a file without a suffix"
 
 
-def _kind(file: Path) -> str:
+def _suffix(file: Path) -> str:
     """The suffix of the file in lower case; if it is .gz, the suffix before .gz."""
     plain = file.with_suffix("") if file.suffix.lower() == ".gz" else file
     return plain.suffix.lower()
@@ -305,7 +305,7 @@ def _content(file: Path) -> Iterator[bytes]:
     grown, most, room = 0, sys.maxsize - 1, sys.maxsize - 1
     if file.suffix.lower() == ".gz":
         most = max(_GZIP_GROWTH * file.stat().st_size, _GZIP_SMALL)
-    if lines := _kind(file) in LINES:
+    if lines := _suffix(file) in LINES:
         room = (memory_limit(torch.device("cpu")) or room) // 2
     with _opened(file) as opened:
         while part := opened.readline(min(room, most) + 1) if lines else opened.read(_BLOCK):

@@ -50,10 +50,10 @@ class Source:
     eos: int | None
     template: ChatTemplate | None
 
-    def config(self, made: Tokenizer) -> dict[str, object]:
+    def config(self, tokenizer: Tokenizer) -> dict[str, object]:
         """The content of tokenizer_config.json for the prepared data."""
         tokens = dict(self.template.special_tokens) if self.template else {}
-        eos = None if self.eos is None else made.decode([self.eos])
+        eos = None if self.eos is None else tokenizer.decode([self.eos])
         found = {**tokens, **({"eos_token": eos} if eos else {})}
         return {**found, "chat_template": self.template.source} if self.template else {**found}
 
@@ -111,7 +111,7 @@ def _prepare_texts(
     digest = read.sha256
     if separate:
         digest = _sha256(json.dumps(["documents", source.eos, read.lengths, digest]))
-    found = _prepared(folder, digest, source, kind, separate=separate)
+    found = _reusable(folder, digest, source, kind, separate=separate)
     if found is None:
         if source.tokenizer is None and read.characters > _LONG:
             doing = f"learning {source.vocab_size:,} BPE tokens from {read.characters:,} characters"
@@ -119,7 +119,7 @@ def _prepare_texts(
         made = _tokenizer(source, read.text())
         if read.characters > _LONG:
             show("prepare", {"doing": f"turning {read.characters:,} characters into tokens"})
-        encoded = _encoded(read, made, source.eos) if separate else [made.encode_pieces(read.text())]
+        encoded = _encode_documents(read, made, source.eos) if separate else [made.encode_pieces(read.text())]
         found = _write(folder, digest, made, source, ((parts, None) for parts in encoded), separate=separate)
     counts: Numbers = {"files": len(read.files), "documents": len(read.lengths), "left_out": read.left_out}
     counts |= {"bytes": read.bytes, "tokens": len(found[0].tokens)}
@@ -129,13 +129,13 @@ def _prepare_texts(
     return found
 
 
-def _encoded(read: Documents, tokenizer: Tokenizer, eos: int | None) -> Iterator[Iterable[Tokens]]:
+def _encode_documents(read: Documents, tokenizer: Tokenizer, eos: int | None) -> Iterator[Iterable[Tokens]]:
     """The tokens of each document in parts, with its EOS or its blank line. Short documents are encoded together."""
     waiting: list[str] = []
 
     def encode() -> Iterator[Iterable[Tokens]]:
         for tokens in tokenizer.encode_all(waiting):
-            yield _ended([tokens], eos)
+            yield _with_eos([tokens], eos)
         waiting.clear()
 
     for document, length in zip(read, read.lengths, strict=True):
@@ -143,13 +143,13 @@ def _encoded(read: Documents, tokenizer: Tokenizer, eos: int | None) -> Iterator
         if len(waiting) == _TOGETHER or length + sum(map(len, waiting)) > _CHARACTERS:
             yield from encode()
         if length > _CHARACTERS:
-            yield _ended(tokenizer.encode_pieces(pieces), eos)
+            yield _with_eos(tokenizer.encode_pieces(pieces), eos)
         else:
             waiting.append("".join(pieces))
     yield from encode()
 
 
-def _ended(parts: Iterable[Tokens], eos: int | None) -> Iterator[Tokens]:
+def _with_eos(parts: Iterable[Tokens], eos: int | None) -> Iterator[Tokens]:
     """The tokens of a document, and EOS unless they end with it."""
     last = None
     for tokens in parts:
@@ -168,7 +168,7 @@ def _prepare_conversations(
     template = source.template
     described = [format, train_on, source.eos, template and [template.source, template.special_tokens], read.sha256]
     digest = _sha256(json.dumps(described))
-    found = _prepared(folder, digest, source, kind, separate=True)
+    found = _reusable(folder, digest, source, kind, separate=True)
     if found is None:
         show("prepare", {"doing": f"turning {read.count:,} conversations into tokens"})
         made = _tokenizer(source, ("\n\n" * (n > 0) + text for n, text in enumerate(_contents(read, format))))
@@ -183,7 +183,7 @@ def _prepare_conversations(
 
 def _messages(read: Records, format: Format) -> Iterator[tuple[Place, list[Message]]]:
     for place, record in read:
-        with _at(place):
+        with _naming(place):
             messages = read_messages(record, format)
             for message in messages:
                 check_surrogates(str(message.get("content")), "the conversation")
@@ -211,17 +211,17 @@ def _conversations(
     while batch := [*islice(messages, _TOGETHER)]:
         texts = []
         for place, one in batch:
-            with _at(place):
+            with _naming(place):
                 texts.append(rendered(one))
                 check_surrogates(texts[-1].text, "the conversation")
         encoded = tokenizer.encode_with_offsets([text.text for text in texts], add_special_tokens=template is None)
         for text, found, (place, _) in zip(texts, encoded, batch, strict=True):
-            with _at(place):
-                tokens, trained = _marked(text, found, source)
+            with _naming(place):
+                tokens, trained = _tokens_and_targets(text, found, source)
             yield [tokens], trained
 
 
-def _marked(text: Conversation, encoded: Encoded, source: Source) -> tuple[Tokens, Mask]:
+def _tokens_and_targets(text: Conversation, encoded: Encoded, source: Source) -> tuple[Tokens, Mask]:
     """(tokens, whether each is trained on). EOS is added unless the text ends with a special token, apart from white space.
     Without spans every token is trained on."""
     tokens, trained = encoded.tokens, trained_tokens(text, encoded)
@@ -255,7 +255,7 @@ def _write(
     *,
     separate: bool = True,
 ) -> tuple[TokenFile, Tokenizer]:
-    """Write all files. tokens.bin gets its name last, so that if it exists, the other files belong to it."""
+    """Write all files. tokens.bin gets its name last: if it exists, the other files belong to it."""
     folder.mkdir(parents=True, exist_ok=True)
     described = {"source_sha256": digest, "tokenizer_sha256": _sha256(tokenizer.json())}
     ends, masks = [0], list[Mask]()
@@ -294,7 +294,7 @@ def _open(folder: Path, *, documents: bool) -> TokenFile:
     return replace(file, documents=open_documents(folder / "documents.bin", file)) if documents else file
 
 
-def _prepared(
+def _reusable(
     folder: Path, digest: str, source: Source, kind: str, *, separate: bool
 ) -> tuple[TokenFile, Tokenizer] | None:
     """The tokens and tokenizer in `folder`; None if a file is missing or damaged, or if the text or the tokenizer differs."""
@@ -328,7 +328,7 @@ def load_prepared(folder: Path, *, documents: bool = False) -> tuple[TokenFile, 
 
 
 @contextmanager
-def _at(place: Place) -> Iterator[None]:
+def _naming(place: Place) -> Iterator[None]:
     """Add the file and the number of the line to an error."""
     try:
         yield

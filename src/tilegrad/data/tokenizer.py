@@ -130,7 +130,7 @@ class BpeTokenizer:
         return int(self.inner.get_vocab_size())
 
     def encode(self, text: str) -> Tokens:
-        with _named_faults(self.name):
+        with _naming(self.name):
             ids = self.inner.encode(text).ids
         return self._checked(ids)
 
@@ -158,7 +158,7 @@ class BpeTokenizer:
         )
 
     def decode(self, tokens: Sequence[int]) -> str:
-        with _named_faults(self.name):
+        with _naming(self.name):
             return str(self.inner.decode(list(tokens), skip_special_tokens=False))
 
     def json(self) -> str:
@@ -184,12 +184,12 @@ class BpeTokenizer:
         return np.array([length(token) for token in range(self.vocab_size)], np.int64)
 
     def encode_all(self, texts: Sequence[str]) -> list[Tokens]:
-        with _named_faults(self.name):
+        with _naming(self.name):
             found = self.inner.encode_batch(list(texts))
         return [self._checked(one.ids) for one in found]
 
     def encode_with_offsets(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Encoded]:
-        with _named_faults(self.name):
+        with _naming(self.name):
             found = self.inner.encode_batch(list(texts), add_special_tokens=add_special_tokens)
         marked = []
         for one in found:
@@ -282,7 +282,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
         raise ValueError(f"{path}: got no object 'model'; accepted: a tokenizer.json of tilegrad or Hugging Face")
     if model.get("type") == "bytes":
         return ByteTokenizer()
-    with _named_faults(str(path)):
+    with _naming(str(path)):
         inner = _tokenizers().Tokenizer.from_str(text)
         inner.no_truncation()  # because tokenizer.json may enable truncation and padding, which would change documents
         inner.no_padding()
@@ -400,7 +400,7 @@ def _tokenizers() -> ModuleType:
 
 
 @contextmanager
-def _named_faults(name: str) -> Iterator[None]:
+def _naming(name: str) -> Iterator[None]:
     """Add the name of the file to an error of `tokenizers`, which raises a plain Exception or, if its Rust code panics,
     a BaseException."""
     try:

@@ -160,7 +160,7 @@ def sdpa(
     pair attends; a mask of numbers is added to the scores.
 
     `attention` differs in two ways. Its causal is aligned at the bottom right, but is_causal at the top left (row i
-    attends to columns j ≤ i). They are equal if L = S. And `attention` does not broadcast dimensions.
+    attends to columns j ≤ i), which is the same if L = S. And `attention` does not broadcast dimensions.
 
     >>> import torch, tilegrad
     >>> q, k, v = torch.randn(3, 2, 4, 16, 32)

@@ -8,8 +8,8 @@
                                                                          dispatch and function modes, torch.func, tracing
 
 The eager path and the op check, allocate and run through the same two functions of call.py. In a small call, torch's dispatcher
-takes most of the time and Python the rest. The eager path skips the dispatcher, and the fast path skips both. All paths give
-the same bits.
+takes most of the time and Python the rest. The eager path skips the dispatcher, and the fast path also skips Python. All paths
+give the same bits.
 """
 
 from __future__ import annotations

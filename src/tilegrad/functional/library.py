@@ -164,7 +164,7 @@ def _vmap(op: Callable[..., Any], tensors: int) -> Callable[..., Any]:
         )
         shared &= intervals is None or intervals.shape[0] == 1
         shared &= all(d is None for d in in_dims[tensors:]) and sinks is None and seed is None and cu_seqlens_q is None
-        summed = tensors > 3 and any(arguments[-1][3:])  # dbias
+        summed = tensors > 3 and any(arguments[-1][3:])  # dbias sums over B
         return None not in in_dims[:3] and shared and not summed
 
     return batching_rule(op, tensors, folds)

@@ -47,7 +47,7 @@ def _forward(
     terms = Terms(softcap, label_smoothing, z_loss)
     with torch.autocast(x.device.type, enabled=False):
         own_x, own_w, own_bias = _cast(x, dtype), _cast(w, dtype), None if bias is None else _cast(bias, dtype)
-        own, scale = _masked(targets, ignore_index, w.shape[0], reduction, loss.dtype)
+        own, scale = _targets_and_scale(targets, ignore_index, w.shape[0], reduction, loss.dtype)
         reads = own_x, own_w, own, scale, own_bias
         shapes = cross_entropy_workspace(*reads[:2], backward=any(wanted), bias=reads[4], terms=terms)
         scratch = new_scratch(shapes, x.device)
@@ -57,7 +57,7 @@ def _forward(
                 *reads, loss=None if each else loss, losses=loss if each else None, terms=terms, scratch=scratch
             )
         else:
-            power, rest = _split(scale)
+            power, rest = _power_of_two(scale)
             own_dx = dx if dx is None or dx.dtype == dtype else torch.empty_like(reads[0])
             cross_entropy_step(
                 *reads[:3], power, reads[4], loss=loss, dx=own_dx, dw=dw, dbias=dbias, accumulate=False, terms=terms,
@@ -77,16 +77,16 @@ def _backward(
     finished = (dx, dw, dbias)
     forms = (dx if x is None else x, w, w if bias is None else bias)
     if x is None:
-        _, scale = _masked(targets, ignore_index, w.shape[0], reduction, accumulation_dtype(dtype))
-        g = g * _split(scale)[1]
+        _, scale = _targets_and_scale(targets, ignore_index, w.shape[0], reduction, accumulation_dtype(dtype))
+        g = g * _power_of_two(scale)[1]
         return tuple(
-            _times(y, g, like.dtype) if want else _nothing(w)
+            _scaled(y, g, like.dtype) if want else _empty(w)
             for y, like, want in zip(finished, forms, wanted, strict=True)
         )
     terms, acc = Terms(softcap, label_smoothing, z_loss), accumulation_dtype(dtype)
     with torch.autocast(x.device.type, enabled=False):
         own_x, own_w, own_bias = _cast(x, dtype), _cast(w, dtype), None if bias is None else _cast(bias, dtype)
-        own, scale = _masked(targets, ignore_index, w.shape[0], reduction, acc)
+        own, scale = _targets_and_scale(targets, ignore_index, w.shape[0], reduction, acc)
         scale = (g if reduction == "none" else scale * g).contiguous()
         reads = own_x, own_w, own, scale, own_bias
         dtypes = (dtype, acc, acc)
@@ -99,7 +99,7 @@ def _backward(
         scratch = new_scratch(shapes, x.device)
         cross_entropy_bwd(*reads, dx=new_dx, dw=new_dw, dbias=new_dbias, accumulate=False, terms=terms, scratch=scratch)
     del scratch, reads  # frees memory before gradients are rounded
-    return tuple(_nothing(w) if y is None else y.to(like.dtype) for y, like in zip(written, forms, strict=True))
+    return tuple(_empty(w) if y is None else y.to(like.dtype) for y, like in zip(written, forms, strict=True))
 
 
 def _new_outputs(
@@ -109,13 +109,13 @@ def _new_outputs(
     acc, (want_x, want_w, want_bias) = accumulation_dtype(dtype), wanted
     return (
         x.new_empty(targets.shape if reduction == "none" else (), dtype=acc),
-        x.new_empty(x.shape) if want_x else _nothing(w),
-        w.new_empty(w.shape, dtype=acc) if want_w else _nothing(w),
-        bias.new_empty(bias.shape, dtype=acc) if want_bias and bias is not None else _nothing(w),
+        x.new_empty(x.shape) if want_x else _empty(w),
+        w.new_empty(w.shape, dtype=acc) if want_w else _empty(w),
+        bias.new_empty(bias.shape, dtype=acc) if want_bias and bias is not None else _empty(w),
     )
 
 
-def _nothing(like: Tensor) -> Tensor:
+def _empty(like: Tensor) -> Tensor:
     return like.new_empty(0)
 
 
@@ -125,13 +125,15 @@ def _cast(y: Tensor, dtype: torch.dtype) -> Tensor:
     return y if y.stride(-1) == 1 and (y.ndim == 1 or y.stride(0) >= y.shape[1]) else y.contiguous()
 
 
-def _times(y: Tensor, g: Tensor, dtype: torch.dtype) -> Tensor:
+def _scaled(y: Tensor, g: Tensor, dtype: torch.dtype) -> Tensor:
     """y · g, rounded once, to `dtype`. g is viewed with as many dimensions as y, because type promotion ignores the
     dtype of a 0-d tensor."""
     return torch.mul(y, g.view((1,) * y.ndim), out=torch.empty(y.shape, dtype=dtype, device=y.device))
 
 
-def _masked(targets: Tensor, ignore_index: int, v: int, reduction: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _targets_and_scale(
+    targets: Tensor, ignore_index: int, v: int, reduction: str, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """(targets with −1 for ignored rows, the op's inv_total, 0-d). Checks the values of targets. The first product may load
     w before the previous kernel has ended (linear/few_rows.py), so the kernels of this function must run between a cast of
     w and the first product."""
@@ -147,7 +149,7 @@ def _masked(targets: Tensor, ignore_index: int, v: int, reduction: str, dtype: t
     return targets.masked_fill(ignored, -1), count.reciprocal() if reduction == "mean" else torch.ones_like(count)
 
 
-def _split(scale: Tensor) -> tuple[Tensor, Tensor]:
+def _power_of_two(scale: Tensor) -> tuple[Tensor, Tensor]:
     """The largest power of two 2ᵏ ≤ scale, and m = 2⁻ᵏ scale in [1, 2)."""
     mantissa, _ = torch.frexp(scale)  # in [½, 1)
     rest = 2 * mantissa
@@ -162,7 +164,7 @@ def _forward_fake(x: Tensor, w: Tensor, targets: Tensor, bias: Tensor | None, *r
 def _backward_fake(g: Tensor, x: Tensor | None, w: Tensor, *rest: Any) -> tuple[Tensor, ...]:  # noqa: ARG001
     _, bias, dx, *_, wanted = rest  # `rest` begins with targets
     forms = (dx if x is None else x, w, w if bias is None else bias)
-    return tuple(y.new_empty(y.shape) if want else _nothing(w) for y, want in zip(forms, wanted, strict=True))
+    return tuple(y.new_empty(y.shape) if want else _empty(w) for y, want in zip(forms, wanted, strict=True))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

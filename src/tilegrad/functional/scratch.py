@@ -44,11 +44,11 @@ def borrow(
     manager = _managers.get(number) if number else None
     if manager is not None and nbytes:
         return manager.allocate(type, (nbytes,), torch.uint8, device, zero_init=False), manager
-    return torch.empty_strided((nbytes,), (1,), dtype=torch.uint8, device=device) if nbytes else _nothing(device), None
+    return torch.empty_strided((nbytes,), (1,), dtype=torch.uint8, device=device) if nbytes else _empty(device), None
 
 
 @functools.cache
-def _nothing(device: torch.device) -> Tensor:
+def _empty(device: torch.device) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=device)
 
 

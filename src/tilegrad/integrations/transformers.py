@@ -123,7 +123,7 @@ def _columns(attention_mask: Tensor, offset: int, length: int, used: int) -> Ten
     return pad(attention_mask, (0, missing))[:, offset : offset + used].bool()
 
 
-def _split(padding: Tensor, *, tracing: bool) -> bool:
+def _is_split(padding: Tensor, *, tracing: bool) -> bool:
     """Whether a sequence has padding between its tokens. When tracing, the compiled code raises instead."""
     split = ((padding[:, 1:] & ~padding[:, :-1]).sum(1) + padding[:, 0] > 1).any()
     if not tracing:
@@ -192,7 +192,7 @@ def mask(
     free, square = band == (None, None), q_length == used and q_offset == kv_offset == 0
     if not (free or square):
         return Attends(**form, bias=padding[:, None, None])
-    if _split(padding, tracing=tracing):
+    if _is_split(padding, tracing=tracing):
         return Attends(**form, bias=padding[:, None, None])
     return Attends(**form, runs=_padded(padding, q_length if free else None), bias=padding[:, None, None])
 
@@ -369,10 +369,10 @@ _read_bias: tuple[Callable[[], Tensor | None], int, IntervalMask | None] = (lamb
 def _intervals(bias: Tensor, q: Tensor, k: Tensor) -> IntervalMask | None:
     """The intervals of a bool bias (B, 1 or H, Tq, Tk), which replace the bias; None if a column has more than two intervals.
 
-    They are computed once per forward, because all layers get the same tensor. The result is also None in these cases:
-    a change of the tensor would go unnoticed (inference tensors have no version); its values can't be read
-    (compilation, tracing, fake tensors); reading them would wait for a GPU; heads share k but not the bias; the call
-    has few rows and needs no intervals.
+    Intervals are computed once per forward, because all layers get the same tensor. The result is also None in these cases:
+    a change of the tensor would go unnoticed (inference tensors have no version); its values can't be read (compilation,
+    tracing, fake tensors), or only by waiting for a GPU; heads share k but not the bias; the call has few rows and needs no
+    intervals.
     """
     global _read_bias
     form = (bias.dtype, bias.shape[2:]) == (torch.bool, (q.shape[2], k.shape[2])) and bias.ndim == 4
@@ -397,7 +397,7 @@ def _restarts(positions: Tensor | None, q: Tensor) -> Runs | None:
     """The runs of packed sequences from positions that restart, for models that do not pass positions to the mask function
     (GPT-OSS, OPT and more).
 
-    They are computed once per forward, because all layers get the same tensor.
+    The runs are computed once per forward, because all layers get the same tensor.
     """
     global _last
     if torch.compiler.is_compiling() or positions is None or positions.ndim != 2 or positions.shape[1] != q.shape[2]:

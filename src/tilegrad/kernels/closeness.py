@@ -1,6 +1,6 @@
 """The closeness rule: a result must agree with its float64 oracle up to the rounding that the algorithm may do.
 
-A kernel's docstring and its op's bounds say which intermediate numbers are rounded to the inputs' dtype, once each. The rest is
+A kernel's docstring and its op's bounds say which intermediate numbers are rounded to the inputs' dtype, once each. Others are
 computed in the accumulation dtype. kernels/attention/bounds.py has the bounds of attention, tests/support/bounds.py the bounds
 of the other ops. u, a, z are the unit roundoffs (eps / 2) of the inputs' dtype, of the accumulator (`accumulation_dtype`) and
 of the output's dtype. Roundings are modeled as independent and uniform with variance u² x² / 3, which gives the variance σ² of
@@ -16,8 +16,8 @@ With e = x − x64, each tensor has three tests; m is its number of distinct val
     slope   |⟨e − r, x64⟩| ≤ 6 · sd⟨e − r, x64⟩ + Σ (a B / 3) |x64|              finds a wrong factor: rounding has no sign
 
 r is the error of rounding x64 itself to the output's dtype. It is known, and it is biased if exact numbers are close to numbers
-of that dtype: for large h, gelu'(h) da is always slightly larger than da, which has that dtype. Infinities must be in the same
-places, and there must be no NaN. The rule never compares with another kernel or with the largest number of a call, and no
+of that dtype: for large h, gelu'(h) da is always slightly larger than da, which has that dtype. Infinities must be where x64
+has them, and there must be no NaN. The rule never compares with another kernel or with the largest number of a call, and no
 tensor is exempt. Below tiny, the smallest normal number, a rounding errs by up to z · tiny.
 """
 

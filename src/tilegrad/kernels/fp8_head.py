@@ -24,8 +24,8 @@ from .op import op
 from .scratch import Form, Shapes, TensorLike, below, of, views
 from .table import Where
 
-# Logits, dl8 and dl8t take OF_X times as many bytes as x, but at least LEAST and at most MOST: as much as the logits in
-# cross_entropy, and dl8t next to them. OF_CHUNK is the share of a chunk's logits and dl8.
+# Logits, dl8 and dl8t together take OF_X times as many bytes as x, but at least LEAST and at most MOST. OF_CHUNK of these bytes
+# are for the logits and dl8 of a chunk.
 MOST, LEAST, OF_X, OF_CHUNK = 1 << 30, 1 << 27, 24, 0.25
 SMALLEST = 1e-30  # least scale of dl, for a batch without a target
 

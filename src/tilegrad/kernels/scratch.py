@@ -5,8 +5,8 @@ enough. `new_scratch` allocates them. `views` gives an op the beginning of each 
 So buffers declared for a large batch also serve a small one.
 
 If an op has several kernels, each kernel names its own buffers, and `below` adds the kernel's name as a prefix: "delta" of
-kernel "hopper" is "hopper.delta" to the caller, and no two kernels share a buffer. An op that calls another op declares
-the scratch of the called op under that op's name. The two functions for this are `below` and `of`:
+kernel "hopper" is "hopper.delta" to the caller. So no two kernels share a buffer. An op that calls another op declares the
+scratch of the called op under the name of the called op. The two functions for this are `below` and `of`:
 
     declare   shapes |= below("linear", linear_workspace(…))          Table.workspace does it for the kernels of a table
     pass on   linear_fwd(…, scratch=of("linear", scratch))            views(…, kernel="hopper") does it, and checks

@@ -5,8 +5,8 @@
     v += scalar · table[tokens]        dscalar += Σ dv ∘ table[tokens]        dtable[tokens[n]] += scalar · dv[n]
                                        (accumulate=False: dscalar and dtable are overwritten; rows without a token become 0)
 
-dv does not change. Each direction gathers rows of the table into scratch, and the backward scales dv into scratch. The ops of
-embedding and scaled_sum do both.
+dv does not change. Each direction gathers rows of the table into scratch, by the ops of embedding. The ops of scaled_sum scale
+and add; the backward scales dv into scratch.
 """
 
 from __future__ import annotations

@@ -5,8 +5,9 @@
 Parameters have the names and shapes of MultiheadAttention, so its state_dict loads. Attention probabilities are never stored:
 need_weights=True raises. As in MultiheadAttention, True in a bool mask masks a key out.
 
-The module can replace self_attn of torch.nn.TransformerEncoderLayer, and both attentions of a decoder layer. torch's fused
-inference path, which would read the weights and not call this module, is off, so tilegrad's kernels run in eval() too.
+The module can replace self_attn of torch.nn.TransformerEncoderLayer, and self_attn and multihead_attn of
+TransformerDecoderLayer. torch's fused inference path would read the weights and not call this module. It is off, so tilegrad's
+kernels run in eval() too.
 """
 
 from __future__ import annotations

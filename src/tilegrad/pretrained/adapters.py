@@ -46,7 +46,7 @@ class Place(NamedTuple):
 
     theirs: str
     ours: str
-    rows: slice  # rows of the tensor in tilegrad
+    rows: slice
 
 
 def places(kind: str, config: ModelConfig, lora: LoraConfig) -> Iterator[Place]:
@@ -178,8 +178,8 @@ def _settings(content: Mapping[str, object]) -> tuple[int, float, float]:
     for name, value in content.items():
         accepted = unused.get(name, _NEUTRAL)
         if name not in _IGNORED | read and not any(value is one or value == one for one in accepted):
-            such = " or ".join(json.dumps(one) for one in accepted)
-            raise ValueError(f"{name}: got {shown(value)}; accepted: {such}; the engine has no other")
+            choices = " or ".join(json.dumps(one) for one in accepted)
+            raise ValueError(f"{name}: got {shown(value)}; accepted: {choices}; the engine has no other")
     if content.get("peft_type") != "LORA":
         raise ValueError(f"peft_type: got {shown(content.get('peft_type'))}; accepted: 'LORA'")
     rank, alpha, dropout = content.get("r"), content.get("lora_alpha"), content.get("lora_dropout", 0.0)
@@ -198,17 +198,17 @@ def _settings(content: Mapping[str, object]) -> tuple[int, float, float]:
 def _layers(file: Path, names: set[str], base: Weights) -> str | tuple[str, ...]:
     """The layers that the tensors adapt, which must be the same in every block."""
     parts = [part for adapter in adapter_parts(base.config, LoraConfig()) for part in adapter.widths]
-    known = {_module(base.kind, part, i): part for i in range(base.config.n_layer) for part in parts}
+    part_of = {_module(base.kind, part, i): part for i in range(base.config.n_layer) for part in parts}
     found: set[str] = set()
     for name in sorted(names):
         match = _KEY.fullmatch(name)
-        if match is None or match[1] not in known:
-            such = _PREFIX + _module(base.kind, parts[0], 0)
+        if match is None or match[1] not in part_of:
+            example = _PREFIX + _module(base.kind, parts[0], 0)
             raise ValueError(
                 f"{file}: got {shown(name)}, which {base.folder} has no adapter for; accepted: lora_A.weight and "
-                f"lora_B.weight of {', '.join(parts)} in {base.config.n_layer} blocks, such as {such}.lora_A.weight"
+                f"lora_B.weight of {', '.join(parts)} in {base.config.n_layer} blocks, such as {example}.lora_A.weight"
             )
-        found.add(known[match[1]])
+        found.add(part_of[match[1]])
     if not found:
         raise ValueError(f"{file}: got no tensor; accepted: the adapters of at least one layer")
     layers = tuple(part for part in parts if part in found)

@@ -64,18 +64,18 @@ class Weights:
         """Copy the weights into `params` (names in tilegrad → tensors of any device and dtype), one tensor at a time from
         mapped files."""
         self.check(params)
-        there = self._there(params)
+        stored = self._stored_names(params)
         with ExitStack() as stack:
             opened = {file: stack.enter_context(open_tensors(file)) for file in {*self.files.values()}}
             for name, place in theirs(self.kind, params, self.config):
-                place.copy_(opened[self.files[there[name]]].get_tensor(there[name]))
+                place.copy_(opened[self.files[stored[name]]].get_tensor(stored[name]))
 
     def check(self, params: Mapping[str, Tensor]) -> None:
         """Refuse files whose names or shapes differ from `params`, or with a dtype that is not in STORED_DTYPES."""
-        config, there = self.config, self._there(params)
-        missing = sorted(name for name, own in there.items() if own not in self.files)
-        known = {*there.values(), *(["lm_head.weight"] if config.tie_embeddings else [])}
-        extra = sorted(name for name in self.files if name not in known and not name.endswith(_BUFFERS))
+        config, stored = self.config, self._stored_names(params)
+        missing = sorted(name for name, own in stored.items() if own not in self.files)
+        expected = {*stored.values(), *(["lm_head.weight"] if config.tie_embeddings else [])}
+        extra = sorted(name for name in self.files if name not in expected and not name.endswith(_BUFFERS))
         if missing or extra:
             raise ValueError(
                 f"{self.folder}: missing tensors: {missing[:3] or 'none'}; unexpected tensors: {extra[:3] or 'none'}; "
@@ -84,16 +84,18 @@ class Weights:
         with ExitStack() as stack:
             opened = {file: stack.enter_context(open_tensors(file)) for file in {*self.files.values()}}
             for name, place in theirs(self.kind, params, config):
-                found = opened[self.files[there[name]]].get_slice(there[name])
-                shape, dtype, where = tuple(found.get_shape()), found.get_dtype(), self.files[there[name]]
+                found = opened[self.files[stored[name]]].get_slice(stored[name])
+                shape, dtype, where = tuple(found.get_shape()), found.get_dtype(), self.files[stored[name]]
                 if shape != tuple(place.shape):
                     raise ValueError(
-                        f"{where}: {there[name]}: got shape {shape}; accepted: {tuple(place.shape)}, by config.json"
+                        f"{where}: {stored[name]}: got shape {shape}; accepted: {tuple(place.shape)}, by config.json"
                     )
                 if dtype not in STORED_DTYPES:
-                    raise ValueError(f"{where}: {there[name]}: got dtype {dtype}; accepted: {', '.join(STORED_DTYPES)}")
+                    raise ValueError(
+                        f"{where}: {stored[name]}: got dtype {dtype}; accepted: {', '.join(STORED_DTYPES)}"
+                    )
 
-    def _there(self, params: Mapping[str, Tensor]) -> dict[str, str]:
+    def _stored_names(self, params: Mapping[str, Tensor]) -> dict[str, str]:
         """Hugging Face name of each tensor → its name in the files, which for GPT-2 may lack the prefix."""
         prefix = FAMILIES[self.kind]["wte.{p}"][0].split(".")[0] + "."
         names = [name for name, _ in theirs(self.kind, params, self.config)]
@@ -112,10 +114,10 @@ class Weights:
         same sha256."""
         forms = self.forms()
         self.check(forms)
-        digest, there = hashlib.sha256(), self._there(forms)
+        digest, stored = hashlib.sha256(), self._stored_names(forms)
         with ExitStack() as stack:
             opened = {file: stack.enter_context(open_tensors(file)) for file in {*self.files.values()}}
-            for name, own in sorted(there.items()):
+            for name, own in sorted(stored.items()):
                 x = opened[self.files[own]].get_tensor(own)
                 digest.update(f"{name} {x.dtype} {tuple(x.shape)}\n".encode())
                 digest.update(x.contiguous().view(-1).view(torch.uint8).numpy())
@@ -242,11 +244,12 @@ def _indexed(folder: Path, index: Path) -> dict[str, Path]:
             paths[path.name] = path
     for file, path in paths.items():
         with open_tensors(path) as opened:
-            there, said = {*opened.keys()}, {name for name, holder in names.items() if holder == file}
-        more = sorted(name for name in there - said if not name.endswith(_BUFFERS))
-        if said - there or more:
+            in_file, in_index = {*opened.keys()}, {name for name, holder in names.items() if holder == file}
+        more = sorted(name for name in in_file - in_index if not name.endswith(_BUFFERS))
+        if in_index - in_file or more:
             raise ValueError(
-                f"{path}: missing tensors: {sorted(said - there)[:3] or 'none'}; unexpected tensors: {more[:3] or 'none'}; "
+                f"{path}: missing tensors: {sorted(in_index - in_file)[:3] or 'none'}; "
+                f"unexpected tensors: {more[:3] or 'none'}; "
                 f"accepted: exactly those that {index.name} lists"
             )
     return {name: paths[file] for name, file in names.items()}

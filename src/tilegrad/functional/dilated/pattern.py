@@ -125,7 +125,7 @@ def _calls(
         for (h, shift), axes, rows in of_heads:
             if rows > 0:
                 batch_axes = [Axis(b, (1, 0, 0)), Axis(n, (0, 0, length)), *axes]
-                yield from _fitted((0, h, first + shift), batch_axes, Axis(rows, (0, 0, rate)), strides)
+                yield from _merged_calls((0, h, first + shift), batch_axes, Axis(rows, (0, 0, rate)), strides)
 
 
 Heads = tuple[tuple[int, int], list[Axis], int]  # ((first head, its offset), axes of the heads, rows of a segment)
@@ -145,7 +145,9 @@ def _by_head(heads: range, length: int, rate: int) -> Iterator[Heads]:
                 yield (first + low, low), [Axis(blocks, (0, rate, 0)), Axis(high - low, (0, 1, 1))], n
 
 
-def _fitted(origin: Step, axes: list[Axis], rows: Axis, strides: tuple[tuple[int, ...], ...]) -> Iterator[StridedCall]:
+def _merged_calls(
+    origin: Step, axes: list[Axis], rows: Axis, strides: tuple[tuple[int, ...], ...]
+) -> Iterator[StridedCall]:
     """Calls of at most ROWS_PER_CALL rows, with axes merged to two if the strides of every tensor allow it."""
     axes = [axis for axis in axes if axis.n > 1]
     while pair := next((p for p in itertools.permutations(axes, 2) if _merge(*p, strides)), None):

@@ -66,9 +66,9 @@ def dilated(q: Tensor, k: Tensor, v: Tensor, attended: Tensor, *, mode: str) -> 
     if mode == "head_groups":
         return torch.stack(parts).sum(0) / len(parts)
     lse = torch.stack(lses)
-    seen = (lse > -torch.inf).any(0)
-    share = torch.softmax(lse.masked_fill(~seen, 0.0), 0)
-    return (share[..., None] * torch.stack(parts)).sum(0) * seen[..., None]
+    has_keys = (lse > -torch.inf).any(0)
+    share = torch.softmax(lse.masked_fill(~has_keys, 0.0), 0)
+    return (share[..., None] * torch.stack(parts)).sum(0) * has_keys[..., None]
 
 
 def gradients(q: Tensor, k: Tensor, v: Tensor, dy: Tensor, attended: Tensor, *, mode: str) -> dict[str, Tensor]:
@@ -101,15 +101,15 @@ def bounds(
     n, count = len(attended), attended.sum(0)
     mask = Mask(bias=count.double().log()[None])
     q64, k64, v64, do, scale = q.double(), k.double(), v.double(), dy.double() / g, q.shape[-1] ** -0.5
-    whole = {**exact, "o": g * exact["o"], "dbias": torch.zeros_like(count, dtype=torch.float64)[None]}
-    base = attention_bounds(q, k, v, do, None, mask, whole, exp_error)
+    undivided = {**exact, "o": g * exact["o"], "dbias": torch.zeros_like(count, dtype=torch.float64)[None]}
+    base = attention_bounds(q, k, v, do, None, mask, undivided, exp_error)
     branch_lse = [
-        attention_bounds(q, k, v, do, None, Mask(bias=one[None]), whole, exp_error)["lse"].accumulated
+        attention_bounds(q, k, v, do, None, Mask(bias=one[None]), undivided, exp_error)["lse"].accumulated
         for one in attended
     ]
     p, _, lse, _ = reference.softmax(q64, k64, mask, range(q.shape[0]))
     dp = do @ v64.mT
-    delta = (do * whole["o"]).sum(-1)
+    delta = (do * undivided["o"]).sum(-1)
     ds = p * (dp - delta[..., None])
     share = attended / count.clamp(min=1)
     parts = {
@@ -119,7 +119,7 @@ def bounds(
         "dv": [(p * s).mT @ do for s in share],
     }
     rounded = {name: _roundings(of, dtype) for name, of in parts.items()}
-    rounded_o = rounding(whole["o"], dtype) * (g & (g - 1) > 0) if groups else rounded["o"]
+    rounded_o = rounding(undivided["o"], dtype) * (g & (g - 1) > 0) if groups else rounded["o"]
     rounded_do = rounding(do, dtype) * (g & (g - 1) > 0)
     var_delta = ((2 if groups else 1) * rounded_o * do**2).sum(-1)
 
@@ -139,12 +139,12 @@ def bounds(
         "dv": (rounded["dv"], ((p * e_lse[..., None]) ** 2).mT.matmul(do**2).sqrt()),
     }
     along = {
-        "o": (rounded_o * whole["o"] ** 2).sum(),
+        "o": (rounded_o * undivided["o"] ** 2).sum(),
         "dq": (var_delta * (p * (scale * (exact["dq"] @ k64.mT))).sum(-1) ** 2).sum(),
         "dk": (var_delta * (p * (scale * (q64 @ exact["dk"].mT))).sum(-1) ** 2).sum(),
         "dv": torch.zeros((), dtype=torch.float64, device=q.device),
     }
-    by_do = _roundings_of_do(rounded_do, p, q64, k64, v64, whole, scale)
+    by_do = _roundings_of_do(rounded_do, p, q64, k64, v64, undivided, scale)
     out = {}
     for name, (var, accumulated) in extra.items():
         shared = along[name] + (0.0 if name == "o" else (rounded[name] * exact[name] ** 2).sum())

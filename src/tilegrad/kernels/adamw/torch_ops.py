@@ -1,4 +1,4 @@
-"""AdamW by torch's fused kernel: one call for the elements with weight decay and one for the others, over all ranges.
+"""AdamW by torch's fused kernel: one call for the elements with weight decay and one for those without, over all ranges.
 
 The fused kernel accepts a float32 clipping factor, but with one it takes 1.3 times as long on aarch64. On aarch64, and for
 float64, a separate pass scales grads first. On a CPU a factor of 1 is skipped. grads is clipped in place.

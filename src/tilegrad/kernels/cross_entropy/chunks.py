@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ..linear import linear_workspace, rounds_weights
 from ..scratch import Form, Shapes, TensorLike, below, blocks, larger
 
-_EVEN = 256  # a chunk limit above this is rounded down to a multiple of it
+_EVEN = 256  # a larger number of rows is rounded down to a multiple of this
 
 
 def most_rows(n: int, v: int, itemsize: int, size: int, even: int = _EVEN) -> int:

@@ -3,8 +3,8 @@
 For bfloat16, d = dl / inv_total, inv_total x and d w are rounded. Before that, torch's kernel rounds the logits on a
 CPU, and Triton's kernel rounds x wᵀ, without the bias. Where products are written in bfloat16, torch's kernel also
 rounds x wᵀ before it adds the bias, and each chunk's dw is rounded. Triton's kernel rounds dl = inv_total d instead of
-d. If all rows have the same inv_total, which is not a bfloat16 number, every target with a small p has dl ≈ −inv_total, and
-all are rounded in the same way. This multiplies all gradients by one factor, which these bounds do not allow.
+d. If all rows have the same inv_total, which is not a bfloat16 number, every target with a small p has dl ≈ −inv_total, and all
+these dl are rounded by the same factor. This multiplies all gradients by the factor, which these bounds do not allow.
 
 Let s = 1 − (l / c)², D = (1 + 2 z lse) p − (1 − ε) onehot − ε / V and d = s D. Roundings ρ of a row of logits change
 Σ k d by Σ ρ (A k − B Σ p s k):

@@ -157,7 +157,7 @@ def _probabilities(
     rows: Scratch, j: slice, scale: Tensor, scratch: Scratch, terms: Terms, *, invariant: bool = False, out: Outputs
 ) -> None:
     """losses = nll ∘ scale of rows j of a chunk, and loss += Σ losses. With gradients, also replaces the logits by
-    ((1 + 2 z lse) p − (1 − ε) onehot − ε / V) ∘ (1 − tanh²), and adds it to dbias."""
+    ((1 + 2 z lse) p − (1 − ε) onehot − ε / V) ∘ (1 − tanh²), whose sum over rows, times scale, is added to dbias."""
     logits, index = rows["logits"][j], rows["index"][j, None]
     row_max, p_max, at_target, *mean = scratch["statistics"][1:, j].unbind()
     softcap, smoothing, z_loss = terms

@@ -10,8 +10,8 @@ magnitudes within one gradient differ by more than 2¹⁸, the range of e4m3. In
 multiple of 2⁻⁹ s; in e5m2, a magnitude below 2⁻¹⁴ s to a multiple of 2⁻¹⁶ s.
 
 cuBLAS multiplies rows by rows, so a factor is kept in one order or in both: a8 (N, C), and a8t (C, N'), whose columns after N
-are 0. `fp8_quantize_fwd` reads a once and writes both. Three ops do the same for a factor that they compute in float32, which
-is not stored: `fp8_activation_fwd` for a = act(h), `fp8_activation_bwd` for dh = da ∘ act'(h), and `fp8_softmax_bwd` for the
+are 0. `fp8_quantize_fwd` reads a once and writes both orders. Three ops do so for a factor that they compute in float32 and do
+not store: `fp8_activation_fwd` for a = act(h), `fp8_activation_bwd` for dh = da ∘ act'(h), and `fp8_softmax_bwd` for the
 gradient of logits.
 
     y = x8 · w8         dx = dy8 · w8t         dw = dy8t · x8t         A · B = A Bᵀ, by `fp8_product_fwd`
@@ -20,7 +20,7 @@ The `state` of a tensor (state.py) has s and the largest magnitudes since s was 
 called once at the beginning of a step, computes the next s from these. So s does not change within a step, and rounding a
 tensor again gives the same bits. If the largest magnitude is 0 or not finite, s stays the same. Each tensor whose magnitude
 grew more than 100-fold in one step is counted. Ranks first take the maximum of their largest magnitudes (largest.py), so that
-all of them have the same s.
+all ranks have the same s.
 
 `FP8_LINEAR` is the table of kernels: each module offers `workspace`, `product`, `quantize`, `activation`, `activation_bwd`,
 `softmax_bwd` and `scale_step`.

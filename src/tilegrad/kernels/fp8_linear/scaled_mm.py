@@ -22,7 +22,7 @@ from .round_both_orders import activation, activation_bwd, activation_workspace,
 if TYPE_CHECKING:
     from . import Product
 
-__all__ = [  # the form of a kernel of FP8_LINEAR
+__all__ = [  # the functions that FP8_LINEAR calls
     "activation", "activation_bwd", "product", "quantize", "scale_step", "softmax_bwd", "workspace",
 ]  # fmt: skip
 

@@ -37,8 +37,8 @@ from ..table import Problem as SumProblem
 
 NO_BIAS, BIAS = {"bias": False}, {"bias": True}  # options of a `workspace`
 FEW_ROWS = 12  # up to this many rows fixed_order is faster than a BLAS, which copies w, or reads it slowly for one row
-FEW_ROWS_BFLOAT16 = 64  # the same where BLAS needs float32 copies of bfloat16 tiles; measured on x86 only
-FEW_ROWS_ELEMENTS = 1 << 16  # and only if w has at least this many elements: a smaller w is in the caches
+FEW_ROWS_BFLOAT16 = 64  # this limit if BLAS needs float32 copies of bfloat16 tiles; measured on x86 only
+FEW_ROWS_ELEMENTS = 1 << 16  # both limits hold only if w has this many elements: a smaller w is in the caches
 FEW_ROWS_ON_CUDA = 4  # up to this many rows few_rows is faster than cuBLAS
 
 

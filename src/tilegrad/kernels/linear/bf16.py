@@ -3,9 +3,9 @@
 y and dx are one product each. torch's bf16 product can't write float32, so dw is computed COLS rows at a time in scratch. A
 float32 w or b is rounded into scratch at each call. This moves less memory than keeping rounded copies.
 
-On a CPU with AMX, oneDNN 3.12 also reads the columns after a row of x or dy, and multiplies them by zero. It does so for most
-row lengths that are not a multiple of 32. These columns are the next row, or the rest of a strided row. So a NaN in one row may
-make the previous row NaN too, and the rest of a strided row must be finite.
+On a CPU with AMX, for most row lengths that are not a multiple of 32, oneDNN 3.12 also reads the numbers after a row of x or
+dy, and multiplies them by zero. These numbers are the next row, or what follows a strided row. So a NaN in one row may make the
+previous row NaN too, and what follows a strided row must be finite.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ tokenizer       metadata ↔ tokenizer.json and tokenizer_config.json
 read            .gguf → a folder of weights
 write           a model → .gguf
 
-Block formats, names of tensors and the writer of files are those of llama.cpp's Python package `gguf`.
+llama.cpp's Python package `gguf` provides block formats, names of tensors and the writer of files.
 """
 
 from __future__ import annotations

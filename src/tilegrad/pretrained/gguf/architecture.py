@@ -163,7 +163,7 @@ def _rope_from(container: Container, own: Mapping[str, Value]) -> dict[str, obje
 
 def _llama3_from(container: Container, own: Mapping[str, Value]) -> dict[str, object]:
     """The llama3 scaling of rope, from the keys that tilegrad's export writes. A missing factor is the largest element of
-    ROPE_TENSOR, any other missing number is that of Llama 3. ROPE_TENSOR must agree with the scaling."""
+    ROPE_TENSOR, any other missing number is Llama 3's. ROPE_TENSOR must agree with the scaling."""
     size, theta = own.get("attention.key_length"), own.get("rope.freq_base", 10000.0)
     if size is None and type(width := own.get("embedding_length")) is int:
         heads = own.get("attention.head_count")

@@ -152,7 +152,7 @@ def open_container(path: Path) -> Container:
             "accepted: one file: llama-gguf-split --merge FIRST-PART.gguf WHOLE.gguf joins them"
         )
     table = _table(header, n_tensors)
-    return Container(path, values, _placed(header, table, _alignment(header, values)))
+    return Container(path, values, _entries(header, table, _alignment(header, values)))
 
 
 def _alignment(header: _Header, values: Mapping[str, Value]) -> int:
@@ -178,7 +178,7 @@ def _table(header: _Header, count: int) -> dict[str, tuple[tuple[int, ...], int,
     return table
 
 
-def _placed(header: _Header, table: Mapping[str, tuple[tuple[int, ...], int, int]], align: int) -> dict[str, Entry]:
+def _entries(header: _Header, table: Mapping[str, tuple[tuple[int, ...], int, int]], align: int) -> dict[str, Entry]:
     """The place of each tensor, which must have whole blocks, be aligned and inside the file, and overlap no other tensor."""
     gguf = library()
     start = -(-header.at // align) * align

@@ -23,7 +23,7 @@ from .tokenizer import tokenizer_files
 
 
 @contextmanager
-def _named(path: Path) -> Iterator[None]:
+def _naming(path: Path) -> Iterator[None]:
     """Add the name of the file to an error that lacks it."""
     try:
         yield
@@ -38,7 +38,7 @@ def import_gguf(path: Path, out: Path, *, tokenizer: Path | None = None) -> Outc
     the tokenizer in the file."""
     check_new(out)
     container = open_container(path)
-    with _named(path), tempfile.TemporaryDirectory() as folder:
+    with _naming(path), tempfile.TemporaryDirectory() as folder:
         content = config_from(container)
         config = config_of(content)
         found = tokenizer_files(container.values)

@@ -1,7 +1,7 @@
 """SentencePiece's BPE, GGUF's tokenizer model "llama": scores of tokens ↔ merges of tokenizer.json.
 
 SentencePiece joins the two neighbours whose joined token has the best score. BPE joins the two neighbours whose pair comes
-first in a list. Both give the same tokens if the list has every split of every token, sorted by score:
+first in a list. The two give the same tokens if the list has every split of every token, sorted by score:
 
     merges = [(left, right) for token by score, best first, for left + right = token]        score = −rank of the token
 """

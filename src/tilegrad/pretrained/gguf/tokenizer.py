@@ -101,18 +101,18 @@ def tokenizer_values(
     """(keys tokenizer.*, notes for the user). llama.cpp can load a file without a tokenizer, but can't turn text into
     tokens."""
     if tokenizer is None:
-        said = "there is no tokenizer.json: llama.cpp loads the model, but can't turn text into tokens"
-        return {"tokenizer.ggml.model": "none"}, [said]
+        note = "there is no tokenizer.json: llama.cpp loads the model, but can't turn text into tokens"
+        return {"tokenizer.ggml.model": "none"}, [note]
     found = load_tokenizer(tokenizer)
     content = json.loads(found.json())
     if isinstance(found, BpeTokenizer):
         if (kind := content["model"]["type"]) != "BPE":
             raise ValueError(f"{tokenizer}: model: got {shown(kind)}; accepted: 'BPE'")
-        first, last = _around(found, tokenizer)
+        first, last = _bos_and_eos(found, tokenizer)
     else:
         first, last = [], []
         vocab = {character: byte for byte, character in enumerate(byte_characters())}
-        content = {**_document({"vocab": vocab, "merges": []}), "pre_tokenizer": PRE["gpt-2"].pre_tokenizer}
+        content = {**_new_json({"vocab": vocab, "merges": []}), "pre_tokenizer": PRE["gpt-2"].pre_tokenizer}
     tokens, types = _tokens(content, vocab_size, tokenizer)
     try:
         if is_sentencepiece(content):
@@ -157,7 +157,7 @@ def _pre_name(content: Json) -> str:
     raise ValueError(f"{got}; ignore_merges: got {merges}; accepted: the settings of {', '.join(PRE)} in llama.cpp")
 
 
-def _around(tokenizer: BpeTokenizer, path: Path) -> tuple[list[int], list[int]]:
+def _bos_and_eos(tokenizer: BpeTokenizer, path: Path) -> tuple[list[int], list[int]]:
     """The tokens that the post-processor puts before and after a text."""
     tokens, text = tokenizer.encode("!").tolist(), tokenizer.inner.encode("!", add_special_tokens=False).ids
     at = next((i for i in range(len(tokens)) if tokens[i : i + len(text)] == text), 2)
@@ -256,13 +256,13 @@ def tokenizer_files(values: Mapping[str, Value]) -> TokenizerFiles:
         content = _byte_level_json(values, texts[:used], pre)
     elif model == "llama":
         parts = parts_of(values, texts[:used], kinds)
-        content = {**_document(parts.pop("model")), **parts}
+        content = {**_new_json(parts.pop("model")), **parts}
     else:
         kind = f"{shown(model)} with pre-tokenizer {shown(name)}" if model == "gpt2" else shown(model)
         note = f"its tokenizer ({kind}) can't be converted to tokenizer.json: give one by --tokenizer tokenizer.json"
         return TokenizerFiles({"tokenizer_config.json": settings}, ids, (note,))
     content["added_tokens"] = [
-        _added(i, texts[i], kinds[i]) for i in range(used) if kinds[i] in (_UNKNOWN, _CONTROL, _USER)
+        _added_token(i, texts[i], kinds[i]) for i in range(used) if kinds[i] in (_UNKNOWN, _CONTROL, _USER)
     ]
     adds = {role: values.get(f"tokenizer.ggml.add_{role}_token") for role in ("bos", "eos")}
     if adds["bos"] is None:
@@ -270,7 +270,7 @@ def tokenizer_files(values: Mapping[str, Value]) -> TokenizerFiles:
     around: dict[str, str] = {
         role: texts[roles[role]] for role in ("bos", "eos") if adds[role] is True and role in roles
     }
-    content["post_processor"] = _template(around, roles) if around else content["post_processor"]
+    content["post_processor"] = _post_processor(around, roles) if around else content["post_processor"]
     settings |= {"add_bos_token": "bos" in around, "add_eos_token": "eos" in around}
     return TokenizerFiles({"tokenizer.json": content, "tokenizer_config.json": settings}, ids)
 
@@ -284,12 +284,12 @@ def _roles(values: Mapping[str, Value], tokens: list[str]) -> dict[str, int]:
     return out
 
 
-def _added(i: int, token: str, kind: int) -> Json:
+def _added_token(i: int, token: str, kind: int) -> Json:
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return {"id": i, "content": token, **flags, "special": kind != _USER}
 
 
-def _template(around: Mapping[str, str], roles: Mapping[str, int]) -> Json:
+def _post_processor(around: Mapping[str, str], roles: Mapping[str, int]) -> Json:
     """A post-processor that puts BOS before each text and EOS after it."""
 
     def piece(text: str, place: int) -> Json:
@@ -304,7 +304,7 @@ def _template(around: Mapping[str, str], roles: Mapping[str, int]) -> Json:
     return {"type": "TemplateProcessing", "single": one("A", 0), "pair": pair, "special_tokens": special}
 
 
-def _document(model: object) -> Json:
+def _new_json(model: object) -> Json:
     """A tokenizer.json with a BPE model and without other parts."""
     assert isinstance(model, dict)
     parts = ("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder")
@@ -328,4 +328,4 @@ def _byte_level_json(values: Mapping[str, Value], tokens: list[str], pre: Pre) -
     }
     post: Json = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
     own: Json = {"normalizer": pre.normalizer, "pre_tokenizer": pre.pre_tokenizer, "post_processor": post}
-    return {**_document(model), **own, "decoder": _byte_level(regex=True)}
+    return {**_new_json(model), **own, "decoder": _byte_level(regex=True)}

@@ -69,7 +69,7 @@ def _write(
     """Write the file with one converted tensor in memory at a time. Returns notes for the user."""
     gguf = library()
     arch = next(iter(values)).split(".")[0]
-    kinds = {name: _kind(name, shape, dtype) for name, shape, _ in tensors}
+    kinds = {name: _ggml_type(name, shape, dtype) for name, shape, _ in tensors}
     with whole_file(path) as staged:
         writer = gguf.GGUFWriter(staged, arch)
         try:
@@ -95,7 +95,7 @@ def _write(
     return [f"{short} matrices are float16, because q8_0 needs rows of a multiple of 32"] if short else []
 
 
-def _kind(name: str, shape: tuple[int, ...], dtype: str) -> str:
+def _ggml_type(name: str, shape: tuple[int, ...], dtype: str) -> str:
     """The ggml type of a tensor, as llama.cpp's converter chooses it."""
     if len(shape) < 2 or name in _KEPT:
         return "F32"
