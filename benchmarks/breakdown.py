@@ -114,9 +114,6 @@ class Breakdown:
         return sum(group.floor_ms or 0.0 for group in self.groups)
 
 
-# ── names ──
-
-
 @cache
 def our_kernels() -> Mapping[str, str]:
     """kernel → its op, found in the sources: an op is in kernels/<op>.py or kernels/<op>/."""
@@ -194,9 +191,6 @@ def _with_their_gemm(names: Sequence[str], groups: list[str]) -> list[str]:
         order = range(i + 1, len(groups)) if is_memset else reversed(range(i))
         out[i] = next((groups[j] for j in order if groups[j] != _NEXT_TO), OTHER)
     return out
-
-
-# ── times ──
 
 
 def floors(demands: Mapping[str, Sequence[Demand]], rates: Rates, fp8: Collection[str] = ()) -> dict[str, float]:

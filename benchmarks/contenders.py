@@ -174,8 +174,8 @@ class Measured:
             self.started["sdpa"] = self.contender.backend
 
     def _peak(self, prefix: str = "") -> dict[str, int | None]:
-        """Peak bytes since the last call: those of tensors, and those of the memory that torch reserved for them. On a CPU: the
-        peak of resident bytes, without those that were resident after the imports."""
+        """Peak bytes since the last call: of tensors, and of the memory that torch reserved for tensors. On a CPU: the peak of
+        resident bytes, without the bytes that were resident after the imports."""
         if self.device.type != "cuda":
             peak = resident_bytes("VmHWM") - self._resident_before
             return {f"{prefix}allocated_bytes": peak, f"{prefix}reserved_bytes": None}
@@ -242,9 +242,6 @@ def disagreement(losses: Sequence[float], reference: Sequence[float], *, same_op
         steps = len(losses) - 1
         return f"in {steps} steps the loss falls by {fall:.4f}, the peer's by {expected:.4f}"
     return ""
-
-
-# ── processes ──
 
 
 class Worker:

@@ -9,7 +9,7 @@
 check fails, nothing is timed. Times are medians of rounds, in each of which every contender runs once; a ratio is the median of
 the ratios of the rounds. Memory is the peak of a forward + backward without q, k, v, y, their gradients and earlier
 allocations. torch's allocator counts it on CUDA, including the cache of a manager, which starts empty; on a CPU it is not
-measured. The hit rate is that of the manager from the third iteration on.
+measured. The hit rate of the manager counts from the third iteration on.
 """
 
 from __future__ import annotations

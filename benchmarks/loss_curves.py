@@ -62,8 +62,8 @@ def distance(a: Sequence[float], b: Sequence[float]) -> float:
 def measure_curves(
     cases: Sequence[Case], peer: Kind | Case, limit_s: float, steps: int, tokens: Path | None = None
 ) -> dict[str, Curves]:
-    """The curves of each case and those of a peer, or of another case of tilegrad, each with two seeds. All run at once in
-    processes of their own, because nothing is timed. tokens: a file of tokens; None: the shipped text."""
+    """The curves of each case, and of a peer or another case of tilegrad, each with two seeds. All runs have processes of their
+    own and take place at once, because nothing is timed. tokens: a file of tokens; None: the shipped text."""
     if steps < BLOCK:
         raise ValueError(f"steps: got {steps}; accepted: an int ≥ {BLOCK}, one block")
     form, other = PeerForm(gelu="tanh"), peer if isinstance(peer, Case) else cases[0]

@@ -22,7 +22,7 @@ from tilegrad.engine.machine import device_or_default
 from tilegrad.kernels import activation, column_sum, norm
 from tilegrad.kernels.scratch import Scratch, Shapes, new_scratch
 from tilegrad.kernels.table import Problem, Table
-from tilegrad.text.environment import environment
+from tilegrad.text.environment import environment, print_results
 from tilegrad.text.table import table
 
 ROWS = {"cuda": (16384, 65536), "cpu": (512,)}
@@ -100,9 +100,9 @@ def column_sums(n: int, dtype: torch.dtype, device: torch.device) -> Iterator[Ca
 
 
 def activations(n: int, dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    up_gate, both, h, da, a, again = (torch.randn(n, f, device=device).to(dtype) for f in (2 * F, 2 * F, F, F, F, F))
+    up_gate, dup_gate, h, da, a, a2 = (torch.randn(n, f, device=device).to(dtype) for f in (2 * F, 2 * F, F, F, F, F))
     sums, one = torch.zeros(F, device=device), h.numel() * h.element_size()
-    (up, gate), (dup, dgate) = up_gate.chunk(2, 1), both.chunk(2, 1)
+    (up, gate), (dup, dgate) = up_gate.chunk(2, 1), dup_gate.chunk(2, 1)
     kernels, problem = activation.ACTIVATION, activation.Problem
     for kind in activation.KINDS:
 
@@ -113,7 +113,7 @@ def activations(n: int, dtype: torch.dtype, device: torch.device) -> Iterator[Ca
             activation.activation_bwd(da, h, kind, dh=a, kernel=kernel)
 
         def fused(kernel: str, scratch: Scratch, kind: str = kind) -> None:
-            activation.activation_bwd(da, h, kind, dh=a, a=again, dh_sum=sums, scratch=scratch, kernel=kernel)
+            activation.activation_bwd(da, h, kind, dh=a, a=a2, dh_sum=sums, scratch=scratch, kernel=kernel)
 
         def workspace(kernel: str, kind: str = kind) -> Shapes:
             return activation.activation_workspace(h, kind, kernel=kernel)
@@ -126,10 +126,10 @@ def activations(n: int, dtype: torch.dtype, device: torch.device) -> Iterator[Ca
         activation.swiglu_fwd(up_gate, a=a, kernel=kernel)
 
     def swiglu_backward(kernel: str, scratch: Scratch) -> None:
-        activation.swiglu_bwd(da, up_gate, dup_gate=both, scratch=scratch, kernel=kernel)
+        activation.swiglu_bwd(da, up_gate, dup_gate=dup_gate, scratch=scratch, kernel=kernel)
 
     def swiglu_fused(kernel: str, scratch: Scratch) -> None:
-        activation.swiglu_bwd(da, up_gate, dup_gate=both, a=again, scratch=scratch, kernel=kernel)
+        activation.swiglu_bwd(da, up_gate, dup_gate=dup_gate, a=a2, scratch=scratch, kernel=kernel)
 
     def swiglu_workspace(kernel: str) -> Shapes:
         return activation.activation_workspace(h, "swiglu", sums=False, kernel=kernel)
@@ -168,9 +168,8 @@ def report(rows: Sequence[Row], copy: float) -> str:
     for row in rows:
         shape, rate = f"{row.rows} × {row.columns}", f"{row.bytes_per_s / 1e9:.0f}"
         lines.append((row.op, shape, row.kernel, f"{row.ms:.4f}", rate, f"{row.of_a_copy:.0%}"))
-    return f"a copy: {copy / 1e9:.0f} GB/s, read plus written\n\n" + table(
-        ("op", "shape", "kernel", "ms", "GB/s", "of a copy"), lines
-    )
+    rates = table(("op", "shape", "kernel", "ms", "GB/s", "of a copy"), lines)
+    return f"a copy: {copy / 1e9:.0f} GB/s, read plus written\n\n{rates}"
 
 
 def bench_ops(
@@ -192,12 +191,9 @@ def bench_ops(
         for family in FAMILIES:
             for case in family(n, kind, where):
                 found += measure(case, n, copy, repeats, where)
-    if json:
-        for row in found:
-            print(json_format.dumps(asdict(row) | {"copy_bytes_per_s": copy} | about))
-    else:
-        print(", ".join(f"{name} {value}" for name, value in about.items() if value is not None) + "\n")
-        print(report(found, copy))
+    lines = [json_format.dumps(asdict(row) | {"copy_bytes_per_s": copy} | about) for row in found]
+    if not print_results(lines, about, json=json, out=None):
+        print("\n" + report(found, copy))
     return 0
 
 

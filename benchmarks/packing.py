@@ -34,7 +34,7 @@ from tilegrad.data.packing import first_fit
 from tilegrad.engine.batch import Batch
 from tilegrad.engine.machine import device_or_default
 from tilegrad.model.config import PRESETS
-from tilegrad.text.environment import environment
+from tilegrad.text.environment import environment, print_results
 from tilegrad.text.table import table
 
 GOAL = 2.5  # the least speed of `packed`
@@ -183,15 +183,13 @@ def bench_packing(
         tokens, steps = (median(x[i] for x in found[each.name]) for i in range(2))
         rows.append(Row(each.name, fill, 1e3 / steps, tokens, median(speeds), each.engine.plan.peak_bytes))
     about = environment(where, kind) | {"model": name, "batch_size": b, "seq_len": t, "documents": documents}
-    if json:
-        for row in rows:
-            print(json_format.dumps(asdict(row) | about))
+    if print_results([json_format.dumps(asdict(row) | about) for row in rows], about, json=json, out=None):
         return 0
-    print(", ".join(f"{key} {value}" for key, value in about.items() if value is not None) + "\n")
     lines = []
     for r in rows:
         figures = (f"{r.fill:.0%}", f"{r.step_ms:.1f}", f"{r.tokens_per_s:,.0f}", f"{r.speed:.2f}")
         lines.append((r.name, *figures, f"{r.bytes / 2**30:.2f}"))
+    print()
     print(table(("rows", "fill", "ms/step", "tokens/s", "speed", "GiB"), lines))
     print(f"\npacked over padded: {rows[1].speed:.2f}, goal {GOAL}")
     return 0

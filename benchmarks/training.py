@@ -99,7 +99,7 @@ class Row:
     sdpa: str | None = None
     clocks: tuple[str, ...] = ()  # SM clock, power, and whether it is capped, in the middle of each round
     page_faults: float = 0.0  # page faults in a step, on a CPU
-    joules_per_token: float | None = None  # joules by NVML
+    joules_per_token: float | None = None
     note: str = ""
     wrong: bool = False
 
@@ -120,9 +120,6 @@ class Ratio:
     aim: float | None
     memory: float | None
     memory_goal: float | None
-
-
-# ── speed and memory ──
 
 
 def measure(problem: Problem, cases: Sequence[Case], settings: Settings) -> list[Row]:
@@ -237,9 +234,6 @@ def _clock(settings: Settings) -> str:
     return ""
 
 
-# ── the breakdown ──
-
-
 def parameter_count(config: ModelConfig) -> int:
     params = parameters(config).values()
     return sum(torch.Size(p.master.shape).numel() for p in params)
@@ -273,9 +267,6 @@ def _answered(worker: Worker, limit_s: float) -> Any:
     if isinstance(answer, dict) and "failed" in answer:
         raise RuntimeError(f"{worker.entry.case.name}: {worker.entry.name}: {answer['failed']}")
     return answer
-
-
-# ── the report ──
 
 
 def report(rows: Sequence[Row], found: Sequence[Ratio]) -> str:
@@ -379,7 +370,7 @@ def bench_training(
     steps: int = 500, against: str | None = None, tokens: Path | None = None, json: bool = False, out: Path | None = None,
     plot: Path | None = None,
 ) -> int:  # fmt: skip
-    """Prints tables or JSON lines (the environment, then the results). The file `out` gets both, the file `plot` a picture.
+    """Prints tables or JSON lines (the environment, then the results). The file `out` gets tables and lines, `plot` a picture.
     Returns the exit code, 1 if a case of tilegrad failed or was wrong, or if loss curves do not agree."""
     settings = Settings() if settings is None else settings
     if out is not None:
