@@ -98,7 +98,7 @@ def test_every_tile_with_an_attended_pair_is_visited_once_and_masked_at_an_edge(
             assert len(set(tiles)) == len(tiles)
             assert set(tiles) >= {row // M for row in seen}, (of, n)
             for m, masked in steps:
-                whole = len(columns) == N and mask.whole(range(m * M, m * M + M), columns, of.tq, of.tk)
+                whole = len(columns) == N and mask.unmasked(range(m * M, m * M + M), columns, of.tq, of.tk)
                 assert masked or whole, (of, n, m)
                 assert 0 <= m * M < of.tq
 

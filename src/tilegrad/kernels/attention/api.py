@@ -254,7 +254,7 @@ def _run(
     writes: dict[str, Tensor | None],
     scratch: Scratch | None,
 ) -> None:
-    """Checks what the signature does not cover: addresses, lengths, scratch. Prepares a new signature. Runs the call."""
+    """Checks addresses, lengths and scratch, which the signature does not cover, and runs the call, prepared if it is new."""
     addresses = (prepared, *[x.data_ptr() for x in call.tensors])
     if prepared is None or addresses not in _checked:
         reads = {name: x for name, x in call._asdict().items() if name not in writes}

@@ -210,11 +210,11 @@ def _bounds(
         results["dsinks"] = total
     return {
         name: Bound(
-            of.sqrt(),
+            variance.sqrt(),
             a * b[name] + lost.get(name, 0.0) + results[name].abs().masked_fill(results[name].abs() >= tiny, 0.0),
             None if of_slope is None else of_slope.sqrt(),
         )
-        for name, (of, of_slope) in var.items()
+        for name, (variance, of_slope) in var.items()
     }
 
 
@@ -298,9 +298,9 @@ def _bounds_varlen(
     assert mask.cu_seqlens_q is not None and mask.cu_seqlens_k is not None
     parts = []
     for b, rows, cols in sequences(mask.cu_seqlens_q, mask.cu_seqlens_k):
-        of = packed(q, rows), packed(k, cols), packed(v, cols), packed(do, rows)
+        qkvdo = packed(q, rows), packed(k, cols), packed(v, cols), packed(do, rows)
         own = {name: packed(exact[name], cols if name in ("dk", "dv") else rows) for name in ("o", "dq", "dk", "dv")}
-        parts.append(_bounds(*of, None if dlse is None else dlse[None, :, rows], mask, own, exp, range(b, b + 1)))
+        parts.append(_bounds(*qkvdo, None if dlse is None else dlse[None, :, rows], mask, own, exp, range(b, b + 1)))
     out = {}
     for name in parts[0]:
         sigmas, accumulated = [part[name].sigma for part in parts], [part[name].accumulated for part in parts]

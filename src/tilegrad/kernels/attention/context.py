@@ -79,11 +79,11 @@ def check_mask(mask: Mask) -> None:
 def _buffers(q: Any, k: Any, v: Any, world: int, *, backward: bool) -> Shapes:
     (b, h, t, d), dv, acc = k.shape, v.shape[-1], accumulation_dtype(q.dtype)
     require(t % 2 == 0, "q", t, "an even number of rows per rank (two runs of equal length)")
-    parts, whole, first = (world, b * h * t * (d + dv)), (b, h, world * t), (b, h, world * t // 2)
-    shapes: Shapes = {"parts": (parts, q.dtype), "k": ((*whole, d), q.dtype), "v": ((*whole, dv), q.dtype)}
+    parts, sequence, first_run = (world, b * h * t * (d + dv)), (b, h, world * t), (b, h, world * t // 2)
+    shapes: Shapes = {"parts": (parts, q.dtype), "k": ((*sequence, d), q.dtype), "v": ((*sequence, dv), q.dtype)}
     if backward:
-        shapes |= {"dparts": (parts, acc), "dk": ((*whole, d), acc), "dv": ((*whole, dv), acc)}
-        shapes |= {"run_dk": ((*first, d), acc), "run_dv": ((*first, dv), acc)}  # the first run's columns end by T / 2
+        shapes |= {"dparts": (parts, acc), "dk": ((*sequence, d), acc), "dv": ((*sequence, dv), acc)}
+        shapes |= {"run_dk": ((*first_run, d), acc), "run_dv": ((*first_run, dv), acc)}  # its columns end by T / 2
     return shapes
 
 

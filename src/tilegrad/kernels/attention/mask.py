@@ -143,7 +143,7 @@ class Mask:
         last = tq if left is None else min(tq, columns.stop - (tk - tq) + left)
         return range(first, max(first, last))
 
-    def whole(self, rows: range, columns: range, tq: int, tk: int) -> bool:
+    def unmasked(self, rows: range, columns: range, tq: int, tk: int) -> bool:
         """True if the band masks out no pair of this tile."""
         left, right = self.band
         nearest = rows.start + tk - tq - (columns.stop - 1)

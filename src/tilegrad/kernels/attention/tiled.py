@@ -57,8 +57,8 @@ class Cut:
         of two, so that `workspace` can bound the slabs of all shorter calls. Packed sequences are computed one by one."""
         m, n = (min(TILE, 1 << max(0, t - 1).bit_length()) for t in (sizes.tq, sizes.tk))
         heads = min(sizes.hkv, max(1, SLAB // (sizes.group * m * n)))
-        whole = heads == sizes.hkv and not sizes.varlen
-        batches = min(sizes.batch, SLAB // (sizes.hq * m * n)) if whole else 1
+        all_heads = heads == sizes.hkv and not sizes.varlen
+        batches = min(sizes.batch, SLAB // (sizes.hq * m * n)) if all_heads else 1
         return cls(max(1, min(m, sizes.tq)), max(1, min(n, sizes.tk)), max(1, batches), heads, sizes.group)
 
     def slabs(self, sequences: int, kv_heads: int) -> Iterator[tuple[range, range]]:
@@ -249,16 +249,16 @@ class Slab:
         if mask.float_bias is not None:
             bias = self.bias_tile(four_dims(mask.float_bias), i, j)
             by_head.add_(self.buffer("bias", *bias.shape).copy_(bias))
-        whole = mask.whole(i, j, self.tq, self.tk)
+        unmasked = mask.unmasked(i, j, self.tq, self.tk)
         slopes = mask.slopes(range(self.first + self.batch.start, self.first + self.batch.stop))
-        if slopes is not None or not whole:
+        if slopes is not None or not unmasked:
             index, gap = self.scratch["index"], self.buffer("gap", len(i), len(j))
             torch.sub(index[i.start : i.stop, None], index[j.start : j.stop], out=gap).add_(self.tk - self.tq)
             if slopes is not None:
                 slopes = slopes[:, self.query_heads, None, None]
                 slopes = self.buffer("slopes", *slopes.shape).copy_(slopes)
                 by_head.addcmul_(self.buffer("distance", *gap.shape).copy_(gap).abs_(), slopes, value=-1.0)
-            if not whole:
+            if not unmasked:
                 by_head.masked_fill_(self.masked_out(gap), -torch.inf)
         if mask.intervals is not None:
             self.mask_intervals(by_head, mask.intervals, i, j)
@@ -298,13 +298,13 @@ class Slab:
     def computed(self, i: range, j: range) -> bool:
         """False if intervals mask out the whole tile, in all heads of the slab."""
         tiles = self.edges[j.start // TILE : -(-j.stop // TILE)]
-        masked_out = (any(last <= i.start and i.stop <= least for _, last, least, _ in of) for of in tiles)
+        masked_out = (any(last <= i.start and i.stop <= least for _, last, least, _ in edges) for edges in tiles)
         return not tiles or not all(masked_out)
 
     def mask_intervals(self, by_head: Tensor, intervals: Tensor, i: range, j: range) -> None:
         """by_head = −∞ where an interval masks a pair out, if any edge crosses the tile."""
         tiles = self.edges[j.start // TILE : -(-j.stop // TILE)]
-        if all(i.stop <= first or most <= i.start for of in tiles for first, _, _, most in of):
+        if all(i.stop <= first or most <= i.start for edges in tiles for first, _, _, most in edges):
             return
         columns = self.columns(intervals, j)
         rows = self.scratch["index"][i.start : i.stop, None]

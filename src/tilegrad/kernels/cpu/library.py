@@ -173,7 +173,7 @@ def supported() -> tuple[str, ...]:
 def isa() -> int:
     """The instruction set of the next call: `Isa` of csrc/native.cpp, an index of ISAS.
 
-    Reads the dict inside os.environ, because os.environ.get of a missing name takes 1.7 µs: it raises internally.
+    Reads the dict inside os.environ, because os.environ.get of a missing name raises an error internally and takes 1.7 µs.
     """
     return _isa(_environment.get(_VARIABLE))
 

@@ -2,7 +2,7 @@
 
 The kernels take float32, or bfloat16 converted to float32 in registers. Means, sums and gradients of parameters are float32.
 They need no scratch. Threads share the rows of a norm, the columns of a sum over rows, or the elements of an activation; the
-result does not depend on how.
+result does not depend on the number of threads.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Attention's backward on Hopper (sm_90a), in Gluon: one fused loop of five GEMMs, with dq reduced in float32 by TMA.
 
     preprocess   neg_lse2 = −lse·log2(e)   delta = −(rowsum(do ∘ o) − dlse)   dq_acc = 0          padding rows: p = 0
-    main         a work tile is columns j of a kv head; the loop is over its query heads and the rows i that attend to them
+    main         a work tile is columns j of a kv head; the loop is over query heads and over rows i that attend to the columns
                    sᵀ = k qᵀ        pᵀ = exp2(scale_log2 · sᵀ + neg_lse2)        masked out: p = 0
                    dpᵀ = v doᵀ      dsᵀ = pᵀ ∘ (dpᵀ + delta)
                    dv += pᵀ do      dk += dsᵀ q          dq_acc[i] += ds k

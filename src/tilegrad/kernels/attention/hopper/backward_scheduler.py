@@ -83,7 +83,7 @@ def wait_for_tile(tile_info, iteration, params):
 
 @gluon.jit
 def read_tile(tile_info, iteration, params):
-    """Like wait_for_tile, without the wait: reading a field again where it is used saves the register that would hold it."""
+    """Like wait_for_tile, without the wait. A field that is read again where it is used takes no register before that."""
     words = tile_info.stages
     at = stage_of(iteration, INFO_STAGES) * INFO_WORDS
     start_q = 0

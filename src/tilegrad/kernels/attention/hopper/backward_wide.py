@@ -8,8 +8,8 @@ each would read one whole operand, and shared memory bandwidth would be the limi
     ds_dk_warpgroup         (2) dpᵀ = v doᵀ    dsᵀ = pᵀ ∘ (dpᵀ + delta)   (4) dk += dsᵀ q      (5) dq slices 1, 3 = ds k
 
 A slice of dq is 64 columns; D 192 has three. The first warpgroup passes pᵀ to the second in float32, already multiplied by the
-softcap's 1 − t². dsᵀ goes to shared memory for dq, which both compute. The left operands of (3) and (4) stay in registers.
-While one warpgroup computes exponentials or ds, the other warpgroup's MMAs run.
+softcap's 1 − t². dsᵀ is stored in shared memory, because both compute slices of dq. The left operands of (3) and (4) stay in
+registers. While one warpgroup computes exponentials or ds, the other warpgroup's MMAs run.
 """
 
 from __future__ import annotations

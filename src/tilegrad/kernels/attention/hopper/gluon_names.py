@@ -36,9 +36,9 @@ def beginning(buffer, dtype, shape, layout, _semantic=None):
     """The first bytes of a buffer as a tensor: element 0 of the buffer viewed as an array of such tensors."""
     dtype, layout = _unwrap_if_constexpr(dtype), _unwrap_if_constexpr(layout)
     shape = [_unwrap_if_constexpr(n) for n in _unwrap_if_constexpr(shape)]
-    whole = math.prod(_unwrap_if_constexpr(n) for n in buffer.shape) * buffer.dtype.primitive_bitwidth
-    part = math.prod(shape) * dtype.primitive_bitwidth
-    if whole == part:
+    buffer_bits = math.prod(_unwrap_if_constexpr(n) for n in buffer.shape) * buffer.dtype.primitive_bitwidth
+    tensor_bits = math.prod(shape) * dtype.primitive_bitwidth
+    if buffer_bits == tensor_bits:
         return _semantic.memdesc_reinterpret(buffer, dtype, shape, layout)
-    many = _semantic.memdesc_reinterpret(buffer, dtype, [whole // part, *shape], layout)
-    return _semantic.memdesc_index(many, _semantic.to_tensor(0))
+    tensors = _semantic.memdesc_reinterpret(buffer, dtype, [buffer_bits // tensor_bits, *shape], layout)
+    return _semantic.memdesc_index(tensors, _semantic.to_tensor(0))

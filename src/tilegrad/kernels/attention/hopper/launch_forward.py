@@ -119,8 +119,8 @@ def _balanced_section(
         sections.add(heads)
 
     def slowest(section: int) -> float:
-        whole, rest = divmod(heads, section)
-        order = torch.cat([steps.repeat_interleave(section).repeat(whole), steps.repeat_interleave(rest)])
+        full, rest = divmod(heads, section)
+        order = torch.cat([steps.repeat_interleave(section).repeat(full), steps.repeat_interleave(rest)])
         order = torch.nn.functional.pad(order, (0, rounds * programs - order.numel())).view(rounds, programs)
         return round(float((order[::2].sum(0) + order[1::2].flip(1).sum(0)).max()), 3)
 

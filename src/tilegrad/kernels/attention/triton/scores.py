@@ -51,7 +51,7 @@ MOST_RUNS = tl.constexpr(32)
 
 @triton.jit
 def band_tiles(start, stop, shift, back, ahead, size, BLOCK: tl.constexpr):
-    """Tiles (first, unmasked, unmasked_end, last) of the other axis, which has `size` indices, for [start, stop) of this one.
+    """Tiles (first, unmasked, unmasked_end, last) of an axis of `size` indices for the indices [start, stop) of the other axis.
 
     Index i attends to i + shift − back … i + shift + ahead. back or ahead is None if that side has no bound."""
     low = start * 0
