@@ -31,7 +31,7 @@ from tilegrad.kernels.sampling import sample_fwd, sample_workspace
         ({"min_p": -0.1}, r"min_p: got -0.1; accepted: a number in \[0, 1\], 0 = all"),
         ({"min_p": 1.5}, "min_p: got 1.5"),
         ({"min_p": False}, "min_p: got False"),
-        ({"repetition_penalty": 0}, "repetition_penalty: got 0; accepted: a finite number > 0, 1 = none"),
+        ({"repetition_penalty": 0}, "repetition_penalty: got 0; accepted: a finite number > 0, 1 = no penalty"),
         ({"repetition_penalty": math.inf}, "repetition_penalty: got inf"),
         ({"repetition_penalty": True}, "repetition_penalty: got True"),
         (

@@ -275,7 +275,7 @@ def _check_ends(cu_seqlens: Tensor, b: int, t: int, documents: int) -> None:
         raise ValueError(f"{name}: got {got}; accepted: a torch.int32 tensor (n + 1,) for n documents")
     if cu_seqlens.device.type != "cpu":
         raise ValueError(
-            f"{name}: got a tensor on {cu_seqlens.device}; accepted: one on the CPU, also for a CUDA engine"
+            f"{name}: got a tensor on {cu_seqlens.device}; accepted: a tensor on the CPU, even for a CUDA engine"
         )
     ends = cu_seqlens.tolist()
     if len(ends) < 2 or ends[0] != 0 or ends[-1] != n:

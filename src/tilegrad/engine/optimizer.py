@@ -307,7 +307,7 @@ class Optimizer:
     in_a_row: Buffer  # 0-d float32: the number of steps skipped in a row
     rounded: Buffer | None
     moments: dict[str, Buffer]  # m.NAME, v.NAME (only AdamW's) and ema.NAME, in the parameter's shape; empty if sharded
-    shapes: dict[str, tuple[int, ...]]  # the shapes of all moments, also if sharded
+    shapes: dict[str, tuple[int, ...]]  # the shapes of all moments, even if sharded
     owned: tuple[Owned, ...]  # the buffers that this rank updates: a slice of each bucket, or all parameters
     seed: Buffer | None  # 0-d int64: the seed of stochastic rounding; None: nothing is rounded stochastically
     agreed: Buffer | None  # (3,) float64, with several ranks: squared norm, loss, stop

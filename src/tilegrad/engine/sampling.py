@@ -42,7 +42,7 @@ class Sampling:
             raise ValueError(f"min_p: got {self.min_p!r}; accepted: a number in [0, 1], 0 = all")
         if not _number(self.repetition_penalty) or not 0.0 < self.repetition_penalty <= largest:
             raise ValueError(
-                f"repetition_penalty: got {self.repetition_penalty!r}; accepted: a finite number > 0, 1 = none"
+                f"repetition_penalty: got {self.repetition_penalty!r}; accepted: a finite number > 0, 1 = no penalty"
             )
         if not _int(seed) or not -(1 << 63) <= seed < 1 << 64:
             raise ValueError(f"seed: got {seed!r}; accepted: an int, −2⁶³ … 2⁶⁴ − 1, as torch.Generator takes it")

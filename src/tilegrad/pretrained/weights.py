@@ -291,7 +291,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
     staged = folder.with_name(f".{folder.name}.partial")
     if staged.exists():
         raise ValueError(
-            f"{folder}: got {staged}, which a killed process may have left; accepted: another name, or {folder} after "
+            f"{folder}: got {staged}, which a killed process may have left; accepted: a new name, or {folder} after "
             f"{staged} is deleted"
         )
     try:

@@ -159,7 +159,7 @@ class TrainConfig:
         if self.decay_steps >= 0 and self.schedule not in DECAYS_LAST:
             names = " or ".join(map(repr, DECAYS_LAST))
             raise ValueError(
-                f"decay_steps: got {self.decay_steps} with schedule {self.schedule!r}; accepted: none, or schedule {names}"
+                f"decay_steps: got {self.decay_steps} with schedule {self.schedule!r}; accepted: -1, or schedule {names}"
             )
         if self.epochs is None and self.decay_steps > self.steps - max(self.warmup_steps, 0):
             raise ValueError(

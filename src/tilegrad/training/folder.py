@@ -58,7 +58,7 @@ MARKER, LOCK = ".tilegrad-run", "run.lock"
 _MARK = b'{"format": "tilegrad run", "version": 1}\n'
 _LOCK = re.compile(rb"(?:\d+(?: [0-9a-f]+)?\n)?")  # the content of a lock: a process's id and a token
 _MODELS = "the folder of a run, a checkpoint in it, or a folder of weights"
-_LISTED = 3  # the most names that an error lists
+_MOST_NAMES = 3  # in an error
 SHARED_S = 5.0  # seconds that a network file system may take to show a new file
 
 
@@ -240,7 +240,7 @@ def _check_tokenizer(folder: Path, state: RunState, found: str) -> None:
         )
 
 
-def _check_ours(folder: Path) -> None:
+def _check_own_folder(folder: Path) -> None:
     """Raise unless the folder is missing, empty, or the folder of a run."""
     if not folder.is_dir():
         if folder.exists() or folder.is_symlink():
@@ -250,9 +250,9 @@ def _check_ours(folder: Path) -> None:
         return
     others = sorted(path.name for path in folder.iterdir() if not _is_left_by_a_killed_process(path))
     if others:
-        more = f" and {len(others) - _LISTED} more" if len(others) > _LISTED else ""
+        more = f" and {len(others) - _MOST_NAMES} more" if len(others) > _MOST_NAMES else ""
         raise ValueError(
-            f"{folder}: got a folder with {', '.join(others[:_LISTED])}{more}, which tilegrad did not write; accepted: a "
+            f"{folder}: got a folder with {', '.join(others[:_MOST_NAMES])}{more}, which tilegrad did not write; accepted: a "
             "new or empty folder (--out)"
         )
 
@@ -275,7 +275,7 @@ def claimed(folder: Path, *, new: bool) -> Iterator[str]:
     """Lock `folder` against other processes, and yield the token of the lock. The folder of a `new` run is made if it is
     missing, and deleted again if it stays empty. However the process ends, the operating system releases the lock."""
     if new:
-        _check_ours(folder)
+        _check_own_folder(folder)
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -310,9 +310,9 @@ def check_shared(folder: Path, token: str, mesh: Mesh) -> None:
     places = mesh.gather((is_shared, f"{folder.absolute()} on {socket.gethostname()}"))
     apart = [f"rank {rank} ({where})" for rank, (is_shared, where) in enumerate(places) if not is_shared]
     if apart:
-        more = f" and {len(apart) - _LISTED} more" if len(apart) > _LISTED else ""
+        more = f" and {len(apart) - _MOST_NAMES} more" if len(apart) > _MOST_NAMES else ""
         raise ValueError(
-            f"out: got a folder that the ranks don't share: {', '.join(apart[:_LISTED])}{more} can't see what rank 0 wrote "
+            f"out: got a folder that the ranks don't share: {', '.join(apart[:_MOST_NAMES])}{more} can't see what rank 0 wrote "
             f"into {places[0][1]}; accepted: the same --out on every node, on a file system that all of them share"
         )
 

@@ -116,7 +116,7 @@ class StopAt:
         return held
 
 
-class _Open:
+class _Sequence:
     """A sequence in a slot."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None, capacity: int, *, stream: bool) -> None:
@@ -173,17 +173,17 @@ def write(
 ) -> Iterator[Piece]:
     """Yields the tokens of all requests as they are drawn. Without `stream`, the last token of a sequence has the text of the
     whole sequence. Without a tokenizer there is no text."""
-    waiting, slots = iter(requests), dict[int, _Open]()
+    waiting, slots = iter(requests), dict[int, _Sequence]()
     active = set[int]()  # slots that a step draws tokens for
     # slot → the sequences whose results are not read yet, one entry for each result
-    pending: dict[int, deque[_Open]] = {slot: deque() for slot in range(decoder.batch_size)}
+    pending: dict[int, deque[_Sequence]] = {slot: deque() for slot in range(decoder.batch_size)}
     ahead = _AHEAD.get(decoder.spec.device.type, 1)
     try:
         while True:
             fresh = {slot: sequence for slot, sequence in slots.items() if sequence.slides}
             for slot in pending:
                 if slot not in slots and (request := next(waiting, None)) is not None:
-                    fresh[slot] = slots[slot] = _Open(request, tokenizer, decoder.capacity, stream=stream)
+                    fresh[slot] = slots[slot] = _Sequence(request, tokenizer, decoder.capacity, stream=stream)
             if fresh:
                 decoder.prefill({slot: sequence.prompt() for slot, sequence in fresh.items()})
                 active |= fresh.keys()
@@ -208,7 +208,7 @@ def write(
         decoder.stop(active)
 
 
-def _pieces(results: Iterable[Drawn], pending: dict[int, deque[_Open]]) -> Iterator[Piece]:
+def _pieces(results: Iterable[Drawn], pending: dict[int, deque[_Sequence]]) -> Iterator[Piece]:
     """The tokens of sequences that have not ended."""
     for drawn in results:
         for slot, token, logprob in zip(drawn.slots, drawn.tokens, drawn.logprobs, strict=True):

@@ -95,7 +95,7 @@ def save_pieces(folder: Path, engine: Engine, mesh: Mesh, state: Mapping[str, ob
     if mesh.rank:
         pieces.pop("adam_step")
     writer = dcp.HuggingFaceStorageWriter(str(staged), save_distributed=True)
-    _together(mesh, lambda: dcp.save(pieces, storage_writer=writer, process_group=mesh.host_group), "save")
+    _on_all_ranks(mesh, lambda: dcp.save(pieces, storage_writer=writer, process_group=mesh.host_group), "save")
     own = sorted(staged.glob(f"shard-{mesh.rank + 1:05d}-*.safetensors"))
     for file in own:
         sync(file)
@@ -157,7 +157,7 @@ def load_pieces(path: Path, engine: Engine, mesh: Mesh) -> RunState:
     else:
         pieces = {name: Piece(*piece) for name, piece in owned_pieces(engine).items()}
         reader = dcp.HuggingFaceStorageReader(str(path))
-        _together(mesh, lambda: dcp.load(pieces, storage_reader=reader, process_group=mesh.host_group), "load")
+        _on_all_ranks(mesh, lambda: dcp.load(pieces, storage_reader=reader, process_group=mesh.host_group), "load")
     publish_pieces(engine)
     return manifest["state"]
 
@@ -202,7 +202,7 @@ def _load_whole(path: Path, manifest: Manifest, engine: Engine) -> None:
             piece.copy_(file.read(name).reshape(-1)[offset : offset + piece.numel()])
 
 
-def _together(mesh: Mesh, work: Callable[[], None], name: str) -> None:
+def _on_all_ranks(mesh: Mesh, work: Callable[[], None], name: str) -> None:
     """Run `work`, a call of DCP, on all ranks. An error on one rank, such as a full disk, is raised on all. Warnings that torch
     gives about its own code are ignored."""
     try:

@@ -64,11 +64,11 @@ MAY_CHANGE = frozenset(  # the keys of [train] that a resumed run may change
         "log",
     )
 )
-_NO_WEIGHTS = (
+_NOT_IN_WEIGHTS = (  # keys of [model] that may differ from the config of the weights
     *("block_size", "window", "window_layers", "dropout", "norm_eps", "rope_theta", "rope_scaling", "loss"),
     "logit_softcap",
 )
-_FOLLOWS = (  # values that mean "automatic": a resumed run keeps the values that it has
+_AUTOMATIC = (  # keys and values that a resumed run ignores, because it keeps the values that it computed
     *(("warmup_steps", -1), ("decay_steps", -1), ("dtype", "auto")),
     *(("format", "auto"), ("packing", None), ("too_long", "auto")),
 )
@@ -165,7 +165,7 @@ def _check_model(given: Values, own: ModelConfig, init: str) -> None:
             raise ValueError(
                 f"preset: got {value!r} with init {init!r}; accepted: none, because the weights have their model"
             )
-        if name not in _NO_WEIGHTS and value != getattr(own, name):
+        if name not in _NOT_IN_WEIGHTS and value != getattr(own, name):
             raise ValueError(
                 f"{name}: got {shown(value)} with init {init!r}; accepted: {getattr(own, name)}, the value of the weights"
             )
@@ -292,7 +292,7 @@ def resumed(own: RunConfig, asked: Sections) -> RunConfig:
                 changed = replace(section_of_own, **{name: value})
                 value = replace(own, **{section: changed}).plain()[section][name]
             had = own_values.get(section, {}).get(name)
-            if value == had or (name, value) in _FOLLOWS:
+            if value == had or (name, value) in _AUTOMATIC:
                 continue
             if section != "train" or name not in may_change:
                 shown_name = f"{section}.{name}" if section in ("lora", "optimizer") else name

@@ -37,7 +37,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _stores: Any = dist  # torch's type stubs lack PrefixStore and TCPStore
 BEAT_S = 1.0
 HUNG = 13  # exit code of a process that the heartbeat thread ended
-_NAMED = 8  # the most ranks that a message names
+_MOST_NAMED = 8  # the most ranks that a message names
 T = TypeVar("T")
 Pending = dist.Work | None  # a started collective; None with one rank
 
@@ -67,8 +67,8 @@ def missing(before: dict[int, Note], after: dict[int, Note]) -> str:
     named = [f"rank {rank} is dead or stopped, last at {after[rank].place!r}" for rank in silent]
     named += [f"rank {rank} is behind, at {after[rank].place!r}" for rank in behind]
     named = named or [f"rank {rank} gave up first, at {after[rank].place!r}" for rank in still]
-    more = f"; and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
-    return "; ".join(named[:_NAMED]) + more or "every rank is alive and waits: the network between them is down"
+    more = f"; and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""
+    return "; ".join(named[:_MOST_NAMED]) + more or "every rank is alive and waits: the network between them is down"
 
 
 class Mesh:

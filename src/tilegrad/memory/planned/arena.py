@@ -119,7 +119,7 @@ class Arenas:
             align = memory.arenas[role].align
             if allocation.data_ptr() % align:
                 raise ValueError(
-                    f"align={align}: an allocation on {memory.device} is not aligned to it; plan with a smaller align"
+                    f"align={align}: an allocation on {memory.device} is not so aligned; plan with a smaller align"
                 )
 
     @property

@@ -46,7 +46,7 @@ class MemoryReport:
                 "",
                 f"allocated      {_exact(self.peak_bytes)} on {self.device}, the sum of {len(self.roles)} arenas",
                 *(f"outside them   {_exact(nbytes)}, {name}" for name, nbytes in self.unplanned),
-                f"alive at most  {_exact(self.max_live_bytes)}, at {self._moment()}",
+                f"alive at most  {_exact(self.max_live_bytes)}, at {self._peak_moment()}",
                 f"sharing saves  {_exact(self.saved_bytes)}, {share:.1%} of {human(self.unshared_bytes)} without it",
                 *(
                     [f"gradients      {_exact(self.shared_gradients_bytes)}, {_SHARED}"]
@@ -87,7 +87,7 @@ class MemoryReport:
             "allocated": _exact(self.peak_bytes),
             **{f"outside the arenas: {name}": _exact(nbytes) for name, nbytes in self.unplanned},
             "alive at most": _exact(self.max_live_bytes),
-            "the peak": self._moment(),
+            "the peak": self._peak_moment(),
             "sharing saves": f"{human(self.saved_bytes)} of {human(self.unshared_bytes)}",
             **(
                 {"gradients": f"{human(self.shared_gradients_bytes)}, {_SHARED}"} if self.shared_gradients_bytes else {}
@@ -97,7 +97,7 @@ class MemoryReport:
         }
         return timeline_page(self.title, self.spans, unit="op", facts=facts)
 
-    def _moment(self) -> str:
+    def _peak_moment(self) -> str:
         return f"op {self.peak_op} of {self.ops}, {self.peak_op_name}"
 
 
