@@ -40,7 +40,7 @@ class TileConfig(NamedTuple):
     n: int  # columns of a tile
     do_stages: int
     dq_columns: int  # columns of a part of dq
-    do_first: bool = False  # do is loaded before q, because its stages are released first
+    do_first: bool = False  # do is loaded before q, because the stages of do are released first
     v_in_regs: int = 0  # columns of v that a warpgroup keeps in registers
     dq_warps: int = 1  # dQ store warps of a deterministic call
 
@@ -61,7 +61,7 @@ SOFTCAP_CONFIGS = TILE_CONFIGS | {  # a softcap takes registers
 
 
 def width_of(d: int) -> int:
-    """The padded head dimension, at least 128 bytes."""
+    """The padded head dimension, at least 64."""
     return max(64, pieces.width_of(d))
 
 
@@ -94,7 +94,7 @@ def workspace(sizes: Sizes, *, deterministic: bool) -> Shapes:
 
 
 def splits_for(sizes: Sizes, tiles: int, programs: int, m: int) -> int:
-    """How many CTAs share each work tile: 1 or, with too few tiles for the device, the number that finishes first."""
+    """How many CTAs share each work tile: 1 or, with too few tiles for the device, the number that ends the call first."""
     if not 0 < tiles <= min(SPLIT_TILES, programs // 2):
         return 1
     rows = sizes.tq if sizes.left is None else min(sizes.tq, sizes.left + BLOCK)

@@ -62,8 +62,8 @@ def tile_config(sizes: Sizes, programs: int, *, softcap: bool = False) -> TileCo
 
 
 def q_columns_in_registers(sizes: Sizes, *, softcap: bool) -> int:
-    """How many columns of q a warpgroup keeps in registers. Full attention at D 96, 128 and 192: all, or 0 where the
-    compiler leaves too few registers. D 256 without a window and packed sequences: a quarter. Else 0."""
+    """How many columns of q a warpgroup keeps in registers: all in full attention at D 96, 128 and 192, if the compiler leaves
+    enough registers; a quarter at D 256, without a window or packed sequences; otherwise 0."""
     width = width_of(sizes.d)
     full = sizes.left is None and sizes.right is None and not sizes.varlen and not sizes.intervals
     if width == 256:
@@ -73,8 +73,8 @@ def q_columns_in_registers(sizes: Sizes, *, softcap: bool) -> int:
 
 
 def edges_in_the_loop(sizes: Sizes) -> bool:
-    """Whether a warpgroup may need a mask for other blocks than its first, which has its last columns. The causal
-    diagonal of 64 rows spans 64 columns. They are in one block if the first of them is a multiple of 64."""
+    """Whether a warpgroup may need a mask for blocks after its first, which has its last columns. The causal diagonal of 64
+    rows spans 64 columns. They are in one block if the first of these columns is a multiple of 64."""
     if sizes.intervals:  # the masked blocks have a loop of their own
         return False
     aligned = sizes.right is None or (not sizes.varlen and (sizes.tk + sizes.right) % ROWS.value == 0)
@@ -82,21 +82,21 @@ def edges_in_the_loop(sizes: Sizes) -> bool:
 
 
 def counts_tiles(sizes: Sizes) -> bool:
-    """Whether CTAs take work tiles from a counter in memory instead of in rounds. They do for packed sequences and
-    intervals, because the host doesn't know how many blocks a tile has, and for long causal calls, whose tiles differ
-    most. There a counter is 1 to 2 % faster at D 128 and 256, but slower at D 64."""
+    """Whether CTAs take work tiles from a counter in memory instead of in rounds. They do for packed sequences and intervals,
+    because the host doesn't know how many blocks a tile has, and for long causal calls, whose tiles differ most. In long
+    causal calls a counter is 1 to 2 % faster at D 128 and 256, but slower at D 64."""
     causal = sizes.right is not None and sizes.left is None
     return sizes.varlen or sizes.intervals or (causal and width_of(sizes.d) >= 128 and sizes.tq >= LONG_ROWS)
 
 
 def workspace(sizes: Sizes) -> Shapes:
-    """The tile counter, if this call or a shorter one needs it. In a shorter call, a window may cover all columns."""
+    """The tile counter, if this call or a shorter one needs it. In a shorter call, a window that covers all columns is none."""
     return {"tile_counter": ((1,), torch.int32)} if counts_tiles(sizes._replace(left=None)) else {}
 
 
 def heads_per_section(sizes: Sizes, row_tiles: int, programs: int, config: TileConfig) -> int:
-    """The number of heads whose tiles are scheduled together, longest tiles first. With a window: as many heads as have
-    k and v that fit into L2 together."""
+    """The number of heads whose tiles are scheduled together, longest tiles first. With a window: as many heads as
+    fit into L2 with their k and v."""
     heads = sizes.batch * sizes.hq
     window = sizes.tk if sizes.left is None else min(sizes.tk, sizes.left + ROWS.value * config.warpgroups)
     most = min(heads, max(1, L2_BYTES // max(1, 4 * window * sizes.d * sizes.hkv // sizes.hq)))

@@ -6,7 +6,7 @@ accumulators. Scores sum over D and have no pieces:
 
     s = a₁ b₁ᵀ + a₂ b₂ᵀ        o₁ += p v₁        o₂ += p v₂
 
-Each of these lines issues one MMA per piece, and a wait counts MMAs, not lines.
+s takes one MMA per piece, and so does o. A wait counts MMAs.
 """
 
 from __future__ import annotations
