@@ -261,7 +261,7 @@ def ends(*values: int, dtype: torch.dtype = torch.int32) -> Tensor:
     [
         (ends(0, 5, 18, dtype=torch.int64), r"got torch.int64 \(3,\); accepted: a torch.int32 tensor"),
         (ends(0, 18)[None], r"got torch.int32 \(1, 2\); accepted"),
-        (ends(0, 9, 18).to("meta"), "got a tensor on meta; accepted: one on the CPU"),
+        (ends(0, 9, 18).to("meta"), "got a tensor on meta; accepted: a tensor on the CPU"),
         (ends(), r"got no values; accepted: from 0 to 18, because the batch has 2 × 9 tokens"),
         (ends(1, 9, 18), "got values from 1 to 18; accepted: from 0 to 18"),
         (ends(0, 9, 17), "got values from 0 to 17; accepted: from 0 to 18"),
