@@ -445,13 +445,18 @@ WIDE_BROKEN: dict[str, tuple[Any, str, Any]] = {
 }
 
 
-@interpreted
-@pytest.mark.parametrize("name", WIDE_BROKEN)
-def test_in_plain_python_a_broken_kernel_of_wide_heads_is_found(name: str) -> None:
+@pytest.fixture(scope="module")
+def wide() -> Known:
     known = Known(replace(RAGGED, hkv=1, group=2, d=136, dv=136, causal=True, tk=200))
     known.check(programs=2)
+    return known
+
+
+@interpreted
+@pytest.mark.parametrize("name", WIDE_BROKEN)
+def test_in_plain_python_a_broken_kernel_of_wide_heads_is_found(name: str, wide: Known) -> None:
     with pytest.raises(AssertionError):
-        known.check(programs=2, broken=lambda patch: patch.setattr(*WIDE_BROKEN[name]))
+        wide.check(programs=2, broken=lambda patch: patch.setattr(*WIDE_BROKEN[name]))
 
 
 INTERVALS_BROKEN: dict[str, tuple[Any, str, Any]] = {
@@ -462,9 +467,8 @@ INTERVALS_BROKEN: dict[str, tuple[Any, str, Any]] = {
 }
 
 
-@interpreted
-@pytest.mark.parametrize("name", INTERVALS_BROKEN)
-def test_in_plain_python_broken_intervals_of_the_backward_are_found(name: str) -> None:
+@pytest.fixture(scope="module")
+def with_gaps() -> Known:
     known = Known(replace(RAGGED, hkv=1, tq=300, tk=300, d=64, dv=64))
     columns = torch.arange(300)
     begin, end = (
@@ -474,8 +478,14 @@ def test_in_plain_python_broken_intervals_of_the_backward_are_found(name: str) -
     mask = replace(known.call.mask, intervals=torch.stack([begin, end], 1).int()[None, None])
     known = Known(known.case, mask=mask)
     known.check(programs=3, deterministic=True)
+    return known
+
+
+@interpreted
+@pytest.mark.parametrize("name", INTERVALS_BROKEN)
+def test_in_plain_python_broken_intervals_of_the_backward_are_found(name: str, with_gaps: Known) -> None:
     with pytest.raises(AssertionError):
-        known.check(programs=3, deterministic=True, broken=lambda patch: patch.setattr(*INTERVALS_BROKEN[name]))
+        with_gaps.check(programs=3, deterministic=True, broken=lambda patch: patch.setattr(*INTERVALS_BROKEN[name]))
 
 
 def intervals_of(dice: random.Random, tq: int, tk: int) -> torch.Tensor:

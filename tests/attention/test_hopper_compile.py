@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from support.cases import Case, build
+from support.compiler import without_line_numbers
 from support.cuda_driver import FakeDriver
 from support.kernels import run_backward, run_forward
 
@@ -140,7 +141,8 @@ def compile_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Co
     for module in (launch_forward, launch_backward):
         monkeypatch.setattr(module, "Plan", lambda *_: lambda _call: None)
     monkeypatch.setattr(launch_backward, "multiprocessors", lambda _device: 132)
-    yield call_of
+    with without_line_numbers():
+        yield call_of
     driver._active = None
 
 

@@ -4,6 +4,7 @@ instead of running. Argument specialisation, the choice of tiles and ptxas are t
 
 from __future__ import annotations
 
+import os
 import re
 import struct
 import subprocess
@@ -36,6 +37,20 @@ class Compiled(NamedTuple):
 # cubin → registers, spilled bytes, code: tests launch many kernels twice
 _dumped: dict[bytes, tuple[int, int, str]] = {}
 INSTRUCTION_BYTES = 16
+
+
+@contextmanager
+def without_line_numbers() -> Iterator[None]:
+    """Triton compiles inside without the source line of each instruction: the same instructions in nine tenths of the time. In
+    the names of its cached files, its version replaces the hash of its 400 MB, which takes a second in each process."""
+    import triton
+    from triton.runtime import cache
+
+    with (
+        mock.patch.dict(os.environ, {"TRITON_DISABLE_LINE_INFO": "1"}),
+        mock.patch.object(cache, "triton_key", return_value=triton.__version__),
+    ):
+        yield
 
 
 def resources(kernels: dict[str, Any], folder: Path) -> dict[str, Compiled]:
@@ -114,7 +129,7 @@ def compiling(architecture: int, folder: Path) -> Iterator[dict[str, Compiled]]:
 
     driver.set_active(Driver())
     try:
-        with mock.patch.object(JITFunction, "run", compile_only):
+        with mock.patch.object(JITFunction, "run", compile_only), without_line_numbers():
             yield found
         found |= resources(launched, folder)
     finally:

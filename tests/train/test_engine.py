@@ -386,12 +386,11 @@ def test_sharing_memory_and_poison_change_no_bit(config: ModelConfig, *, accumul
     """accumulate=False: gradients share memory too, and are poisoned after the update."""
     tokens, targets = batch(config, 2, 9)
     device = torch.device("cpu")
-    results = []
+    results, engine = [], Engine(config, 2, 9)
     for share, poisoned in ((True, False), (False, False), (True, True)):
         spec = StepSpec(config, 2, 9, torch.float32, device, accumulate=accumulate)
         plan = plan_model(spec, share=share)
         arenas = Arenas(plan)
-        engine = Engine(config, 2, 9)
         handles = spec.declare()
         model, optimizer = bind((handles, Optimizer.declare(handles.params.values())), arenas.view)
         for name, p in model.params.items():
