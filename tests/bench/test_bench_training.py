@@ -3,12 +3,14 @@ wrong has no speed, every kernel has a group."""
 
 import json
 import math
+import multiprocessing
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support.forked import CONTEXT
 
 from benchmarks import contenders, training
 from benchmarks.breakdown import GROUPS, OTHER, Launch, Rates, break_down, floors, group_of, groups_of, our_kernels
@@ -139,6 +141,7 @@ def test_a_process_for_each_contender_and_one_that_fails_is_named(monkeypatch):
         return measured_alone(entry, settings) if entry == Entry("ours", halves) else {"allocated_bytes": 1}
 
     monkeypatch.setattr(training, "_resident", of_one)
+    monkeypatch.setattr(multiprocessing, "get_context", {"spawn": CONTEXT}.__getitem__)  # its processes begin sooner
     *rows, failed = training.measure(SMALL.problem, [halves, replace(SMALL, name="odd", micro_batches=3)], QUICK)
     assert [(row.case, row.contender) for row in rows] == [("small-2x2", "eager"), ("small-2x2", "ours")]
     for row in rows:

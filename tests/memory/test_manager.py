@@ -35,7 +35,7 @@ def rates(manager):
 
 
 def test_the_package_is_imported_without_torch():
-    code = "import sys, tilegrad.memory as m; m.BufferType; assert 'torch' not in sys.modules; m.AttentionBufferManager"
+    code = "import sys, tilegrad.memory as m; m.BufferType; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 import importlib
 import math
 import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,6 +22,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from support.forked import python
 from tilegrad import kernels
 from tilegrad.kernels import linear
 
@@ -37,11 +36,11 @@ interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in a process of i
 def in_the_interpreter(*arguments: str) -> None:
     """Runs pytest with these arguments, of which the first is a file, in a process where Triton interprets."""
     quiet = ["-W", "ignore::DeprecationWarning", "-W", "ignore::RuntimeWarning"]  # warnings of numpy in the interpreter
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", *quiet, *arguments]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    for name in [name for name in environment if name.startswith("PYTEST_XDIST")]:
-        del environment[name]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    options = ["-q", "-p", "no:cacheprovider", "-n", "0", *quiet, *arguments]
+    with mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}):
+        for name in [name for name in os.environ if name.startswith("PYTEST_XDIST")]:
+            del os.environ[name]
+        done = python("import pytest, sys; sys.exit(pytest.main(sys.argv[1:]))", *options, timeout=3600)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert " passed" in done.stdout, done.stdout[-2000:]
 
