@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -310,11 +311,20 @@ SMALL = (
 )
 
 
+@pytest.fixture(scope="module")
+def trained_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        Path("run.toml").write_text(SMALL, encoding="utf-8")
+        assert main(["train", "run.toml", "--out", "my run"]) == 0
+    return folder
+
+
 @pytest.fixture
-def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def trained(trained_once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.copytree(trained_once, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    Path("run.toml").write_text(SMALL, encoding="utf-8")
-    assert main(["train", "run.toml", "--out", "my run"]) == 0
     return Path("my run")
 
 

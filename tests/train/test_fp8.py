@@ -82,7 +82,7 @@ def engines(config: ModelConfig, linear: Linear = "fp8", head: HeadProducts = "p
 def test_fp8_trains_as_well_as_bfloat16(config: ModelConfig, linear: Linear, head: HeadProducts) -> None:
     fp8, plain = engines(config, linear, head)
     tokens = torch.randint(0, 64, (4, 33), generator=torch.Generator().manual_seed(0))
-    losses = [[e.step(tokens[:, :-1], tokens[:, 1:], 3e-3) for _ in range(30)] for e in (fp8, plain)]
+    losses = [[e.step(tokens[:, :-1], tokens[:, 1:], 5e-3) for _ in range(15)] for e in (fp8, plain)]
     assert losses[0][0] == pytest.approx(losses[1][0], rel=2e-2) and losses[0] != losses[1]
     assert losses[0][-1] < 0.7 * losses[0][0] and losses[0][-1] == pytest.approx(losses[1][-1], rel=0.1)
 

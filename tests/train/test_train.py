@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -34,11 +35,15 @@ SETTINGS = TrainConfig(
 )  # fmt: skip
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunConfig:
-    text = tmp_path / "text.txt"
+def run_on_a_text_in(folder: Path) -> RunConfig:
+    text = folder / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 60, encoding="utf-8")
     return RunConfig(MODEL, SETTINGS, DataConfig(files=(str(text),)))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunConfig:
+    return run_on_a_text_in(tmp_path)
 
 
 def last_tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -291,11 +296,20 @@ SPOILT: dict[str, tuple[Any, dict[str, Any], str]] = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Path]:
+    """A run and its folder, of which a test spoils a copy."""
+    home = tmp_path_factory.mktemp("ended")
+    run = run_on_a_text_in(home)
+    train(run, home / "run")
+    return run, home / "run"
+
+
 @pytest.mark.parametrize("name", SPOILT)
-def test_a_refused_resume_writes_nothing(run: RunConfig, tmp_path: Path, name: str) -> None:
+def test_a_refused_resume_writes_nothing(ended: tuple[RunConfig, Path], tmp_path: Path, name: str) -> None:
     spoil, changes, message = SPOILT[name]
-    folder = tmp_path / "run"
-    train(run, folder)
+    run, folder = ended[0], tmp_path / "run"
+    shutil.copytree(ended[1], folder)
     if spoil:
         spoil(folder)
     before = contents(folder)

@@ -147,9 +147,9 @@ class Language(SimpleNamespace):
 
     def warp_specialize(self, partitions: list[Any], warps: list[int], registers: list[int]) -> None:
         here = task()
-        started = [
+        started = {
             Task(here.schedule, here.program, lambda function=function, of=of: function(*of), n)  # type: ignore[misc]
             for (function, of), n in zip(partitions, (here.threads // 32, *warps), strict=True)
-        ]
-        here.schedule.pause(lambda: not any(each in here.schedule.tasks for each in started))
+        }
+        here.schedule.pause(lambda: started.isdisjoint(here.schedule.tasks))
         assert not any(barrier.arrived for barrier in here.program.named.values()), "arrivals that nobody waits for"

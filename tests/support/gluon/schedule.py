@@ -97,7 +97,8 @@ class Task(threading.Thread):
         super().__init__(daemon=True)
         self.threads = 32 * warps
         self.schedule, self.program, self.function = schedule, program, function
-        self.go, self.ready = threading.Semaphore(0), lambda: True
+        self.go, self.ready = threading.Lock(), lambda: True
+        self.go.acquire()  # `run` and `pause` wait until another thread releases it
         self.weight = schedule.dice.choice((SLOW, 1.0))
         self.products: list[Product] = []
         self.stores: list[Callable[[], Callable[[], object]]] = []

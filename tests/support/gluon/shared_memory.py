@@ -119,8 +119,9 @@ class Barrier:
 
     def wait(self, phase: int) -> None:
         def ready() -> bool:
-            coming = sum(size for size, _ in self.loads)
-            return self.phase != phase or (self.arrivals == 0 and self.bytes == coming)
+            if self.phase != phase or self.arrivals:
+                return self.phase != phase
+            return self.bytes == sum(size for size, _ in self.loads)
 
         self.schedule.pause(ready)
         while self.phase == phase:

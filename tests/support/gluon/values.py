@@ -52,6 +52,15 @@ class Block(Tensor):
 
     type = SimpleNamespace(layout=None)  # type: ignore[assignment]
 
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """What torch's own method does for functions that return a tensor or several, in less than half the time."""
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            return result.as_subclass(cls)
+        return type(result)(map(block, result)) if type(result) in (tuple, list) else result
+
     def split(self) -> tuple[Block, Block]:  # type: ignore[override]
         """The two halves of the last axis, as Triton's split gives them."""
         first, last = self.unbind(-1)
