@@ -191,7 +191,7 @@ EMULATED: dict[str, Case] = {
     "no column seen": replace(RAGGED, causal=True, tq=400, tk=100, sinks=True),
     "open window": replace(RAGGED, window=(100, None), group=2, layout="fused"),
     "two edges, aligned": replace(RAGGED, causal=True, window=(255, None), tq=512, tk=512, sinks=True),
-    "softcap, negative scale": replace(RAGGED, window=(40, 7), softcap=2.0, scale=-0.2, dtype=torch.float16),
+    "softcap, negative scale": replace(RAGGED, window=(40, 7), softcap=15.0, scale=-0.2, dtype=torch.float16),
     "causal, aligned": replace(RAGGED, causal=True, tq=320, tk=448),
     "causal, aligned, wide": replace(RAGGED, d=256, dv=256, causal=True, tq=192, tk=192),
     "packed, full": replace(RAGGED, d=64, dv=64, lengths=((130, 300), (77, 128), (5, 1))),

@@ -69,9 +69,13 @@ def product(x: Tensor, w: Tensor, b: Tensor | None, kernel: str | None = None, s
     return y
 
 
-def test_a_product_in_triton_has_the_same_bits_for_any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to FEW rows, different programs compute the splits of K; above, one program does. NumPy's product of two tiles adds in
-    an order that depends on their sizes, so this test makes the interpreter add in the order of K."""
+@pytest.mark.parametrize("tma", [False, True])
+def test_a_product_in_triton_has_the_same_bits_for_any_number_of_rows(
+    tma: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to FEW rows, different programs compute the splits of K; above, one program does, with TMA or without. NumPy's
+    product of two tiles adds in an order that depends on their sizes, so this test makes the interpreter add in the order
+    of K."""
     pytest.importorskip("triton", reason="needs Triton")
     from triton.runtime import interpreter
 
@@ -84,8 +88,11 @@ def test_a_product_in_triton_has_the_same_bits_for_any_number_of_rows(monkeypatc
         return interpreter.TensorHandle(c.data + total, c.dtype.scalar)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot_in_order)
+    monkeypatch.setattr(triton_ops, "takes_tma", lambda *_: tma)
+    monkeypatch.setattr(triton_ops, "MANY", triton_ops.FEW + 1)
 
-    x, w, b = randn(triton_ops.FEW + 7, 515, dtype=F32), randn(70, 515, dtype=F32, seed=1), randn(70, dtype=F32, seed=2)
+    k, m = (516, 72) if tma else (515, 70)
+    x, w, b = randn(triton_ops.FEW + 7, k, dtype=F32), randn(m, k, dtype=F32, seed=1), randn(m, dtype=F32, seed=2)
     with interpreting():
         found = {n: product(x[:n], w, b, "triton") for n in (1, 3, triton_ops.FEW, triton_ops.FEW + 1, len(x))}
     y = bounds.of(x) @ bounds.of(w).mT + bounds.of(b)

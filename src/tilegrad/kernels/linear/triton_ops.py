@@ -7,7 +7,7 @@ depend only on K. So a row has the same bits for any N:
 
     N ≤ FEW    a program computes one s_i of a tile of yᵀ, so there are enough programs to read w at full memory bandwidth.
                `_add_splits_kernel` adds the s_i
-    N > FEW    a program computes all s_i of its tile one after another, and adds them
+    N > FEW    a program computes all s_i of its tile one after another, and adds them; from MANY rows on, TMA copies tiles
 
 The tiles are of yᵀ, whose rows are the rows of w, because an MMA takes 64 rows but any multiple of 8 columns.
 """
@@ -15,41 +15,58 @@ The tiles are of yᵀ, whose rows are the rows of w, because an MMA takes 64 row
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..checks import check_columns
 from ..dependent_launch import dependent, start_next, wait_for_previous
-from ..gpu import ceil_div, launch, padded
+from ..gpu import capability, ceil_div, launch, padded
 from ..scratch import Scratch, Shapes, TensorLike
 
 SPLIT, BLOCK_K = 256, 64
 FEW = 64  # rows of x up to which splits are computed by different programs
-BLOCK_M = {
-    torch.bfloat16: 128,
-    torch.float16: 128,
-    torch.float32: 64,
-}  # rows of w in a tile, for more than FEW rows of x
-BLOCK_M_FEW = 64
+MANY = 1024  # least rows of x with which TMA copies tiles, because a launch with descriptors takes the host 20 to 40 µs
 BLOCK = 1024  # elements of y that a program of `_add_splits_kernel` computes
+
+
+class Tile(NamedTuple):
+    m: int  # rows of w
+    n: int  # rows of x; 0: all, padded
+    stages: int
+    warps: int
+
+
+TILE_FEW = Tile(64, 0, 4, 4)
+TILE_TMA = Tile(64, 128, 3, 4)
+TILE = Tile(64, 128, 4, 4)
+TILE_FLOAT32 = Tile(64, 64, 3, 8)
 
 
 @triton.jit
 def _product_kernel(
-    x, w, b, y, parts, x_n, w_m, y_n, n, m, k,
+    y, x, w, y_tiles, b, parts, x_n, w_m, y_n, n, m, k,
     SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    TMA: tl.constexpr, WHOLE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Writes one s_i to parts (splits, N, M) float32, or y if parts is None."""
+    """Writes one s_i to parts (splits, N, M) float32, or y if parts is None.
+
+    TMA      x, w and y_tiles are tensor descriptors
+    WHOLE    K is a multiple of BLOCK_K"""
     start_next(DEPENDENT)
     wait_for_previous(DEPENDENT)
-    outputs = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    rows = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    first_output = tl.program_id(0) * BLOCK_M
+    first_row = tl.program_id(1) * BLOCK_N
+    outputs = first_output + tl.arange(0, BLOCK_M)
+    rows = first_row + tl.arange(0, BLOCK_N)
     inside = (outputs < m)[:, None] & (rows < n)[None, :]
-    of_w = w + outputs.to(tl.int64)[:, None] * w_m
-    of_x = x + rows.to(tl.int64)[:, None] * x_n
+    if not TMA:
+        of_w = w + tl.minimum(outputs, m - 1).to(tl.int64)[:, None] * w_m
+        of_x = x + tl.minimum(rows, n - 1).to(tl.int64)[:, None] * x_n
     if parts is not None:
         first = tl.program_id(2) * SPLIT
         last = tl.minimum(first + SPLIT, k)
@@ -57,22 +74,31 @@ def _product_kernel(
         first = 0
         last = k
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for begin in range(first, last, SPLIT):
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for step in tl.range(0, SPLIT, BLOCK_K, num_stages=STAGES):
-            columns = begin + step + tl.arange(0, BLOCK_K)
-            here = (columns < k)[None, :]
-            w_tile = tl.load(of_w + columns[None, :], (outputs < m)[:, None] & here, 0.0)
-            x_tile = tl.load(of_x + columns[None, :], (rows < n)[:, None] & here, 0.0)
-            acc = tl.dot(w_tile, tl.trans(x_tile), acc, input_precision="ieee")
-        total += acc
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for begin in tl.range(first, last, BLOCK_K, num_stages=STAGES):
+        if TMA:
+            w_tile = w.load([first_output, begin])
+            x_tile = x.load([first_row, begin])
+        else:
+            columns = begin + tl.arange(0, BLOCK_K)[None, :]
+            here = None if WHOLE else columns < k
+            w_tile = tl.load(of_w + columns, here, None if WHOLE else 0.0)
+            x_tile = tl.load(of_x + columns, here, None if WHOLE else 0.0)
+        acc = tl.dot(w_tile, tl.trans(x_tile), acc, input_precision="ieee")
+        if begin % SPLIT == SPLIT - BLOCK_K:
+            total += acc
+            acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    total += acc
     if parts is not None:
         at = (tl.program_id(2).to(tl.int64) * n + rows.to(tl.int64)[None, :]) * m + outputs[:, None]
         tl.store(parts + at, total, inside)
     else:
         if b is not None:
             total += tl.load(b + outputs, outputs < m, 0.0).to(tl.float32)[:, None]
-        tl.store(y + rows.to(tl.int64)[None, :] * y_n + outputs[:, None], total, inside)
+        if TMA:
+            y_tiles.store([first_row, first_output], tl.trans(total).to(y.dtype.element_ty))
+        else:
+            tl.store(y + rows.to(tl.int64)[None, :] * y_n + outputs[:, None], total, inside)
 
 
 @triton.jit
@@ -95,17 +121,31 @@ def workspace(x: TensorLike, w: TensorLike, invariant: bool = False, backward: b
     return {"parts": ((ceil_div(k, SPLIT), min(n, FEW), m), torch.float32)}
 
 
+def takes_tma(*tensors: Tensor) -> bool:
+    """Whether TMA can copy their tiles: half precision on Hopper and later, with rows at 16-byte aligned addresses."""
+    device, dtype = tensors[0].device, tensors[0].dtype
+    if dtype == torch.float32 or device.type != "cuda" or capability(device) < (9, 0):
+        return False
+    return all(t.stride(1) == 1 and t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0 for t in tensors)
+
+
 def fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scale: float, scratch: Scratch) -> None:
     check_columns("y", y)
     check_columns("b", b)
-    (n, k), m = x.shape, w.shape[0]
-    splits, few = ceil_div(k, SPLIT), n <= FEW
-    parts = scratch["parts"] if few else None
-    block_m, block_n = (BLOCK_M_FEW, max(16, padded(n))) if few else (BLOCK_M[x.dtype], BLOCK_M[x.dtype])
-    constants = {"SPLIT": SPLIT, "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": BLOCK_K}
-    constants |= {"STAGES": 4 if few else 3, "num_warps": 4 if few else 8, **dependent(x, n)}
-    grid = (ceil_div(m, block_m), ceil_div(n, block_n), splits if few else 1)
-    launch(_product_kernel, grid, x, w, b, y, parts, x.stride(0), w.stride(0), y.stride(0), n, m, k, **constants)
+    (n, k), m, few = x.shape, w.shape[0], x.shape[0] <= FEW
+    tma = n >= MANY and takes_tma(x, w, y)
+    tile = TILE_TMA if tma else TILE_FLOAT32 if x.dtype == torch.float32 else TILE
+    tile = TILE_FEW._replace(n=max(16, padded(n))) if few else tile
+    splits, parts = ceil_div(k, SPLIT), scratch["parts"] if few else None
+    constants = {
+        "SPLIT": SPLIT, "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": BLOCK_K, "STAGES": tile.stages, "TMA": tma,
+        "WHOLE": k % BLOCK_K == 0, "num_warps": tile.warps, **dependent(x, n),
+    }  # fmt: skip
+    blocks = ((x, tile.n, BLOCK_K), (w, tile.m, BLOCK_K), (y, tile.n, tile.m))
+    tiled = [TensorDescriptor.from_tensor(t, block) if tma else t for t, *block in blocks]
+    strides = x.stride(0), w.stride(0), y.stride(0)
+    grid = (ceil_div(m, tile.m), ceil_div(n, tile.n), splits if few else 1)
+    launch(_product_kernel, grid, y, *tiled, b, parts, *strides, n, m, k, **constants)
     if parts is not None:
         constants = {"BLOCK": BLOCK, "num_warps": 4, **dependent(x, n)}
         launch(_add_splits_kernel, (ceil_div(m, BLOCK), n), parts, b, y, y.stride(0), n, m, splits, **constants)

@@ -21,10 +21,10 @@ overlaps the MMAs of the others: FlashAttention-3's ping-pong. A warpgroup that 
 
 **Head dimensions** 96 and 192 are two pieces of columns (pieces.py): q, k, v, o and acc are tuples of one piece or two.
 
-**q in registers.** Full attention keeps q in registers at D 96, 128 and, without a softcap, 192: a block then reads a third
-less shared memory. Under a causal mask this is 1 % slower. At D 256 shared memory bandwidth is the limit, and a quarter of q is
-kept in registers: 2 to 3 % faster. Half of q is slower, and windows and packed sequences leave no registers for q. The host
-decides (launch_forward.q_columns_in_registers).
+**q in registers.** Full attention without a softcap keeps q in registers at D 96, 128 and 192: a block then reads a third less
+shared memory. Under a causal mask this is 1 % slower. At D 256 shared memory bandwidth is the limit, and a quarter of q is kept
+in registers: 2 to 3 % faster. Half of q is slower, and windows and packed sequences leave no registers for q. The host decides
+(launch_forward.q_columns_in_registers).
 
 forward_scheduler.py says which work tiles a CTA computes.
 
@@ -87,7 +87,17 @@ from .pipeline import (
     named_wait,
     read_word,
 )
-from .registers import from_log2, keep_between, max_of_rows, sum_of_rows, tanh, to_log2
+from .registers import (
+    NEAR_ZERO,
+    from_log2,
+    keep_between,
+    magnitude,
+    max_of_rows,
+    sum_of_rows,
+    tanh,
+    tanh_near_zero,
+    to_log2,
+)
 
 LOWEST = gl.constexpr(-1e38)
 HIGH_BITS = gl.constexpr(0x80808080 - 2**32)  # the high bit of each byte, as int32
@@ -180,6 +190,19 @@ def _two_bytes(interval, first, inside):
 
 
 @gluon.jit
+def _tanh(x, params):
+    """tanh(x). If all scores of a block are near 0, it is a polynomial, which takes less than half of the time of exp and a
+    division. With intervals there are no registers for this branch."""
+    if params.intervals is not None:
+        y = tanh(x, IEEE_FP32=False)
+    elif magnitude(x) < NEAR_ZERO:
+        y = tanh_near_zero(x, IEEE_FP32=False)
+    else:
+        y = tanh(x, IEEE_FP32=False)
+    return y
+
+
+@gluon.jit
 def _softmax_step(
     s, row_max, row_sum, at, partial, iteration, span, pipelines, params, W: gl.constexpr, BLOCK_N: gl.constexpr,
     NEGATIVE: gl.constexpr, EDGES: gl.constexpr,
@@ -190,7 +213,8 @@ def _softmax_step(
     scale_log2 = params.scale_log2
     if params.softcap_log2 is not None:
         sign: gl.constexpr = -1.0 if NEGATIVE else 1.0
-        x = params.softcap_log2 * tanh(x * (sign * params.scale_log2 / params.softcap_log2), IEEE_FP32=False)
+        x = x * (sign * params.scale_log2 / params.softcap_log2)
+        x = params.softcap_log2 * _tanh(x, params)
         scale_log2 = params.scale_log2 * 0.0 + 1.0
     elif NEGATIVE:
         x = -x

@@ -47,11 +47,11 @@ WINDOW_CONFIG = TileConfig(3, 64, 4, 4, 2)  # for D 96 and 128: narrow blocks wa
 
 def tile_config(sizes: Sizes, programs: int, *, softcap: bool = False) -> TileConfig:
     """The config of the head dimension, or WINDOW_CONFIG for windows at D 96 and 128. With so few rows that each tile of 64
-    rows can have its own CTA, a CTA has one warpgroup. With intervals and a softcap or a window, registers suffice for only
-    two warpgroups at D 64. With intervals and a softcap, they do not suffice for WINDOW_CONFIG."""
+    rows can have its own CTA, a CTA has one warpgroup. At D 64, registers suffice for only two warpgroups with a softcap, and
+    with intervals in a window. With intervals and a softcap, they do not suffice for WINDOW_CONFIG."""
     width = width_of(sizes.d)
     config = TILE_CONFIGS[width]
-    if sizes.intervals and (softcap or sizes.left is not None):
+    if softcap or (sizes.intervals and sizes.left is not None):
         config = config._replace(warpgroups=2)
     if sizes.varlen:
         return config
@@ -62,14 +62,14 @@ def tile_config(sizes: Sizes, programs: int, *, softcap: bool = False) -> TileCo
 
 
 def q_columns_in_registers(sizes: Sizes, *, softcap: bool) -> int:
-    """How many columns of q a warpgroup keeps in registers: all in full attention at D 96, 128 and 192, if the compiler leaves
-    enough registers; a quarter at D 256, without a window or packed sequences; otherwise 0."""
+    """How many columns of q a warpgroup keeps in registers: all at D 96, 128 and 192 in full attention without a softcap, if
+    the compiler leaves enough registers; a quarter at D 256, without a window or packed sequences; otherwise 0."""
     width = width_of(sizes.d)
     full = sizes.left is None and sizes.right is None and not sizes.varlen and not sizes.intervals
     if width == 256:
         return 64 if sizes.left is None and not sizes.varlen else 0
     spared = (128,) if takes_more_registers() else (96, 128, 192)
-    return width if full and width in spared and not (softcap and width == 192) else 0
+    return width if full and width in spared and not softcap else 0
 
 
 def edges_in_the_loop(sizes: Sizes) -> bool:

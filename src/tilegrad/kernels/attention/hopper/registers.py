@@ -18,6 +18,8 @@ from ..triton import numerics
 LEAST = gl.constexpr(8)  # columns that `_fold` leaves; a thread has two of them in each row
 
 tanh = gluon.jit(numerics.tanh.fn)
+tanh_near_zero = gluon.jit(numerics.tanh_near_zero.fn)
+NEAR_ZERO = numerics.NEAR_ZERO
 to_log2 = gluon.jit(numerics.to_log2.fn)
 from_log2 = gluon.jit(numerics.from_log2.fn)
 
@@ -71,6 +73,12 @@ def _fold(x, acc, MAX: gl.constexpr):
 @gluon.jit
 def max_of_rows(x):
     return gl.convert_layout(gl.max(_fold(x, None, MAX=True), 1), gl.SliceLayout(1, x.type.layout), assert_trivial=True)
+
+
+@gluon.jit
+def magnitude(x):
+    """The largest |x|."""
+    return gl.max(gl.max(_fold(gl.abs(x), None, MAX=True), 1), 0)
 
 
 @gluon.jit
