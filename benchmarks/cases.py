@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from tilegrad.engine.optimizer import AdamW
 from tilegrad.kernels.muon import MuonConfig
 from tilegrad.model.config import PRESETS, ModelConfig
 from tilegrad.model.layer import FULL, HeadProducts, Linear, States
@@ -16,6 +17,7 @@ from tilegrad.model.layer import FULL, HeadProducts, Linear, States
 from .step_cost import step_flops
 
 _GIB = 1 << 30
+ADAMW = AdamW()
 VOCAB_SIZE = 50304  # 50257, the size of GPT-2's vocabulary, rounded up to a multiple of 128 as in nanoGPT and llm.c
 
 
@@ -53,6 +55,7 @@ class Case:
     head: HeadProducts = "plain"
     states: States = FULL
     muon: MuonConfig | None = None
+    adamw: AdamW = ADAMW
     device: str = "cuda"
     speed: float | None = None
     aim: float | None = None

@@ -105,7 +105,8 @@ class Ours:
         self.engine = Engine(
             problem.config, problem.batch_size // case.micro_batches, problem.seq_len, device=entry.device,
             dtype=getattr(torch, problem.dtype), seed=entry.seed, memory_budget=case.budget_bytes, linear=case.linear,
-            head=case.head, states=case.states, muon=case.muon, accumulate=case.micro_batches > 1,
+            head=case.head, states=case.states, muon=case.muon, accumulate=case.micro_batches > 1, betas=case.adamw.betas,
+            eps=case.adamw.eps, weight_decay=case.adamw.weight_decay, max_norm=case.adamw.max_norm,
         )  # fmt: skip
         self._results: list[StepResult] = []
 

@@ -1,8 +1,9 @@
-"""The README's two charts, drawn from the dated results, and the schedules of docs/training.md: python docs/charts.py
+"""The README's two charts, and two of docs/training.md, drawn from the dated results: python docs/charts.py
 
 docs/figures/training.svg    tokens/s and memory of a training step, against compiled PyTorch
 docs/figures/attention.svg   speed of attention by head dimension, against FlashAttention-4 and cuDNN
 docs/figures/schedules.svg   the learning rate over the steps, by schedule
+docs/figures/float8.svg      losses with float8 and with bfloat16
 
 python docs/charts.py five-minutes PICTURE RUNS…    bits per byte over seconds, from files of `benchmarks.five_minutes --out`
 """
@@ -14,7 +15,7 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import geometric_mean, median
+from statistics import fmean, geometric_mean, median
 from typing import Any, get_args
 
 from tilegrad.training.schedule import DECAYS_LAST, Schedule, learning_rate
@@ -129,43 +130,103 @@ def schedules() -> str:
     return svg(title, described, parts, top + tall + 28, STYLE + LINES)
 
 
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """Axes at (left, top), with x from 0 to `end` and y from `low` to `high`."""
+
+    left: int
+    top: int
+    wide: int
+    tall: int
+    end: float
+    low: float
+    high: float
+
+    def at(self, x: float, y: float) -> str:
+        down = (self.high - y) / ((self.high - self.low) or 1.0)
+        return f"{self.left + self.wide * x / self.end:.1f},{self.top + self.tall * down:.1f}"
+
+    def axes(self, unit: str) -> list[str]:
+        """Four guides with the values of y, and five values of x."""
+        parts, bottom = [], self.top + self.tall + 16
+        for i in range(5):
+            value, y = self.high - (self.high - self.low) * i / 4, self.top + self.tall * i / 4
+            x, label = self.left + self.wide * i / 4, f"{self.end * i / 4:g}{unit}"
+            parts.append(
+                f'<text class="small" x="{self.left - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.3f}</text>'
+            )
+            parts.append(
+                f'<line class="guide" x1="{self.left}" x2="{self.left + self.wide}" y1="{y:.1f}" y2="{y:.1f}"/>'
+            )
+            parts.append(f'<text class="small" x="{x:.1f}" y="{bottom}" text-anchor="middle">{label}</text>')
+        return parts
+
+    def curve(self, points: list[tuple[float, float]], color: str, width: float = 1.5) -> str:
+        at = " ".join(self.at(*point) for point in points)
+        return f'<polyline fill="none" stroke="{color}" stroke-width="{width}" points="{at}"/>'
+
+
+def key(x: int, y: int, color: str, label: str) -> list[str]:
+    return [
+        f'<rect x="{x}" y="{y - 6}" width="{BAR}" height="4" fill="{color}"/>',
+        f'<text x="{x + 18}" y="{y}">{html.escape(label)}</text>',
+    ]
+
+
 def five_minutes(paths: list[Path]) -> str:
     """A curve for each run, without its first tenth, which is too steep to be seen next to the rest."""
     rows = [json.loads(line) for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
     runs = [row for row in rows if "curve" in row]
     if not runs:
         raise ValueError(f"runs: got {', '.join(map(str, paths))} without a run; accepted: files of --out")
-    left, top, wide, tall = 62, 44, 640, 320
     end = max(run["seconds"] for run in runs)
     shown = [p["bits_per_byte"] for run in runs for p in run["curve"] if p["seconds"] >= end / 10]
-    low, high = min(shown), max(shown)
+    plot = Plot(62, 44, 640, 320, end, min(shown), max(shown))
     title = f"Validation bits per byte over seconds of training, {runs[0]['size']}, {len(runs)} runs"
-    parts = [f'<text class="head" x="8" y="20">{html.escape(title)}</text>']
-    for i in range(5):
-        value, y = high - (high - low) * i / 4, top + tall * i / 4
-        x, seconds = left + wide * i / 4, end * i / 4
-        parts.append(f'<text class="small" x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.3f}</text>')
-        parts.append(f'<line class="guide" x1="{left}" x2="{left + wide}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="small" x="{x:.1f}" y="{top + tall + 16}" text-anchor="middle">{seconds:g} s</text>')
+    parts = [f'<text class="head" x="8" y="20">{html.escape(title)}</text>', *plot.axes(" s")]
     present = [name for name in CONTENDERS if any(run["contender"] == name for run in runs)]
     for i, name in enumerate(present):
         label, color = CONTENDERS[name]
         for run in (run for run in runs if run["contender"] == name):
-            points = [
-                f"{left + wide * p['seconds'] / end:.1f},"
-                f"{top + tall * (high - p['bits_per_byte']) / ((high - low) or 1.0):.1f}"
-                for p in run["curve"]
-                if p["seconds"] >= end / 10
-            ]
-            parts.append(f'<polyline fill="none" stroke="{color}" stroke-width="1.5" points="{" ".join(points)}"/>')
-        y = top + 14 + ROW * i
-        parts.append(f'<rect x="{left + wide + 16}" y="{y - 6}" width="{BAR}" height="4" fill="{color}"/>')
-        parts.append(f'<text x="{left + wide + 34}" y="{y}">{html.escape(label)}</text>')
+            points = [(p["seconds"], p["bits_per_byte"]) for p in run["curve"] if p["seconds"] >= end / 10]
+            parts.append(plot.curve(points, color))
+        parts += key(plot.left + plot.wide + 16, plot.top + 14 + ROW * i, color, label)
     ends = {name: [run["curve"][-1]["bits_per_byte"] for run in runs if run["contender"] == name] for name in present}
     described = "At the end: " + "; ".join(
         f"{CONTENDERS[name][0]}: " + ", ".join(f"{value:.4f}" for value in values) for name, values in ends.items()
     )
-    return svg(title, described, parts, top + tall + 28, STYLE + LINES)
+    return svg(title, described, parts, plot.top + plot.tall + 28, STYLE + LINES)
+
+
+def float8() -> str:
+    """The losses with float8 and with bfloat16, from step 200 on, and float8's minus bfloat16's."""
+    rows = [json.loads(line) for line in (RESULTS / TRAINING).read_text(encoding="utf-8").splitlines()]
+    [row] = [row for row in rows if row.get("case") == "124m-b16-fp8-all-head" and "agree" in row]
+
+    def means(losses: list[float], steps: int) -> list[tuple[float, float]]:
+        return [(i + steps / 2, fmean(losses[i : i + steps])) for i in range(200, len(losses), steps)]
+
+    title = "Loss of GPT-2 124M over 2,000 steps of 16,384 tokens: all products in float8, and bfloat16; two seeds"
+    losses = [y for kind in ("ours", "peer") for run in row[kind] for _, y in means(run, 25)]
+    left, right = Plot(62, 60, 400, 220, 2000, min(losses), max(losses)), Plot(540, 60, 400, 220, 2000, -0.1, 0.1)
+    parts = [f'<text class="head" x="8" y="20">{html.escape(title)}</text>', *left.axes(""), *right.axes("")]
+    for x, name in (
+        (left.left, "loss, means of 25 steps"),
+        (right.left, "float8 − bfloat16, means of 100 steps; the axis is about the seeds' spread"),
+    ):
+        parts.append(f'<text class="small" x="{x}" y="46">{html.escape(name)}</text>')
+    colors = {("peer", 0): "#e07a3f", ("peer", 1): "#f0b48c", ("ours", 0): "#1f6f8b", ("ours", 1): "#7fb8cc"}
+    for (kind, seed), color in colors.items():
+        parts.append(left.curve(means(row[kind][seed], 25), color, 1.5 if kind == "ours" else 5))
+        label = f"{'float8' if kind == 'ours' else 'bfloat16'}, seed {seed}"
+        parts += key(300, 80 + ROW * list(colors).index((kind, seed)), color, label)
+    for seed in (0, 1):
+        both = zip(means(row["ours"][seed], 100), means(row["peer"][seed], 100), strict=True)
+        parts.append(right.curve([(x, a - b) for (x, a), (_, b) in both], colors["ours", seed]))
+    described = (
+        "The curves of float8 and bfloat16 are on top of each other. Their difference stays between −0.01 and 0.03."
+    )
+    return svg(title, described, parts, 312, STYLE + LINES)
 
 
 def svg(title: str, described: str, parts: list[str], tall: int, style: str = STYLE) -> str:
@@ -211,3 +272,4 @@ if __name__ == "__main__":
         (HERE / "figures" / "training.svg").write_text(training(), encoding="utf-8")
         (HERE / "figures" / "attention.svg").write_text(attention(), encoding="utf-8")
         (HERE / "figures" / "schedules.svg").write_text(schedules(), encoding="utf-8")
+        (HERE / "figures" / "float8.svg").write_text(float8(), encoding="utf-8")

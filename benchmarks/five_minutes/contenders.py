@@ -13,6 +13,7 @@ order.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -20,6 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from tilegrad.engine.optimizer import AdamW
 from tilegrad.kernels.muon import MuonConfig
 from tilegrad.model.config import ModelConfig
 
@@ -62,7 +64,8 @@ SIZES = {
     "tiny": Size(2, 2, 32, batch_size=4, seq_len=16, dtype="float32"),
 }
 ADAMW_RATE = 1e-3
-MUON_RATE = 3e-3  # the peak for the parameters that AdamW updates in `muon`; the matrices have MATRIX_RATE
+MUON_RATE = 1e-2  # the peak for the parameters that AdamW updates in `muon`; the matrices have MATRIX_RATE
+MUON_ADAMW = AdamW(betas=(0.8, 0.95), eps=1e-10, weight_decay=0.0, max_norm=math.inf)  # as in nanochat.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +102,8 @@ def _adamw(task: Task) -> Trained:
 def _muon(task: Task, *, fp8: bool = False) -> Trained:
     entry = task.entry(task.size.modern(task.vocab_size))
     muon = MuonConfig(orthogonalization="polar_express", learning_rate_factor=MATRIX_RATE / MUON_RATE)
-    return Ours(replace(entry, case=replace(entry.case, muon=muon, linear="fp8" if fp8 else "plain")))
+    case = replace(entry.case, muon=muon, adamw=MUON_ADAMW, linear="fp8" if fp8 else "plain")
+    return Ours(replace(entry, case=case))
 
 
 @dataclass(frozen=True, slots=True)
