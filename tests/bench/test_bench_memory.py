@@ -77,10 +77,10 @@ def test_the_trace_is_deterministic_and_varied():
 
 
 def test_a_pair_costs_at_most_what_torch_empty_costs(hits):
-    """In C++, which takes less than half of it. Through Python a pair must be within 1.5 × of it, for another shape within 6 ×:
-    its cost depends on the process's place in the instruction cache. The best quarter of a shared machine's rounds
-    counts, and a pair that costs too much does so in each of five windows."""
-    bounds = {name: TARGET if hits == "C++" else 6.0 if "another" in name else 1.5 for name in CASES}
+    """In C++, which takes less than half of it. Through Python a pair must be within 1.5 × of it, and within 6 × for
+    alternating shapes: its cost depends on the process's place in the instruction cache. The best quarter of a shared
+    machine's rounds counts, and a pair that costs too much does so in each of five windows."""
+    bounds = {name: TARGET if hits == "C++" else 6.0 if "alternating" in name else 1.5 for name in CASES}
     dear: dict[str, list[float]] = {}
     for _ in range(5):
         ratios = pair_ratios(40)

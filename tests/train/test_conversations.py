@@ -65,7 +65,9 @@ def test_the_text_equals_that_of_transformers(source: str) -> None:
 
 def test_a_template_that_rewrites_earlier_turns_is_refused_for_several_turns() -> None:
     assert said(THINKING, TALK[:2]) == ["<assistant><think></think>Hello"]  # the template writes no generation prompt
-    with pytest.raises(ValueError, match=r"messages\[1\]: the chat template writes this message differently"):
+    with pytest.raises(
+        ValueError, match=r"messages\[1\]: the chat template writes this message, or one before it, diff"
+    ):
         said(THINKING)
 
 

@@ -188,7 +188,7 @@ def test_the_tables_have_hyper_parameters_the_data_the_machine_and_memory_by_rol
         assert (name, value) in pairwise(cells)
     for name, value in (("params", "60.00 MiB"), ("the plan's arenas", "100.00 MiB"), ("planned", "100.00 MiB")):
         assert (name, value) in pairwise(cells)
-    assert str(held) == "107.00 MiB = 100.00 MiB of the plan + 7.00 MiB torch's, BLAS's and Python's own"
+    assert str(held) == "107.00 MiB = 100.00 MiB of the plan + 7.00 MiB memory of torch, BLAS and Python"
 
 
 def test_a_resumed_step_is_drawn_once_and_a_bad_one_is_a_gap() -> None:

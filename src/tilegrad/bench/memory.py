@@ -26,7 +26,12 @@ SHAPE = (2, 1024, 8, 64)
 OTHER_SHAPE = (2, 1000, 8, 64)
 _BATCH = 100
 
-CASES = ("lightweight, same shape", "tracked, same shape", "lightweight, another shape", "tracked, another shape")
+CASES = (
+    "lightweight, same shape",
+    "tracked, same shape",
+    "lightweight, alternating shapes",
+    "tracked, alternating shapes",
+)
 TARGET = 1.0
 
 
@@ -113,7 +118,9 @@ def pair_ratios(repeats: int) -> dict[str, list[float]]:
     cases: dict[str, Callable[[], None]] = {}
     for name, lightweight in (("lightweight", True), ("tracked", False)):
         cases[f"{name}, same shape"] = _pairs(AttentionBufferManager(lightweight=lightweight), SHAPE)
-        cases[f"{name}, another shape"] = _pairs(AttentionBufferManager(lightweight=lightweight), SHAPE, OTHER_SHAPE)
+        cases[f"{name}, alternating shapes"] = _pairs(
+            AttentionBufferManager(lightweight=lightweight), SHAPE, OTHER_SHAPE
+        )
     for run in (_empty, *cases.values()):
         run()
     ratios: dict[str, list[float]] = {name: [] for name in CASES}
@@ -163,10 +170,10 @@ def bench_memory(*, repeats: int = 200, json: bool = False) -> int:
         f"allocate + deallocate over torch.empty + del, {SHAPE} float32, CPU, {repeats} interleaved rounds of {_BATCH}, "
         f"cache hits {hits}"
     )
-    print(f"  {'':28}{'median':>8}{'q1':>8}{'q3':>8}{'target':>9}")
+    print(f"  {'':32}{'median':>8}{'q1':>8}{'q3':>8}{'target':>9}")
     for name, row in rows.items():
         print(
-            f"  {name:28}{row['median']:8.2f}{row['q1']:8.2f}{row['q3']:8.2f}{'≤ ' + format(row['target'], '.2f'):>9}"
+            f"  {name:32}{row['median']:8.2f}{row['q1']:8.2f}{row['q3']:8.2f}{'≤ ' + format(row['target'], '.2f'):>9}"
         )
     print("trace of varying lengths, at least 10,000 allocations")
     mib = 1 << 20

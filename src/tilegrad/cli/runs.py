@@ -1,4 +1,4 @@
-"""`tilegrad train`, `demo` and `init`."""
+"""`tilegrad train`, `warm-up`, `demo` and `init`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ def _warm_up(args: argparse.Namespace) -> int:
     run = settled(run_from(given_keys(args), args.config or "flags"))
     if torch.device(run.train.device).type == "cpu":
         built = build_modules(only_missing=True)
-        print("On a CPU only the C++ modules are compiled" + (", and they are there" if built else ""))
+        print(
+            f"On a CPU only the C++ modules are compiled. The native kernel {'is there' if built else 'was not built'}."
+        )
         return 0 if built else 1
 
     def show(kernel: str, seconds: float, cached: bool) -> None:  # noqa: FBT001
@@ -58,7 +60,7 @@ def _warm_up(args: argparse.Namespace) -> int:
             print(f"compiled {kernel.strip('_')} in {seconds:.1f} s", flush=True)
 
     done = warm_up(run, show)
-    print(f"{done.compiled} forms of kernels compiled, {done.cached} were in the cache: {done.seconds:.0f} s in all")
+    print(f"Triton compiled {done.compiled} kernels and found {done.cached} in its cache: {done.seconds:.0f} s in all")
     return 0
 
 
@@ -109,7 +111,7 @@ def _print_result(result: RunResult) -> None:
         ("unigram entropy", f"{result.unigram_entropy:.4f}"),
         ("memory planned", f"{human(result.planned_bytes)}"),
         ("of it resident", human(sum(result.measured.arenas.values()))),
-        (f"outside it: {result.measured.unplanned}", human(result.measured.unplanned_bytes)),
+        (f"outside the plan: {result.measured.unplanned}", human(result.measured.unplanned_bytes)),
     ]
     if result.validation_loss is not None:
         rows.insert(2, ("validation loss", f"{result.validation_loss:.4f}"))
@@ -156,7 +158,9 @@ def add_runs(commands: Commands) -> None:
         "train the tiny model on the text that ships with the package, about 90 seconds on 2 cores",
         _demo,
     )
-    init = add_command(commands, "init", "write a run as TOML to begin with: every key, its default, its unit", _init)
+    init = add_command(
+        commands, "init", "write a TOML file to start from, with every key, its default and its unit", _init
+    )
     init.add_argument(
         "--finetune", action="store_true", help="a run that fine-tunes a model on conversations, with adapters"
     )
@@ -183,7 +187,7 @@ def add_runs(commands: Commands) -> None:
     warm = add_command(
         commands,
         "warm-up",
-        "compile the kernels that `train` would need with the same arguments, by a step on zeros; nothing is saved",
+        "compile the kernels that `train` would need with the same arguments, into the cache of Triton; read no data",
         _warm_up,
     )
     add_keys(warm)

@@ -106,8 +106,8 @@ def split_windows(tokens: Tokens, seq_len: int, validation_fraction: float, *, s
 class Batches:
     """Endless batches for training: `next()` gives batch_size rows, in an order drawn for each epoch.
 
-    A batch may span two epochs, so every batch has batch_size rows. `position` is (epoch, number of rows of this epoch that
-    were read). `resize` changes the size of the batches that follow.
+    A batch may span two epochs, so every batch has batch_size rows. `position` is (epoch, number of rows of this epoch that are
+    done): every piece of such a row was read, or left out by `resize`. `resize` changes the size of the batches that follow.
     """
 
     def __init__(self, rows: Rows, batch_size: int, *, seed: int = 0) -> None:
@@ -149,7 +149,7 @@ class Batches:
         if seq_len != cut.seq_len:
             if not isinstance(cut, Windows) or cut.seq_len % seq_len:
                 raise ValueError(f"seq_len: got {seq_len}; accepted: {cut.seq_len}, or for windows a divisor of it")
-            cut = Windows(cut.tokens, seq_len, cut.numbers[:0])  # without numbers, because only its `gather` is used
+            cut = Windows(cut.tokens, seq_len, cut.numbers[:0])  # `gather` and `count` use no numbers
         self.batch_size, self._cut, self._pieces, self._piece = batch_size, cut, self.rows.seq_len // seq_len, 0
 
     def next(self) -> Batch:
@@ -162,7 +162,8 @@ class Batches:
         return [self._cut.gather(rows) for rows in picked[rank::world]]
 
     def _pick(self) -> list[Row]:
-        """The next batch_size rows. Batches without a token, after the end of the text, are left out."""
+        """The next batch_size rows or, at a shorter length, the next piece of each of these rows. A batch is skipped if all its
+        pieces are after the end of the text."""
         while True:
             if self._piece == 0:
                 self._begin, self._taken = self.position, self._take()
@@ -211,7 +212,10 @@ class Batches:
         self._tokens_read = state.get("tokens_read", self._epoch * in_epoch + before)
         piece = state.get("piece", 0)
         if not 0 <= piece < self._pieces:
-            raise ValueError(f"piece: got {piece}; accepted: 0 … {self._pieces - 1}, because a row has {self._pieces}")
+            raise ValueError(
+                f"piece: got {piece}; accepted: 0 … {self._pieces - 1}, the pieces of a row at seq_len {self._cut.seq_len}; "
+                "first call `resize` with the sizes at the saved position"
+            )
         if piece:
             self._begin, self._taken, self._piece = self.position, self._take(), piece
 
@@ -225,8 +229,8 @@ class Batches:
 def batches_in_order(
     rows: Rows, batch_size: int, *, most: int | None = None, rank: int = 0, world: int = 1
 ) -> Iterator[Batch]:
-    """Batches for evaluation: every row once, in order; the last batch may be smaller. Only the first `most` batches are used,
-    so every evaluation has the same batches. This rank gets every world-th of them."""
+    """Batches for evaluation: every row at most once, in order; the last batch may be smaller. most: only the first `most`
+    batches are used, the same in every evaluation; None: all. This rank gets every world-th of them."""
     order = rows.in_order()
     for number, begin in enumerate(range(0, len(order), batch_size)):
         if number == most:

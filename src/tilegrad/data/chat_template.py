@@ -2,9 +2,9 @@
 
 The span of an assistant message i is found by rendering prefixes of the conversation. Let R(n) be the text of the first n
 messages, and G(n) the same text with the generation prompt, which ends where the model begins to write. The span begins where
-G(i) and the whole text first differ, or at the end of G(i), and it ends at the end of R(i + 1). R(i) and R(i + 1) must be
-prefixes of the whole text. If a template writes earlier messages differently once later messages follow, it is refused, unless
-it marks the assistant's text with {% generation %}.
+G(i) and the whole text first differ, or at the end of G(i), but not before the end of R(i). It ends at the end of R(i + 1).
+R(i) and R(i + 1) must be prefixes of the whole text. If a template writes earlier messages differently once later messages
+follow, it is refused, unless it marks the assistant's text with {% generation %}. Then the marks give the spans.
 
 A template is untrusted code, which runs in a sandbox (sandbox.py).
 """
@@ -33,7 +33,8 @@ _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """`spans`: the parts of `text` that the assistant writes, in order. Each includes the tokens that end the message."""
+    """`spans`: the parts of `text` that the assistant writes, in order. Each includes the tokens that end the message,
+    unless the template marks the spans by {% generation %}: then each is exactly the marked text."""
 
     text: str
     spans: tuple[Span, ...]
@@ -94,9 +95,10 @@ class ChatTemplate:
                 raise ValueError(f"messages[{i}]: the chat template writes nothing of this message ({self.name})")
             if not (whole.startswith(before) and whole.startswith(after)):
                 raise ValueError(
-                    f"messages[{i}]: the chat template writes this message differently once more messages follow, so the "
-                    "assistant's part of the text is not known; accepted: one assistant message in each line, a template with "
-                    f"{{% generation %}} marks, or data.train_on all ({self.name})"
+                    f"messages[{i}]: the chat template writes this message, or one before it, differently once more messages "
+                    "follow, so the assistant's part of the text is not known; accepted: conversations that end with their "
+                    "only assistant message, a template with {% generation %} marks, or data.train_on = 'all' "
+                    f"({self.name})"
                 )
             same = next((n for n, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(prompt))
             yield max(len(before), same), len(after)

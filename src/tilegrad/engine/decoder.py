@@ -40,7 +40,7 @@ from .recompute import most
 from .sampling import Sampling
 from .spec import StepSpec
 
-_LEAST_PREFILL = 64  # the fewest rows of a prefill on CUDA
+_LEAST_PREFILL = 64  # on CUDA a prefill has a multiple of this many rows, or prefill_tokens rows
 PREFILL_TOKENS = {"cpu": 512, "cuda": 8192}  # tokens read at once by default (`decoder_spec`)
 
 
@@ -160,7 +160,7 @@ class Slots:
 
 def prefill_rows(tokens: int, spec: DecoderSpec) -> int:
     """The number of rows of a prefill of `tokens` tokens. On CUDA it is rounded up, by less than a quarter or by less than
-    _LEAST_PREFILL rows. An added row reads token 0 and writes nothing to the cache."""
+    _LEAST_PREFILL rows, and to prefill_tokens at most. An added row reads token 0 and writes nothing to the cache."""
     if spec.device.type == "cpu":
         return tokens
     multiple = max(_LEAST_PREFILL, 1 << max(tokens.bit_length() - 3, 0))
@@ -268,7 +268,8 @@ class Decoder:
             self._prefill_or_stop(group, prompts)
 
     def submit(self) -> None:
-        """Run one step of the active slots. On CUDA, `submit` does not wait for the device."""
+        """Run one step of the active slots. On CUDA, `submit` waits for the device only once, to capture
+        the step."""
         self._check_threads()
         slots = self._slots
         full = ((slots.positions >= self.capacity) & (slots.active > 0)).nonzero().flatten().tolist()

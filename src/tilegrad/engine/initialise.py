@@ -30,7 +30,7 @@ def initialise(model: Transformer, ranks: Alone, spec: StepSpec, seed: int, *, m
 
 
 def _draw(model: Transformer, ranks: Alone, generator: torch.Generator) -> Iterator[Tensor]:
-    """Draw each whole parameter, write the slice of this rank, and yield the whole parameter."""
+    """Draw each whole parameter, write what this rank keeps of it, and yield the whole parameter."""
     for p in model.in_draw_order:
         whole = torch.empty(p.value.shape)
         p.init.fill(whole, generator)

@@ -49,7 +49,8 @@ def _trace(spec: StepSpec, *, one_step: bool) -> Trace:
             evaluation = replace(spec, linear="plain", head="plain").declare()
             in_units(units, evaluation, evaluation.forward)()
 
-    # Persistent buffers, in the order of their arenas. Compute copies in units are not persistent.
+    # Persistent buffers, in the order of their arenas. With shard="all", the whole parameters that ops read (p.value) exist
+    # only around the ops of their unit, so they are not persistent.
     copies = [p.value for p in in_arena_order(model.params.values(), spec.muon)] if units is None else []
     kept = [] if model.jumps is None else [model.jumps]
     return trace(program, observe, (optimizer, copies, model.scales, kept))

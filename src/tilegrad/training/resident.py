@@ -48,8 +48,8 @@ class Resident:
 
     @property
     def unplanned(self) -> str:
-        """Who allocated the unplanned bytes."""
-        return "cuBLAS's workspaces and batches" if self.device == "cuda" else "torch's, BLAS's and Python's own"
+        """What the unplanned bytes are."""
+        return "cuBLAS's workspaces and batches" if self.device == "cuda" else "memory of torch, BLAS and Python"
 
     def __str__(self) -> str:
         return (

@@ -6,9 +6,10 @@ activations, so units share addresses in the plan, and poison exposes a unit tha
 
     before the previous unit is used   start the gather (prefetch by one unit)
     before an op reads the unit        wait for the gather
-    before an op writes its grads      zero the gradients of the unit
-    after the last such op             wait for the sum (a reduce-scatter) of the previous unit, and add this rank's slice of the
-                                       sum to the part of that unit; then start the sum of this unit
+    before the first op that writes    zero the gradients of the unit
+    its gradients
+    after the last such op             start the sum (a reduce-scatter) of the unit. Before that, wait for the sum of the unit
+                                       whose sum was started last, and add this rank's slice of it to this rank's part
 
 The schedule comes from a run of the program on handles (`schedule.touches`). Collectives are traced like the ops of the model,
 so the plan includes them. Every micro-batch gathers and sums.
@@ -38,7 +39,7 @@ Emit = Callable[[Any], None]  # takes a Call of kernels/op.py or an Emitted
 
 
 class Emitted(NamedTuple):
-    """A call that the schedule adds, in the form that a trace reads."""
+    """A call in the form that a trace reads: a call that the schedule adds, or a call of the model on buffers of units."""
 
     name: str
     reads: tuple[object, ...]
@@ -126,7 +127,7 @@ class Units:
         before: Actions = {}
         after: Actions = {}
         uses: list[tuple[int, str]] = []  # (op, unit): a unit is needed and not gathered yet
-        there: dict[bool, str] = {}  # the units gathered now: the root (True) and one block (False)
+        there: dict[bool, str] = {}  # True → the root if it is gathered; False → the block gathered last
         first: dict[str, int] = {}
         last: dict[str, int] = {}
         for i, step in enumerate(steps):
@@ -211,8 +212,8 @@ class Units:
                     emit(Emitted("reduce_scatter", (grads,), (grads,), (grads,), reduce))
 
     def _by_unit(self, call: Call) -> Call:
-        """The call with the buffers of units instead of the handles of parameters and gradients. The op changes only a part of
-        such a buffer."""
+        """The call with the buffers of units instead of the handles of parameters and gradients. The op writes only a part of
+        such a buffer, so the call declares the buffer as accumulated, and the values of the rest stay alive."""
         if not any(isinstance(h, Handle) for h in (*call.reads, *call.writes)):
             return call
 

@@ -5,13 +5,15 @@
     ShardedOptimizer   shard="optimizer": a rank has 1/world of the moments, and updates 1/world of the parameters
     FullySharded       shard="all": a rank has 1/world of everything; a block's parameters are gathered around its ops
 
-    micro-batches      micro-batch g of a step runs on rank g mod world with dropout seed g: so N ranks compute the same as one
+    micro-batches      micro-batch g of a step runs on rank g mod world, with the dropout seeds of the step's draw g: so N
+                       ranks compute the same as one
     targets            are counted over all ranks: gradients are summed, never averaged, so unequal batches are exact
     bucket complete →  reduce-scatter (Replicated: all-reduce) in place, during the rest of the last micro-batch's backward
-    one all-reduce     takes the maximum of the largest magnitudes of float8, so that the scales of all ranks are equal
+    units              FullySharded instead gathers each unit, and sums its gradients, in every micro-batch (dist/units.py)
+    one all-reduce     takes the maximum over ranks of each float8 tensor's largest magnitude, so that its scale is the same
     one all-reduce     sums ‖own slices of the gradients‖², the loss, and whether any rank must stop
-    own slices         clip and AdamW
-    slices          →  all-gather in place, during the next forward: an op waits for the buckets that it reads
+    own slices         clip and update
+    slices          →  ShardedOptimizer: all-gather in place, during the next forward; an op waits for the buckets that it reads
     context=n          n neighbouring ranks share each micro-batch (context.py); group g mod (world / n) runs micro-batch g
 
 Collectives run on slices of the arenas and allocate nothing. All ranks launch them in the order of one schedule, even a rank

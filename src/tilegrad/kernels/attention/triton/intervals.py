@@ -1,14 +1,16 @@
-"""Interval masks on the device: small kernels that run before a kernel with scores and list the tiles that each tile visits.
+"""Interval masks on the device: small kernels that run before an attention kernel and find the tiles that each tile visits.
 
     edges   for each tile of columns and each interval of a column: least start, largest start, least end, largest end
             (mask.edges_of_tile)
-    list    for each tile of rows, the tiles of columns that it visits; or for each tile of columns, the tiles of rows
+    list    for each tile of rows, the tiles of columns that it visits; or for each tile of columns, the tiles of rows that it
+            visits
     last    for each tile of rows, the last tile of columns that it visits; for Hopper's backward, which has no lists
 
-A pair of a tile of rows [start, stop) and a tile of columns is masked out, and not in the list, if the band masks it out or if
-one of the n intervals contains all these rows in every column: largest start ≤ start and stop ≤ least end. The pair is unmasked
-if no edge of the band crosses it and no interval of a column contains any of the rows: stop ≤ least start or largest end ≤
-start. All other pairs are masked: each of their elements is tested.
+A column has one or two intervals. A pair of a tile of rows [start, stop) and a tile of columns is masked out, and not in the
+list, if the band masks it out or if, for the first or for the second interval, the interval of every column contains all these
+rows: largest start ≤ start and stop ≤ least end. The pair is unmasked if no edge of the band crosses it and the edges show, for
+each interval, that it contains none of these rows in any column: stop ≤ least start or largest end ≤ start. All other pairs are
+masked: each of their elements is tested.
 
 A list has at most MOST_RUNS runs of unmasked tiles and as many of masked tiles (scores.py), so its size does not grow with the
 sequence. If there are more runs of either kind, all later tiles up to the end of the band count as masked, so the list still
@@ -50,8 +52,9 @@ def _edges_kernel(
 
 @triton.jit
 def _kinds(edges, cols, starts, stops, n, unmasked, unmasked_end, visited, PAIRS: tl.constexpr):
-    """The kind of each pair of tile `cols` of columns and rows [starts, stops): 0 not visited, 1 unmasked, 2 masked. The band
-    leaves tiles [unmasked, unmasked_end) without an edge, and n is the index of the pair among these tiles."""
+    """The kind of each pair of tile `cols` of columns and rows [starts, stops): 0 not visited, 1 unmasked, 2 masked. n is the
+    number of the visited tile: `cols`, or the tile of rows if tiles of columns visit tiles of rows. No edge of the band
+    crosses the visited tiles [unmasked, unmasked_end)."""
     whole = n < 0
     some = (n < unmasked) | (n >= unmasked_end)
     for pair in tl.static_range(PAIRS):
@@ -67,7 +70,8 @@ def _kinds(edges, cols, starts, stops, n, unmasked, unmasked_end, visited, PAIRS
 
 @triton.jit
 def _runs_of(kind, previous, runs, MASKED: tl.constexpr):
-    """Where runs of masked or unmasked tiles begin, and the number of each run."""
+    """(whether a run begins at each tile, the number of the latest run at each tile), for runs of unmasked tiles or, with
+    MASKED, of masked tiles. `runs`: how many runs begin before these tiles."""
     begins = (kind == MASKED + 1) & (previous != MASKED + 1)
     return begins, runs + tl.cumsum(begins.to(tl.int32), 0) - 1
 
@@ -90,8 +94,8 @@ def _list_kernel(
     row_tiles, col_tiles, first_row, tq, tk, left, right,
     PAIRS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Lists the tiles that one tile of rows visits, or one tile of columns if COLUMNS. Rows are counted from first_row ≤ 0,
-    because Hopper's forward counts them from the last row."""
+    """Lists the tiles that one tile of rows visits, or one tile of columns if COLUMNS. Tile 0 of rows begins at first_row ≤ 0:
+    Hopper's forward aligns its tiles with the last row, so its first tile may begin before row 0."""
     own_tiles = col_tiles if COLUMNS else row_tiles
     own = tl.program_id(0) % own_tiles
     edges += steps(tl.program_id(0) // own_tiles, 4 * PAIRS, 1) * col_tiles
@@ -105,7 +109,7 @@ def _list_kernel(
         start = tl.maximum(first_row + own * BLOCK_M, 0)
         stop = tl.minimum(first_row + own * BLOCK_M + BLOCK_M, tq)
         first, unmasked, unmasked_end, last = band_tiles(start, stop, tk - tq, left, right, tk, BLOCK_N)
-    last = tl.minimum(last, row_tiles if COLUMNS else col_tiles)  # if k, or q, is empty
+    last = tl.minimum(last, row_tiles if COLUMNS else col_tiles)  # a list has no tile after the last
     cut = last  # from here on all tiles count as masked
     tiles = first * 0
     masked_tiles = first * 0
