@@ -249,7 +249,7 @@ def test_a_plan_without_requests_has_no_bytes() -> None:
         ([Request("a", -1, ((0, 0),))], 64, "'a' has nbytes=-1"),
         ([Request("a", 1, ((3, 2),))], 64, "'a' has live"),
         ([Request("a", 1, ((0, 5), (5, 6)))], 64, "'a' has live"),
-        ([Request("a", 1, ())], 64, r"'a' has live=\(\): never alive"),
+        ([Request("a", 1, ())], 64, r"'a' has live=\(\), so it is never alive"),
         ([Request("a", 1, ((0, 0),), 32)], 64, "'a' has offset=32; accepted: a multiple of 64 that is at least 0"),
         (
             [Request("a", 65, ((0, 0),), 0), Request("b", 1, ((1, 1),), 64)],

@@ -142,7 +142,7 @@ def test_the_table_has_the_numbers_of_a_text_shorter_than_a_window(capsys: pytes
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["run", "--seq-len", "7"], "seq_len: got 7; accepted: the run's value, 13, because it gives the windows that are "),
+        (["run", "--seq-len", "7"], "seq_len: got 7; accepted: the run's value, 13, because the held-out rows depend "),
         (["run", "--seq-len", "33", "--data", "text.txt"], "seq_len: got 33; accepted: at most block_size, 32"),
         (["run", "--batch-size", "0"], "batch_size: got 0; accepted: an int ≥ 1"),
         (["run", "--data", "none.txt"], "none.txt: no such text file or folder"),
@@ -163,7 +163,9 @@ def test_bad_arguments_of_evaluate_are_refused_with_a_sentence(
 def test_a_run_without_held_out_data_needs_a_text(capsys: pytest.CaptureFixture[str]) -> None:
     trained(data_validation_fraction=0)
     assert main(["evaluate", "run"]) == 2
-    assert "got a run that holds out nothing for validation; accepted: text, with --data" in capsys.readouterr().err
+    assert (
+        "got a run that holds out nothing for validation; accepted: a text, given by --data" in capsys.readouterr().err
+    )
     assert tilegrad.evaluate("run", ["other.txt"]).tokens == len(OTHER.encode()) - 1
 
 

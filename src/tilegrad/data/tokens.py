@@ -1,4 +1,5 @@
-"""A token file: a header of 96 bytes, then little-endian tokens: uint16 if the vocabulary is at most 65536, else uint32."""
+"""A token file has a header of 96 bytes and then its tokens, little-endian: uint16 if the vocabulary has at most 65536 tokens,
+else uint32."""
 
 from __future__ import annotations
 
@@ -19,11 +20,11 @@ from ..text.atomic import whole_file
 if TYPE_CHECKING:
     from .document_file import DocumentFile
 
-Tokens: TypeAlias = npt.NDArray[np.integer]  # uint16 or uint32, often memory-mapped
+Tokens: TypeAlias = npt.NDArray[np.integer]  # the tokens of a file are uint16 or uint32, memory-mapped
 
 _HEADER = struct.Struct("<8sIIQQ32s32s")  # magic, version, bytes per token, tokens, vocab size, two digests
 _MAGIC, _VERSION = b"TGTOKENS", 1
-_CHUNK = 1 << 22  # tokens read at once
+_CHUNK = 1 << 22  # tokens that are written, checked or counted at once
 
 
 class TokenFileError(ValueError):
@@ -37,7 +38,7 @@ class TokenFile:
     tokens: Tokens  # a read-only view of `map`
     vocab_size: int
     source_sha256: str  # sha256 of the text, as UTF-8
-    tokenizer_sha256: str  # sha256 of `Tokenizer.json`
+    tokenizer_sha256: str  # sha256 of `Tokenizer.json()`
     documents: DocumentFile | None = None  # None: the tokens are one sequence
 
     def check_length(self) -> None:
@@ -102,13 +103,14 @@ def token_dtype(vocab_size: int) -> np.dtype[np.integer]:
 
 
 def check_range(tokens: Tokens, vocab_size: int, name: str, *, first: int = 0) -> None:
-    """first: the position of the first of these tokens, for the error"""
+    """Raise if a token is not in 0 … vocab_size − 1. first: the position of the first of these tokens, for the error."""
     for begin in range(0, len(tokens), _CHUNK):
         chunk = tokens[begin : begin + _CHUNK]
         if int(chunk.max()) >= vocab_size or int(chunk.min()) < 0:
             at = int(np.argmax((chunk >= vocab_size) | (chunk < 0)))
             raise TokenFileError(
-                f"{name}: token {int(chunk[at])} at position {first + begin + at} is not in the vocabulary of {vocab_size}"
+                f"{name}: token {int(chunk[at])} at position {first + begin + at} is not in the vocabulary of {vocab_size} "
+                "tokens"
             )
 
 

@@ -7,7 +7,7 @@
     rounded   the bfloat16 copies that layers compute with on CUDA, in the same layout
 
 Parameters that Muon updates come first, then others of two or more dimensions, then the rest. So weight decay applies to a
-prefix of the range.
+prefix of the range, or of each bucket of a sharded optimizer.
 
     norm = ‖grads‖₂        guard        clip to max_norm        Muon, AdamW, ema       (equations: kernels/muon, adamw, ema)
 
@@ -20,11 +20,12 @@ bucket. m, v and ema have only these slices, in order, and so do the float32 mas
 
     params    │ bucket 0: 0 1 2 3 │ bucket 1: 0 1 2 3 │ …       m, v, ema of rank 2:  │ 2 │ 2 │ …
 
-In a bucket that Muon updates, each slice has whole matrices (dist/schedule.py).
+In a bucket that Muon updates, each slice has whole matrices (dist/schedule.py). If everything is sharded, each unit is a bucket
+(dist/units.py), and params and grads have only this rank's slices too.
 
-With `States` (model/layer.py), m and v, params or grads may be bfloat16; the layout in elements is the same. AdamW rounds what
-it writes in bfloat16 stochastically. The random bits of an element depend on `seed`, `adam_step` and the index that the element
-has in the params of a single process.
+With `States` (model/layer.py), m and v, params or grads may be bfloat16; the layout in elements is the same. AdamW rounds m, v
+and params to bfloat16 stochastically. The random bits of an element depend on `seed`, `adam_step` and the index that the
+element has in the params of a single process.
 """
 
 from __future__ import annotations
@@ -141,7 +142,8 @@ def _grads_and_values(
 
 @dataclass(frozen=True, slots=True)
 class _Flats:
-    """Flat handles of parameters, gradients, states and rounded copies. A sharded state has only the slices of this rank."""
+    """Flat handles of parameters, gradients, moments, averages and rounded copies. `_slices` says which of them have only this
+    rank's slices if the optimizer is sharded."""
 
     masters: FlatHandle
     grads: FlatHandle
@@ -160,7 +162,7 @@ def _slices(
     *,
     of_units: bool,
 ) -> Iterator[Owned]:
-    """The slice of each bucket that the owner = (rank, world) updates. m, v and ema have only these slices, and so do the
+    """For each bucket, the slice that owner = (rank, world) updates. m, v and ema have only these slices, and so do the
     masters if there are rounded copies; with of_units, all buffers have only these slices. `matrices` are all matrices that
     Muon updates, `places` the places of all elements."""
     masters, grads, m, v, ema, rounded = flats.masters, flats.grads, flats.m, flats.v, flats.ema, flats.rounded
@@ -206,8 +208,8 @@ def _inside(matrices: Matrices, start: int, stop: int) -> Matrices:
 
 
 def _places(ordered: Sequence[Param], starts: dict[str, int]) -> Places:
-    """The places of the elements of all parameters in `grads`, with the indices that they have in the params of a single
-    process. Parameters that follow each other in `grads` and in these params have one place together."""
+    """The places of the elements of all parameters in the range in which `starts` counts, with the indices that they have in
+    the params of a single process. Parameters that follow each other both in this range and in these params share a place."""
     alone = _flat_of("params", ordered, (), lambda p: p.master)
     places: list[Place] = []
     for start, element in sorted((starts[p.name], at) for p, at in zip(ordered, alone.starts, strict=True)):
@@ -293,8 +295,8 @@ def _shapes(by_kind: Mapping[str, Sequence[Param]]) -> dict[str, tuple[int, ...]
 
 @dataclass(slots=True)
 class Optimizer:
-    """The buffers of an optimizer, as handles or tensors. params, grads, m, v and rounded are flat. `steps` also counts skipped
-    updates."""
+    """The buffers of an optimizer, as handles or tensors. params, grads, m, v, ema and rounded are flat. `steps` also counts
+    skipped updates."""
 
     params: Buffer
     grads: Buffer
@@ -302,7 +304,7 @@ class Optimizer:
     v: Buffer | None
     ema: Buffer | None
     adam_step: Buffer  # 0-d float32: the number of updates, without skipped ones
-    norm: Buffer  # 0-d: the gradient norm before clipping; NaN if the guard skips the step
+    norm: Buffer  # 0-d: the gradient norm before clipping; not finite if the step is skipped
     loss: Buffer  # 0-d: the loss of the step
     in_a_row: Buffer  # 0-d float32: the number of steps skipped in a row
     rounded: Buffer | None

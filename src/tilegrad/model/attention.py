@@ -6,7 +6,7 @@
     value_embeddings   v += s · table[tokens] in some blocks (model/value_embedding.py)
 
     do = dy W_proj      dq, dk, dv = attention's backward      rope rotates dq, dk back      dx = Σ over q, k, v of their dx
-Saved: x (the output of the norm), q, k and v after rope, o, lse; with qk_norm also q and k before their norm.
+Saved: x (the output of the norm), q and k after rope, v, o, lse; with qk_norm also q and k before their norm, and its rstd.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class HeadNorm:
 class Cache:
     """The cache of keys and values of one block in a decoder.       k, v (B, Hkv, capacity, D)
 
-    slots      (N,) int64, in a prefill: sequence · capacity + position of each row
+    slots      (N,) int64, in a prefill: sequence · capacity + position of each row, or −1 for a row that is not written
     positions  (B,) int64, in a step: the number of tokens of each sequence in the cache
     """
 
@@ -222,7 +222,8 @@ def _scratch(
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """x, y (N, C)   o (N, Hq·D)   qkv (N, (Hq + 2·Hkv)·D) for dense, else three buffers (N, H·D)   lse (B, Hq, T)
+    """x, y (N, C)   o (N, Hq·D)   lse (B, Hq, T)
+    qkv (N, (Hq + 2·Hkv)·D) for dense without qk_norm, else three buffers (N, H·D)
 
     Attention and rope view qkv and o as (B, T, …). context: the ranks that share each sequence. With packed rows the mask
     has cu_seqlens, and lse is (Hq, N) in memory.
@@ -323,7 +324,8 @@ class AttentionLayer:
         self.proj.forward(self.o, y=y, adapter=adapter.of(0) if adapter is not None else None)
 
     def backward(self, dy: Buffer, *, dx: Buffer, bias_grad: bool) -> None:
-        """Computes dx, the weight gradient of proj and, if `bias_grad`, its bias gradient."""
+        """Computes dx and all gradients of parameters but those of `backward_weight`; the bias gradient of proj only if
+        `bias_grad`."""
         if self.proj_adapter is not None:
             self.proj_adapter.backward(dy)
         self.proj.backward_input(dy, dx=self.do, adapter=self.proj_adapter)
@@ -342,7 +344,8 @@ class AttentionLayer:
             projection.backward_input(dy, dx=dx, accumulate=i > 0, adapter=None if i else self.adapter)
 
     def backward_weight(self, x: Buffer) -> None:
-        """The weight and bias gradients of the projections to q, k and v. Called after `backward`."""
+        """The gradients of the parameters that multiply x: the projections to q, k and v, with their biases, and A of their
+        adapter. Called after `backward`."""
         for projection, dy in zip(self.projections, self.dprojected, strict=True):
             projection.backward_weight(dy, x)
         if self.adapter is not None:
@@ -366,7 +369,7 @@ class AttentionLayer:
         return (*(norm.dx for norm in self.norms), *self.dqkv[len(self.norms) :])
 
     def project(self, x: Buffer) -> None:
-        """q, k, v = x W' + b; with qk_norm q, k = rmsnorm(q), rmsnorm(k) by head; with values v += s · table[tokens]"""
+        """q, k, v = x W' + b; with qk_norm q, k = rmsnorm(q), rmsnorm(k) by head; with `values` v += s · table[tokens]"""
         normed, adapter = len(self.norms), self.adapter
         if adapter is not None:
             adapter.forward(x)

@@ -45,7 +45,7 @@ _SHOWN_S = 5.0  # seconds between two progress events
 @dataclass(frozen=True, slots=True)
 class Evaluation:
     """The loss of a model on a text. `bytes` is None if the tokenizer does not know the bytes of its tokens, `perplexity` is
-    None if the loss is not a cross-entropy, and `bits_per_byte` is None in both cases."""
+    None if the loss is not a cross-entropy, and `bits_per_byte` is None in both cases, or if there are no bytes."""
 
     loss: float  # nats per token; mean squared error where model.loss is embedding_mse
     perplexity: float | None
@@ -66,7 +66,8 @@ class Evaluator:
         return averaged(self._engine) if self._engine.spec.ema else nullcontext()
 
     def run(self) -> float | None:
-        """The mean loss; None if nothing is held out. Each rank evaluates its share, and the losses are summed."""
+        """The mean loss; None if nothing is held out or eval_batches is 0. Each rank evaluates its share, and the losses are
+        summed."""
         if self._dataset.held_out is None or not self._settings.eval_batches:
             return None
         with self.weights():
@@ -94,7 +95,7 @@ def evaluate_weights(
 ) -> Evaluation:
     """Evaluate the weights `params`, which were loaded from `at`, a checkpoint or a folder of weights.
 
-    files      files of text; none: all windows that the run of the checkpoint holds out
+    files      files of text or conversations; none: all windows or documents that the run of the checkpoint holds out
     settings   keys of [train] that replace those of the run: batch_size, seq_len, dtype
     """
     config, tokenizer_file = _run_of(at)
@@ -110,14 +111,16 @@ def evaluate_weights(
             rows, tokenizer = _read(config, tokenizer_file, Path(scratch), show)
         elif config.train.seq_len != own:
             raise ValueError(
-                f"seq_len: got {config.train.seq_len}; accepted: the run's value, {own}, because it gives the windows that are "
-                "held out; any other with --data"
+                f"seq_len: got {config.train.seq_len}; accepted: the run's value, {own}, because the held-out rows depend "
+                "on it; with --data, any value"
             )
         else:
             documents = needs_documents(config.data)
             dataset = Dataset.split(*own_data(locate(at)[0], read_state(at), documents=documents), config, {})
             if dataset.held_out is None:
-                raise ValueError(f"{at}: got a run that holds out nothing for validation; accepted: text, with --data")
+                raise ValueError(
+                    f"{at}: got a run that holds out nothing for validation; accepted: a text, given by --data"
+                )
             rows, tokenizer = dataset.held_out, dataset.tokenizer
         t = config.train
         spec = StepSpec(
@@ -171,7 +174,7 @@ def _run_of(at: Path) -> tuple[RunConfig, Path]:
 
 
 def _evaluate(scorer: Scorer, rows: Rows, batch_size: int, lengths: Tokens | None, show: Show) -> Evaluation:
-    """`lengths`: bytes of each token. `show` gets the event "evaluate" every few seconds."""
+    """`lengths`: the number of bytes of each token of the vocabulary. `show` gets the event "evaluate" every few seconds."""
     began = last_shown = time.monotonic()
     batches = -(-len(rows.in_order()) // batch_size)
     total, count, nbytes = 0.0, 0, 0

@@ -1,4 +1,4 @@
-"""The optimizer and the collectives of one rank on handles, for the memory plan."""
+"""The optimizer and the schedule of one rank on handles: the memory plan traces them, and a strategy trains by them."""
 
 from __future__ import annotations
 

@@ -6,13 +6,13 @@
     params −= lr · (m / (1 − β1^t)) / (√(v / (1 − β2^t)) + eps)
     rounded = params, in rounded's dtype                                  (if there is a bfloat16 copy)
 
-Lean states: grads, params, or m and v may be bfloat16. They are read exactly, the update is computed in float32, and the new m,
-v and params are rounded stochastically (kernels/stochastic_rounding.py), by `seed` and t. Rounding to the nearest would lose
-small updates: half a step of bfloat16 is 2⁻⁹ to 2⁻⁸ of a number, and v decreases by at most 1 − β2 of itself. With β2 = 0.999 v
-would never decrease. `places` says which elements of the parameters a range has.
+Lean states: grads, params, or m and v may be bfloat16. They are read exactly, and the update is computed in float32. New values
+of m, v and params in bfloat16 are rounded stochastically (kernels/stochastic_rounding.py), by `seed`, t and `places`, which
+gives each element of a range its number among all parameters. Rounding to the nearest would lose small updates: half a step of
+bfloat16 is 2⁻⁹ to 2⁻⁸ of a number, and v decreases by at most 1 − β2 of itself. With β2 = 0.999 v would never decrease.
 
-If norm is not finite, nothing changes: neither params, m, v and rounded, nor the step count t. The device decides this, so the
-host does not wait. Whether grads is clipped in place depends on the kernel. For several ranges, params, grads, m, v, rounded,
+If norm is not finite, params, m, v, rounded and the step count t do not change. On a GPU the device decides this, so the host
+does not wait. Whether grads is clipped in place depends on the kernel. For several ranges, params, grads, m, v, rounded,
 `decayed` and `places` are lists, and a step is counted once for all of them. `ADAMW` is the table of kernels: each module
 offers `workspace` and `step`.
 """
@@ -119,8 +119,8 @@ def adamw_step(
     params: Tensor | list[Tensor], grads: Tensor | list[Tensor], m: Tensor | list[Tensor], v: Tensor | list[Tensor],
     step: Tensor, rounded: Tensor | list[Tensor] | None = None, **where: Unpack[Where],
 ) -> None:  # fmt: skip
-    """Updates params, m, v, rounded and step (0-d float32, the number of steps). max_norm = inf: no clipping. seed (0-d int64)
-    is needed if params, m or v are bfloat16."""
+    """Updates params, m, v, rounded and step (0-d float32, the number of steps that were not skipped). max_norm = inf: no
+    clipping. seed (0-d int64) is needed if params, m or v are bfloat16."""
     copies = [None] * len(_listed(params)) if rounded is None else _listed(rounded)
     of_places = places if isinstance(places, list) else [places] * len(copies)
     fields = zip(*map(_listed, (params, grads, m, v)), copies, _listed(decayed), of_places, strict=True)

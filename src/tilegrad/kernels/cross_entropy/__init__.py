@@ -1,4 +1,6 @@
-"""Cross-entropy without ever storing all logits.       x (N, C)   w (V, C)   targets (N,) int64, −1 = ignored
+"""Cross-entropy that stores the logits of one chunk of rows at a time.
+
+    x (N, C)   w (V, C)   targets (N,) int64, −1 = ignored
 
     l = x wᵀ   p = softmax(l)   nll = logsumexp(l) − l[target]
     loss = Σ over targets of nll · inv_total
@@ -65,7 +67,7 @@ class Inputs(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """Outputs of a loss; None: not computed."""
+    """Outputs of a loss; None: not computed. accumulate: whether the op adds to dw and dbias, instead of overwriting them."""
 
     loss: Tensor | None
     dx: Tensor | None = None
@@ -87,7 +89,7 @@ def cross_entropy_workspace(
     backward: bool, invariant: bool = False, bias: TensorLike | None = None, terms: Terms = PLAIN,
     kernel: str | None = None,
 ) -> Shapes:  # fmt: skip
-    """Name → (shape, dtype) of the scratch of `_fwd` or, with backward=True, of `_bwd` and `_step`."""
+    """Name → (shape, dtype) of the scratch of `cross_entropy_fwd` or, with backward=True, of the other two ops."""
     return CROSS_ENTROPY.workspace(Problem(x, w, invariant, bias, terms), kernel=kernel, backward=backward)
 
 
@@ -97,7 +99,7 @@ def cross_entropy_fwd(
     loss: Tensor | None = None, losses: Tensor | None = None, invariant: bool = False, terms: Terms = PLAIN,
     **where: Unpack[Where],
 ) -> None:  # fmt: skip
-    """loss (0-d) and losses (N,), overwritten."""
+    """Overwrites loss (0-d) and losses (N,), if they are given."""
     out = Outputs(loss, losses=losses)
     _run(Inputs(x, w, targets, inv_total, bias, invariant, terms), out, FORWARD, where)
 
@@ -137,7 +139,7 @@ def _run(inputs: Inputs, out: Outputs, options: dict[str, bool], where: Where) -
 
 def check_loss(x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, out: Outputs, name: str) -> None:
     """Checks the tensors of a loss with a weight (V, C) of this name. On a CPU it also checks the values of targets; on a
-    device reading them would synchronize."""
+    GPU the host would have to wait for them."""
     (n, c), v, acc = x.shape, w.shape[0], accumulation_dtype(x.dtype)
     check_param(name, w, (v, c), x)
     check_given(

@@ -8,21 +8,21 @@
     rounded = params, in rounded's dtype                                  (if there is a bfloat16 copy)
 
 orthogonal(u) approximates the polar factor U Vᵀ of u, where u = U S Vᵀ is the singular value decomposition. The last two
-equations below run five times. If x has more rows than columns, A is xᵀ x, and multiplies x from the right:
+equations below run five times. If x has more rows than columns, they are A = xᵀ x and x = a x + x (b A + c A²).
 
     x = u / (margin ‖u‖ + 1e-7)      A = x xᵀ      x = a x + (b A + c A²) x
 
-Each iteration maps every singular value s to a s + b s³ + c s⁵ and keeps U and V. `COEFFICIENTS` has each (a, b, c), `MARGINS`
-each margin.
+Each iteration maps every singular value s to a s + b s³ + c s⁵ and keeps U and V. `COEFFICIENTS` has (a, b, c) for each of the
+five iterations, and `MARGINS` has the margin:
 
     newton_schulz   by Keller Jordan, with one (a, b, c). A singular value s ≥ 0.01 ‖u‖ of u ends between 0.68 and 1.14.
     polar_express   by Amsel et al., arXiv:2505.16932, with one (a, b, c) for each iteration. A singular value s ≥ 0.003 ‖u‖ of
                     u ends between 0.85 and 1.15.
 
 On CUDA, the matrix products of float32 params are in bfloat16. Otherwise they are in the dtype of params. If norm is not
-finite, params, m and rounded do not change. The device decides this, so the host does not wait. grads is always overwritten.
-params, grads, m, rounded and `matrices` are lists with one element for each range. `MUON` is the table of kernels: each module
-offers `workspace` and `step`.
+finite, params, m and rounded do not change. On a GPU the device decides this, so the host does not wait. grads is always
+overwritten. params, grads, m, rounded and `matrices` are lists with one element for each range. `MUON` is the table of kernels:
+each module offers `workspace` and `step`.
 """
 
 from __future__ import annotations

@@ -6,12 +6,12 @@ ranges even the optimum may be larger than L: if a, b and c are alive in pairs, 
 three addresses. The optimum is NP-hard to find, so `plan` packs greedily in several orders and keeps the best result:
 
     pack      place each request, in the given order, into the lowest (or the tightest) gap between conflicting requests
-    orders    sort by size × duration, size, duration, breadth and first use: measures of how hard a request is to place;
-              requests with a given offset come first
-    repair    move a request at the arena's top, or a random one, earlier in the order; keep the result if not worse
+    orders    six: by size, size × duration, breadth, first use, duration, and first use + duration; in each, requests with a
+              given offset come first
+    repair    move a request at the arena's top, or a random one, earlier in the order; keep the result if it is not worse
 
-The search stops at the bound, or when its work (requests² per pass) is used up, never after a time. So the same requests give
-the same plan on every machine. This module uses only the standard library.
+The search stops at the bound, or when its work (requests² per pass) or its passes of repair are used up, never after a time. So
+the same requests give the same plan on every machine. This module uses only the standard library.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _check(requests: Sequence[Request], align: int) -> None:
         if request.nbytes < 0:
             raise ValueError(f"request {request.name!r} has nbytes={request.nbytes}; accepted: at least 0")
         if not request.live:
-            raise ValueError(f"request {request.name!r} has live=(): never alive, it needs no memory; leave it out")
+            raise ValueError(f"request {request.name!r} has live=(), so it is never alive; leave it out")
         previous = -1
         for first, last in request.live:
             if not previous < first <= last:

@@ -11,7 +11,8 @@ train, with handles instead of tensors. The observe hook reports each op as a ca
     flat handle   counts as every buffer that it spans
     side stream   buffers that its ops read or write stay alive until the program waits for the stream
 
-An op overwrites the whole of an output. An op that writes only a part of an output must declare it as accumulated.
+A trace assumes that an op overwrites all of an output, unless the op declares it as accumulated. So an op that writes only a
+part of an output must declare it as accumulated.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _CPU = torch.device("cpu")
 @dataclass(frozen=True, slots=True)
 class Handle:
     """A buffer before it is allocated. Handles with the same name are the same buffer, whatever their shapes. A row of a matrix
-    with a `pitch` begins that many elements after the previous row, as in cuBLAS's leading dimension."""
+    with a `pitch` begins that many elements after the previous row, as with cuBLAS's leading dimension."""
 
     name: str
     shape: tuple[int, ...]
@@ -48,12 +49,13 @@ class Handle:
     layer: str = ""
     device: torch.device = _CPU
     pitch: int | None = None
-    multiple: int = 1  # a persistent arena has room for a multiple of this many elements
+    multiple: int = 1  # on a CPU, persistent buffers have room for a multiple of this many elements
 
     def __post_init__(self) -> None:
         if self.pitch is not None and (len(self.shape) != 2 or self.pitch < self.shape[1]):
             raise ValueError(
-                f"handle {self.name!r} has pitch={self.pitch}; accepted: at least the columns of a matrix, not {self.shape}"
+                f"handle {self.name!r} of shape {self.shape} has pitch={self.pitch}; accepted: for a matrix, at least its "
+                "number of columns; otherwise None"
             )
         if any(size < 0 for size in self.shape):
             raise ValueError(f"handle {self.name!r} has shape={self.shape}; accepted: sizes ≥ 0")
@@ -118,7 +120,7 @@ Observe = Callable[[Callable[[Any], None]], AbstractContextManager[None]]
 @dataclass(frozen=True, slots=True)
 class Trace:
     """`ops` in the order in which they ran, the buffers by name in the order of their first use, and the live ranges of
-    each buffer. `places` are the offsets, in bytes, of the buffers of a flat range of activations from its start."""
+    each buffer. `places`: buffer of the flat range of activations → its offset in bytes from the start of the range."""
 
     ops: tuple[str, ...]
     handles: Mapping[str, Handle]
@@ -153,7 +155,7 @@ def handles(tree: object) -> Iterator[Handle]:
 
 
 def bind(tree: T, view: Callable[[Handle], object]) -> T:
-    """The same tree with `view(handle)` instead of each handle. Subtrees without a handle are not copied."""
+    """The same tree with `view(handle)` instead of each handle. Subtrees in which nothing changes are not copied."""
     if isinstance(tree, Handle):
         return view(tree)  # type: ignore[return-value]
     old = _children(tree)
