@@ -4,7 +4,9 @@ wrong has no speed, every kernel has a group."""
 import json
 import math
 import multiprocessing
+import os
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -154,6 +156,26 @@ def test_a_process_for_each_contender_and_one_that_fails_is_named(monkeypatch):
     assert "small-2x2" in text and "eager" in text
     assert (failed.case, failed.wrong) == ("odd", True)
     assert "micro_batches: got 3; accepted: a divisor of 4" in failed.note
+
+
+def test_a_process_begins_with_the_settings_of_malloc_of_its_contender(monkeypatch):
+    begun = []
+
+    class Process:
+        def __init__(self, **_: object) -> None:
+            pass
+
+        def start(self) -> None:
+            begun.append({name: value for name, value in os.environ.items() if "MALLOC_" in name})
+
+    context = SimpleNamespace(Pipe=multiprocessing.Pipe, Process=Process)
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _method: context)
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
+    before = dict(os.environ)
+    for malloc in contenders.MALLOC:
+        contenders.Worker(Entry("ours", SMALL, malloc=malloc))
+    assert begun == list(contenders.MALLOC.values())
+    assert dict(os.environ) == before
 
 
 def test_canary_a_wrong_step_has_no_speed(monkeypatch):

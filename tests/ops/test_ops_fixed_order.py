@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -100,6 +101,35 @@ def test_a_product_in_triton_has_the_same_bits_for_any_number_of_rows(
     assert_close({"y": found[len(x)]}, {"y": exact}, bounds.bounds(F32, {"y": y}))
     for n, got in found.items():
         assert torch.equal(got, found[len(x)][:n]), n
+
+
+def test_tma_is_for_aligned_rows_of_half_precision_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="needs Triton")
+    from tilegrad.kernels.linear import triton_ops
+
+    class OnHopper:
+        def __init__(self, x: Tensor) -> None:
+            self.device, self.dtype, self.numel, self.stride = SimpleNamespace(type="cuda"), x.dtype, x.numel, x.stride
+            self.data_ptr = x.data_ptr
+
+    def taken(*tensors: Tensor) -> bool:
+        return triton_ops.takes_tma(*map(OnHopper, tensors))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(triton_ops, "capability", lambda _device: (9, 0))
+    x = torch.zeros(9, 32, dtype=BF16)
+    assert taken(x, x[:, :7], x.half())
+    for refused in (
+        x.float(),
+        x[:0],
+        x[:, :0],
+        x[:1].expand(9, 32),
+        x[:, ::2],
+        x[:, 1:],
+        torch.zeros(9, 31, dtype=BF16),
+    ):
+        assert not taken(refused, x) and (refused.dtype == F32 or not taken(x, refused))
+    monkeypatch.setattr(triton_ops, "capability", lambda _device: (8, 9))
+    assert not taken(x)
 
 
 def operands(shape: tuple[int, int, int], x_dtype: torch.dtype, w_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

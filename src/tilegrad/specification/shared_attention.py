@@ -188,8 +188,10 @@ class SharedAttention:
         settings = json.dumps(shape | {"dtype": str(self.dtype).removeprefix("torch.")})
         path = Path(path)
         check_replaceable(path, "tilegrad.init_attention")
-        with whole_file(path) as staged:
+        own = path.with_name(f"{path.name}.{os.getpid()}")  # several processes may save to one path
+        with whole_file(own) as staged:
             save_tensors(tensors, staged, {"tilegrad.init_attention": settings})
+        own.replace(path)
 
     @classmethod
     def load(

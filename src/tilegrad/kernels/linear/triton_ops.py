@@ -122,11 +122,15 @@ def workspace(x: TensorLike, w: TensorLike, invariant: bool = False, backward: b
 
 
 def takes_tma(*tensors: Tensor) -> bool:
-    """Whether TMA can copy their tiles: half precision on Hopper and later, with rows at 16-byte aligned addresses."""
+    """Whether TMA can copy their tiles: half precision on Hopper and later, not empty, no row repeated, and the address of each
+    row a multiple of 16 bytes."""
     device, dtype = tensors[0].device, tensors[0].dtype
     if dtype == torch.float32 or device.type != "cuda" or capability(device) < (9, 0):
         return False
-    return all(t.stride(1) == 1 and t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0 for t in tensors)
+    return all(
+        t.numel() > 0 and t.stride(1) == 1 and t.stride(0) > 0 and t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0
+        for t in tensors
+    )
 
 
 def fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scale: float, scratch: Scratch) -> None:

@@ -192,8 +192,8 @@ def _two_bytes(interval, first, inside):
 @gluon.jit
 def _tanh(x, params):
     """tanh(x). If all scores of a block are near 0, it is a polynomial, which takes less than half of the time of exp and a
-    division. With intervals there are no registers for this branch."""
-    if params.intervals is not None:
+    division. In windows, with intervals and with narrow blocks, this branch would spill more registers."""
+    if params.intervals is not None or params.left is not None or x.shape[1] < 128:
         y = tanh(x, IEEE_FP32=False)
     elif magnitude(x) < NEAR_ZERO:
         y = tanh_near_zero(x, IEEE_FP32=False)
