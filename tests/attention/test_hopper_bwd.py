@@ -572,5 +572,5 @@ def test_a_softcap_is_the_same_function_in_every_kernel() -> None:
 
     used = [module.tanh.fn for module in (forward_kernel, backward_mma, scores)]
     assert used == [numerics.tanh.fn] * 3
-    assert forward_kernel.tanh_near_zero.fn is numerics.tanh_near_zero.fn
+    assert registers.tanh_near_zero.fn is numerics.tanh_near_zero.fn
     assert registers.NEAR_ZERO is numerics.NEAR_ZERO
