@@ -15,10 +15,10 @@ from tilegrad.kernels.attention.problem import (
     lse_strides,
     output_shapes,
     row_strides,
-    rows_aligned,
     sizes_and_strides,
     tma_refusal,
 )
+from tilegrad.kernels.checks import rows_aligned
 
 
 def test_the_problem_has_the_sizes_of_a_dense_call() -> None:

@@ -108,9 +108,13 @@ def test_tma_is_for_aligned_rows_of_half_precision_on_hopper(monkeypatch: pytest
     from tilegrad.kernels.linear import triton_ops
 
     class OnHopper:
+        device = SimpleNamespace(type="cuda")
+
         def __init__(self, x: Tensor) -> None:
-            self.device, self.dtype, self.numel, self.stride = SimpleNamespace(type="cuda"), x.dtype, x.numel, x.stride
-            self.data_ptr = x.data_ptr
+            self.x = x
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.x, name)
 
     def taken(*tensors: Tensor) -> bool:
         return triton_ops.takes_tma(*map(OnHopper, tensors))  # type: ignore[arg-type]

@@ -17,7 +17,8 @@ from ..kernels.attention.api import PreparedCall, Signature, forget, keep, recal
 from ..kernels.attention.checks import check_values
 from ..kernels.attention.cpu import NativeRun
 from ..kernels.attention.mask import Mask
-from ..kernels.attention.problem import Backward, Forward, lse_dtype, output_shapes, rows_aligned
+from ..kernels.attention.problem import Backward, Forward, lse_dtype, output_shapes
+from ..kernels.checks import rows_aligned
 from ..kernels.cuda_launch import Plan
 from ..kernels.scratch import Layout
 from ..memory.types import BufferType

@@ -1,4 +1,4 @@
-"""Checks of tensor arguments that several ops share: shapes and dtypes, parameters, contiguous columns."""
+"""Checks of tensor arguments that several ops share: shapes and dtypes, parameters, contiguous columns, aligned rows."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from .scratch import accumulation_dtype
+
+ALIGNED_BYTES = 16  # alignment of rows: TMA needs it, vector loads are faster with it
 
 
 def check_tensor(name: str, x: Any, shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> None:
@@ -58,3 +60,21 @@ def check_columns(name: str, x: Tensor | None) -> None:
     """Checks that each row is contiguous. None is accepted."""
     if x is not None and x.stride(-1) != 1 and x.shape[-1] > 1:
         raise ValueError(f"{name}: got strides {x.stride()}; accepted: any with the last one 1 (call .contiguous())")
+
+
+def aligned_step(n: int, stride: int, itemsize: int) -> bool:
+    """True if n ≤ 1, or if the stride is a multiple of ALIGNED_BYTES and not 0."""
+    return n <= 1 or stride != 0 and stride * itemsize % ALIGNED_BYTES == 0
+
+
+def rows_aligned(x: Tensor) -> bool:
+    """True if every row is contiguous, not broadcast, and starts at a multiple of ALIGNED_BYTES."""
+    row_bytes = x.shape[-1] * x.element_size()
+    if x.is_contiguous() and row_bytes % ALIGNED_BYTES == 0:
+        return x.data_ptr() % ALIGNED_BYTES == 0
+    axes = zip(x.shape[:-1], x.stride(), strict=False)
+    return (
+        x.stride(-1) == 1
+        and x.data_ptr() % ALIGNED_BYTES == 0
+        and all(aligned_step(n, stride, x.element_size()) for n, stride in axes)
+    )

@@ -25,8 +25,9 @@ from torch import Tensor
 from ...kernels.attention import table
 from ...kernels.attention.api import Run, Selection, Signature, select
 from ...kernels.attention.mask import Mask
-from ...kernels.attention.problem import ALIGNED_BYTES, Backward, Forward, lse_dtype, rows_aligned
+from ...kernels.attention.problem import Backward, Forward, lse_dtype
 from ...kernels.cache import remember
+from ...kernels.checks import ALIGNED_BYTES, rows_aligned
 from ...kernels.mix import mix_fwd, mix_workspace
 from ...kernels.scratch import Form, Layout, Shapes, below, of
 from ...memory.types import BufferType

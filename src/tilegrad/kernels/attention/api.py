@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..cache import remember
-from ..checks import check_tensor
+from ..checks import ALIGNED_BYTES, check_tensor
 from ..cpu import library
 from ..op import op
 from ..overlap import check_apart
@@ -43,7 +43,7 @@ from ..table import Table
 from . import table
 from .checks import check_options, check_tensors, check_values
 from .mask import MASK_TENSORS, Mask
-from .problem import ALIGNED_BYTES, Backward, Forward, Problem, lse_dtype, output_shapes
+from .problem import Backward, Forward, Problem, lse_dtype, output_shapes
 
 
 def attention_workspace(

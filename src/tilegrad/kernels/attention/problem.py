@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ..checks import ALIGNED_BYTES, aligned_step
 from ..scratch import accumulation_dtype
 from .mask import Mask
 
 FEW_ROWS = 16  # up to this many rows a call counts as decoding: Triton splits a row's columns among programs
 LEAST_BLOCK = 32  # least width that GPU kernels pad a head to
-ALIGNED_BYTES = 16  # alignment of rows: TMA needs it, vector loads are faster with it
 STRIDE_BYTES = 2**40  # strides of TMA must be smaller
 LEAST_FACTOR = 1e-30  # least |scale| of GPU kernels: with scale 0, −inf · scale would be NaN
 LOG2E = 1.4426950408889634  # log2(e): exp(x) = exp2(x · log2 e), and GPU kernels keep scores in the log2 domain
@@ -194,24 +194,6 @@ def lse_strides(x: Tensor | None, *, varlen: bool) -> tuple[int, int, int]:
     return (0, x.stride(0), x.stride(1)) if varlen else (x.stride(0), x.stride(1), x.stride(2))
 
 
-def _aligned_step(n: int, stride: int, itemsize: int) -> bool:
-    """True if n ≤ 1, or if the stride is a multiple of ALIGNED_BYTES and not 0."""
-    return n <= 1 or stride != 0 and stride * itemsize % ALIGNED_BYTES == 0
-
-
-def rows_aligned(x: Tensor) -> bool:
-    """True if every row is contiguous, not broadcast, and starts at a multiple of ALIGNED_BYTES."""
-    row_bytes = x.shape[-1] * x.element_size()
-    if x.is_contiguous() and row_bytes % ALIGNED_BYTES == 0:
-        return x.data_ptr() % ALIGNED_BYTES == 0
-    axes = zip(x.shape[:-1], x.stride(), strict=False)
-    return (
-        x.stride(-1) == 1
-        and x.data_ptr() % ALIGNED_BYTES == 0
-        and all(_aligned_step(n, stride, x.element_size()) for n, stride in axes)
-    )
-
-
 def tma_refusal(name: str, x: Any, *, varlen: bool) -> str | None:
     """Why TMA can't address x, or None. Strides and the address are checked only if x has them, because a handle may have
     none."""
@@ -224,7 +206,7 @@ def tma_refusal(name: str, x: Any, *, varlen: bool) -> str | None:
     if strides[-1] != 1:
         return f"{name}: columns are {strides[-1]} elements apart, and TMA needs them contiguous"
     for axis, n, stride in zip("BHT", sizes, strides, strict=False):
-        if not _aligned_step(n, stride, itemsize) or n > 1 and stride * itemsize >= STRIDE_BYTES:
+        if not aligned_step(n, stride, itemsize) or n > 1 and stride * itemsize >= STRIDE_BYTES:
             return (
                 f"{name}: TMA can't step over {axis} by {stride} elements, only by multiples of {ALIGNED_BYTES} bytes"
             )

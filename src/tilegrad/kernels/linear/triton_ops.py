@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..checks import check_columns
+from ..checks import check_columns, rows_aligned
 from ..dependent_launch import dependent, start_next, wait_for_previous
 from ..gpu import capability, ceil_div, launch, padded
 from ..scratch import Scratch, Shapes, TensorLike
@@ -122,15 +122,11 @@ def workspace(x: TensorLike, w: TensorLike, invariant: bool = False, backward: b
 
 
 def takes_tma(*tensors: Tensor) -> bool:
-    """Whether TMA can copy their tiles: half precision on Hopper and later, not empty, no row repeated, and the address of each
-    row a multiple of 16 bytes."""
+    """Whether TMA can copy their tiles: half precision on Hopper and later, several aligned rows and columns."""
     device, dtype = tensors[0].device, tensors[0].dtype
     if dtype == torch.float32 or device.type != "cuda" or capability(device) < (9, 0):
         return False
-    return all(
-        t.numel() > 0 and t.stride(1) == 1 and t.stride(0) > 0 and t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0
-        for t in tensors
-    )
+    return all(min(t.shape) > 1 and rows_aligned(t) for t in tensors)
 
 
 def fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scale: float, scratch: Scratch) -> None:

@@ -87,17 +87,7 @@ from .pipeline import (
     named_wait,
     read_word,
 )
-from .registers import (
-    NEAR_ZERO,
-    from_log2,
-    keep_between,
-    magnitude,
-    max_of_rows,
-    sum_of_rows,
-    tanh,
-    tanh_near_zero,
-    to_log2,
-)
+from .registers import from_log2, keep_between, max_of_rows, sum_of_rows, tanh_of_block, to_log2
 
 LOWEST = gl.constexpr(-1e38)
 HIGH_BITS = gl.constexpr(0x80808080 - 2**32)  # the high bit of each byte, as int32
@@ -190,19 +180,6 @@ def _two_bytes(interval, first, inside):
 
 
 @gluon.jit
-def _tanh(x, params):
-    """tanh(x). If all scores of a block are near 0, it is a polynomial, which takes less than half of the time of exp and a
-    division. In windows, with intervals and with narrow blocks, this branch would spill more registers."""
-    if params.intervals is not None or params.left is not None or x.shape[1] < 128:
-        y = tanh(x, IEEE_FP32=False)
-    elif magnitude(x) < NEAR_ZERO:
-        y = tanh_near_zero(x, IEEE_FP32=False)
-    else:
-        y = tanh(x, IEEE_FP32=False)
-    return y
-
-
-@gluon.jit
 def _softmax_step(
     s, row_max, row_sum, at, partial, iteration, span, pipelines, params, W: gl.constexpr, BLOCK_N: gl.constexpr,
     NEGATIVE: gl.constexpr, EDGES: gl.constexpr,
@@ -214,7 +191,9 @@ def _softmax_step(
     if params.softcap_log2 is not None:
         sign: gl.constexpr = -1.0 if NEGATIVE else 1.0
         x = x * (sign * params.scale_log2 / params.softcap_log2)
-        x = params.softcap_log2 * _tanh(x, params)
+        # in windows, with intervals and with narrow blocks, a branch would spill more registers
+        BRANCH: gl.constexpr = params.intervals is None and params.left is None and BLOCK_N >= 128
+        x = params.softcap_log2 * tanh_of_block(x, BRANCH)
         scale_log2 = params.scale_log2 * 0.0 + 1.0
     elif NEGATIVE:
         x = -x

@@ -19,7 +19,8 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..problem import ALIGNED_BYTES, sizes_and_strides
+from ...checks import ALIGNED_BYTES
+from ..problem import sizes_and_strides
 
 SEQUENCE_END = gl.constexpr(2**30)  # the row at which every packed sequence ends in varlen_descriptor
 

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...checks import ALIGNED_BYTES
 from ...philox import threshold
 from ...scratch import Scratch
 from ..mask import Mask, four_dims
-from ..problem import ALIGNED_BYTES, LEAST_FACTOR, LOG2E, Sizes, coarse, lse_strides, row_strides
+from ..problem import LEAST_FACTOR, LOG2E, Sizes, coarse, lse_strides, row_strides
 
 Arguments = dict[str, Any]
 

@@ -11,10 +11,11 @@ import triton
 from torch import Tensor
 
 from ...cache import remember
+from ...checks import ALIGNED_BYTES
 from ...cuda_launch import Launch, refusal
 from ...triton_key import set_key
 from ...triton_version import launch_options
-from ..problem import ALIGNED_BYTES, Sizes
+from ..problem import Sizes
 from .arguments import Arguments, ieee_fp32
 from .tiles import INTERPRETER, INTERVALS, UNALIGNED, Key, Tile, candidates, ordered, row
 
