@@ -4,7 +4,7 @@
     nanochat    nanochat's architecture in PyTorch: rope, qk_norm, ReLU², untied head with a softcap, Muon (nanochat.py)
     adamw       tilegrad, with nanogpt's model and optimizer
     muon        tilegrad, with nanochat's model, but weights in its norms and no norm after the embedding, Muon and AdamW
-    muon-fp8    as muon, but the blocks' linear layers multiply in float8
+    muon-fp8    as muon, but all products of linear layers and of the head are in float8
 
 Peers are compiled on a GPU and eager on a CPU. All have as many blocks and channels, and read the same windows in the same
 order.
@@ -102,7 +102,9 @@ def _adamw(task: Task) -> Trained:
 def _muon(task: Task, *, fp8: bool = False) -> Trained:
     entry = task.entry(task.size.modern(task.vocab_size))
     muon = MuonConfig(orthogonalization="polar_express", learning_rate_factor=MATRIX_RATE / MUON_RATE)
-    case = replace(entry.case, muon=muon, adamw=MUON_ADAMW, linear="fp8" if fp8 else "plain")
+    case = replace(entry.case, muon=muon, adamw=MUON_ADAMW)
+    if fp8:
+        case = replace(case, linear="fp8-all", head="fp8")
     return Ours(replace(entry, case=case))
 
 

@@ -28,6 +28,14 @@ def test_every_batch_size_has_a_line(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert (prefill["prompts"], prefill["length"]) == (8, 9) and forward["tokens_per_second"] > 0
 
 
+def test_with_invariant_both_tables_have_both_forms(capsys: pytest.CaptureFixture[str]) -> None:
+    more = ["--device", "cpu", "--no-peers", "--invariant", "--prefill", "9"]
+    assert main([*SMALL, *more, "--json"]) == 0
+    names = [json.loads(line)["contender"] for line in capsys.readouterr().out.splitlines()]
+    prefills = ["tilegrad", "training's forward", "tilegrad, invariant", "training's forward, invariant"]
+    assert names == ["tilegrad", "tilegrad, invariant", *prefills]
+
+
 def test_transformers_is_measured_in_the_same_rounds(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers", minversion="5.0", reason="needs pip install 'tilegrad[hf]'")
     assert main([*SMALL, "--device", "cpu"]) == 0

@@ -6,7 +6,8 @@ contenders changes from round to round. The time includes reading the prompts. W
 all contenders sample with top-k 50. For a batch of one sequence the bound is the time to read the weights once for each token,
 at the bandwidth of a large read in the same run.
 
-With `prefill`, a second table compares reading 8 long prompts with the forward of training on as many tokens.
+With `prefill`, a second table compares reading 8 long prompts with the forward of training on as many tokens. With `invariant`,
+both tables also have tilegrad with `invariant=True`.
 """
 
 from __future__ import annotations
@@ -105,6 +106,10 @@ def transformers_contender(
     return write
 
 
+def named(contender: str, *, invariant: bool) -> str:
+    return f"{contender}, invariant" if invariant else contender
+
+
 def bandwidth(device: torch.device, repeats: int) -> float:
     """The bytes per second of a large read."""
     x = torch.ones(READ_BYTES[device.type] // 4, dtype=torch.float32, device=device)
@@ -123,12 +128,16 @@ def measure(
     device: torch.device,
     dtype: torch.dtype,
     peers: bool,
+    forms: Sequence[bool],
 ) -> dict[str, list[float]]:
-    """contender → milliseconds in each round"""
+    """contender → milliseconds in each round. forms: the values of `invariant` to measure"""
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(0, config.vocab_size, (batch_size, PROMPT), generator=generator)
-    decoder = Decoder(config, params, batch_size, PROMPT + max_tokens, device=device, dtype=dtype)
-    contenders: dict[str, Write] = {"tilegrad": partial(ours, decoder, prompts.tolist(), max_tokens)}
+    contenders: dict[str, Write] = {}
+    for invariant in forms:
+        capacity = PROMPT + max_tokens
+        decoder = Decoder(config, params, batch_size, capacity, device=device, dtype=dtype, invariant=invariant)
+        contenders[named("tilegrad", invariant=invariant)] = partial(ours, decoder, prompts.tolist(), max_tokens)
     if peers and importlib.util.find_spec("transformers") is not None:
         theirs = transformers_contender(config, device, dtype)
         contenders["transformers, static cache"] = partial(theirs, prompts.to(device), max_tokens)
@@ -143,22 +152,26 @@ def measure_prefill(
     *,
     device: torch.device,
     dtype: torch.dtype,
+    forms: Sequence[bool],
 ) -> dict[str, list[float]]:
     """Milliseconds in each round of a prefill, and of the forward of training, whose loss is over every token."""
     prompts, length = shape
     tokens = torch.randint(0, config.vocab_size, shape, generator=torch.Generator().manual_seed(1))
     texts, total = tokens.tolist(), prompts * length
-    decoder = Decoder(config, params, prompts, length, prefill_tokens=total, device=device, dtype=dtype)
-    scorer = Scorer(StepSpec(config, prompts, length, dtype, device), params)
 
-    def prefill() -> None:
+    def prefill(decoder: Decoder) -> None:
         decoder.prefill({i: Prompt(text, sequence=i) for i, text in enumerate(texts)})
         decoder.finished(wait=True)
 
-    def forward() -> None:
-        scorer.loss(tokens, tokens)
-
-    return interleaved({"tilegrad": prefill, "training's forward": forward}, repeats, device)
+    contenders: dict[str, Write] = {}
+    for invariant in forms:
+        decoder = Decoder(
+            config, params, prompts, length, prefill_tokens=total, device=device, dtype=dtype, invariant=invariant
+        )
+        scorer = Scorer(StepSpec(config, prompts, length, dtype, device, invariant=invariant), params)
+        contenders[named("tilegrad", invariant=invariant)] = partial(prefill, decoder)
+        contenders[named("training's forward", invariant=invariant)] = partial(scorer.loss, tokens, tokens)
+    return interleaved(contenders, repeats, device)
 
 
 def result(
@@ -189,6 +202,7 @@ def bench_generate(
     prefill: int = 0,
     repeats: int = 5,
     peers: bool = True,
+    invariant: bool = False,
     json: bool = False,
     out: str | None = None,
 ) -> int:
@@ -207,6 +221,7 @@ def bench_generate(
         )
     if not 0 <= prefill <= config.block_size:
         raise ValueError(f"prefill: got {prefill}; accepted: 0 (none) … {config.block_size}, the block_size")
+    forms = (False, True) if invariant else (False,)
     params = random_params(config, where, kind)
     about = environment(where, kind)
     speed = bandwidth(where, repeats)
@@ -214,7 +229,9 @@ def bench_generate(
     read = sum(x.nbytes for name, x in params.items() if name not in looked_up)
     lines, rows = [], []
     for batch_size in batch_sizes:
-        times = measure(config, params, batch_size, max_tokens, repeats, device=where, dtype=kind, peers=peers)
+        times = measure(
+            config, params, batch_size, max_tokens, repeats, device=where, dtype=kind, peers=peers, forms=forms
+        )
         for name in times:
             found = result(name, times, batch_size * max_tokens, speed / read if batch_size == 1 else None)
             size = {"preset": preset, "batch_size": batch_size, "max_tokens": max_tokens}
@@ -223,7 +240,7 @@ def bench_generate(
     prefills = []
     if prefill:
         shape = (PREFILL_PROMPTS, prefill)
-        times = measure_prefill(config, params, shape, repeats, device=where, dtype=kind)
+        times = measure_prefill(config, params, shape, repeats, device=where, dtype=kind, forms=forms)
         for name in times:
             found = result(name, times, shape[0] * shape[1], None)
             lines.append(json_format.dumps({"preset": preset, "prompts": shape[0], "length": shape[1]} | found | about))

@@ -112,6 +112,8 @@ def _add_generate(bench: Commands) -> None:
     generate.add_argument("--max-tokens", type=int, default=64, metavar="N", help="new tokens (default: %(default)s)")
     text = "also compare reading 8 prompts of N tokens with the forward of training (default: no)"
     generate.add_argument("--prefill", type=int, default=0, metavar="N", help=text)
+    text = "also measure tilegrad with invariant=True"
+    generate.add_argument("--invariant", action="store_true", help=text)
     generate.add_argument("--no-peers", dest="peers", action="store_false", help="do not run transformers")
     _add_rounds(generate, 5)
 
