@@ -28,7 +28,7 @@ from tilegrad.model.config import ModelConfig
 from ..cases import Case, Problem
 from ..contenders import Contender, Entry, Ours
 from ..peer import Peer, PeerForm
-from .nanochat import HEAD_DIM, MATRIX_RATE, SOFTCAP, Nanochat
+from .nanochat import HEAD_DIM, MATRIX_RATE, MOMENTUM_STEPS, SOFTCAP, Nanochat
 
 
 class Trained(Contender, Protocol):
@@ -55,7 +55,7 @@ class Size:
         return replace(
             self.gpt2(vocab_size), n_head=max(1, self.n_embd // HEAD_DIM), norm="rmsnorm", position="rope", qk_norm=True,
             activation="relu2", bias=False, tie_embeddings=False, logit_softcap=SOFTCAP,
-            residual_scalars=True,
+            residual_scalars=True, embedding_std=1.0,
         )  # fmt: skip
 
 
@@ -101,7 +101,9 @@ def _adamw(task: Task) -> Trained:
 
 def _muon(task: Task, *, fp8: bool = False) -> Trained:
     entry = task.entry(task.size.modern(task.vocab_size))
-    muon = MuonConfig(orthogonalization="polar_express", learning_rate_factor=MATRIX_RATE / MUON_RATE)
+    muon = MuonConfig(
+        orthogonalization="polar_express", learning_rate_factor=MATRIX_RATE / MUON_RATE, momentum_warmup=MOMENTUM_STEPS
+    )
     case = replace(entry.case, muon=muon, adamw=MUON_ADAMW)
     if fp8:
         case = replace(case, linear="fp8-all", head="fp8")

@@ -55,7 +55,7 @@ def configs(draw: st.DrawFn) -> ModelConfig:
         qkv_bias=draw(biases), proj_bias=draw(biases), ffn_bias=draw(biases),
         window_layers=pick(None, (), (0,), (n_layer - 1,)), rope_scaling=scaling if position == "rope" else None,
         logit_softcap=pick(None, None, 0.5, 3) if loss == "cross_entropy" else None, residual_scalars=draw(st.booleans()),
-        value_embeddings=draw(st.integers(0, (n_layer + 1) // 2)),
+        value_embeddings=draw(st.integers(0, (n_layer + 1) // 2)), embedding_std=pick(0.02, 1.0),
     )  # fmt: skip
 
 
@@ -126,6 +126,9 @@ def test_initial_values_have_their_distributions() -> None:
     again, other = Engine(config, 1, 4, seed=3).params, Engine(config, 1, 4, seed=4).params
     assert torch.equal(params["wte.weight"], again["wte.weight"])
     assert not torch.equal(params["wte.weight"], other["wte.weight"])
+    larger = Engine(replace(config, embedding_std=1.0), 1, 4, seed=3).params
+    assert larger["wte.weight"].std().item() == pytest.approx(1.0, rel=0.05)
+    assert all(torch.equal(larger[name], p) for name, p in params.items() if name != "wte.weight")
 
 
 def test_a_new_model_computes_what_it_computes_without_value_embeddings() -> None:
@@ -170,6 +173,8 @@ BAD = [
     ({"bias": 1}, "bias: got 1; accepted: True or False"),
     ({"loss": "embedding_mse", "tie_embeddings": False}, "tie_embeddings: got False; accepted: True with loss"),
     ({"residual_scalars": 1}, "residual_scalars: got 1; accepted: True or False"),
+    ({"embedding_std": 0.0}, "embedding_std: got 0.0; accepted: a number, 1e-06 ≤ embedding_std < 1000"),
+    ({"embedding_std": True}, "embedding_std: got True; accepted: a number"),
     ({"value_embeddings": -1}, "value_embeddings: got -1; accepted: an int, 0 ≤ value_embeddings ≤ 1"),
     ({"value_embeddings": True}, "value_embeddings: got True; accepted: an int, 0 ≤ "),
     (

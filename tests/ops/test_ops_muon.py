@@ -51,12 +51,17 @@ class Step:
         self.norm = torch.linalg.vector_norm(torch.cat(self.grads))
 
     def run(
-        self, muon: MuonConfig, learning_rate: float | Tensor = 0.1, weight_decay: float = 0.1, max_norm: float = 1.0
+        self,
+        muon: MuonConfig,
+        learning_rate: float | Tensor = 0.1,
+        weight_decay: float = 0.1,
+        max_norm: float = 1.0,
+        t: int = 1,
     ) -> None:
         scratch = poisoned(muon_workspace(self.params[0], muon, self.matrices))
         muon_step(
             self.norm, learning_rate, muon, self.matrices, weight_decay, max_norm,
-            params=self.params, grads=self.grads, m=self.m, rounded=self.rounded, scratch=scratch,
+            step=torch.tensor(float(t)), params=self.params, grads=self.grads, m=self.m, rounded=self.rounded, scratch=scratch,
         )  # fmt: skip
 
     def each(self, ranges: list[Tensor]) -> list[Tensor]:
@@ -84,6 +89,17 @@ def test_a_step_equals_one_by_the_singular_value_decomposition(
     assert step.rounded is not None
     for p, copy in zip(step.params, step.rounded, strict=True):
         assert torch.equal(copy, p.bfloat16())
+
+
+@pytest.mark.parametrize("t", [1, 2, 5, 9])
+def test_the_momentum_rises_over_the_warm_up(t: int) -> None:
+    muon, step = MuonConfig(0.95, momentum_warmup=4), Step(F64)
+    before = [step.each(x) for x in (step.params, step.grads, step.m)]
+    step.run(muon, max_norm=math.inf, t=t)
+    for p, g, m, new_p, new_m in zip(*before, step.each(step.params), step.each(step.m), strict=True):
+        want, momentum = muon_reference(p, g, m, muon, learning_rate=0.1, weight_decay=0.1, t=t)
+        assert float((new_m - momentum).abs().max()) < 1e-13
+        assert float((new_p - want).abs().max()) < 1e-11
 
 
 def test_the_gaps_between_matrices_stay_zero() -> None:
@@ -146,8 +162,8 @@ def test_three_steps_are_close_to_those_of_torch(scale: Any, adjust: str, nester
         theirs.grad = g.clone()
         optimizer.step()
         muon_step(
-            g.norm(), 0.1, muon, matrices, 0.3, math.inf, params=[ours], grads=[g.view(-1).clone()], m=[m],
-            scratch=poisoned(muon_workspace(ours, muon, matrices)),
+            g.norm(), 0.1, muon, matrices, 0.3, math.inf, step=torch.tensor(i + 1.0), params=[ours],
+            grads=[g.view(-1).clone()], m=[m], scratch=poisoned(muon_workspace(ours, muon, matrices)),
         )  # fmt: skip
         update = (ours - before).abs().max()
         assert float((theirs.detach().view(-1) - ours).abs().max()) < 0.03 * float(update)
@@ -187,6 +203,12 @@ def test_on_a_gpu_products_are_in_bfloat16() -> None:
     [
         ({"momentum": 1.0}, "momentum: got 1.0; accepted: a number from 0 to below 1.0"),
         ({"momentum": True}, "momentum: got True; accepted"),
+        ({"momentum_warmup": 1.0}, "momentum_warmup: got 1.0; accepted: an int, 0 to 1,000,000,000"),
+        ({"momentum_warmup": -1}, "momentum_warmup: got -1; accepted: an int"),
+        (
+            {"momentum": 0.8, "momentum_warmup": 3},
+            "momentum_warmup: got 3 with momentum 0.8; accepted: 0, or a momentum of at least 0.85",
+        ),
         ({"nesterov": 1}, "nesterov: got 1; accepted: True or False"),
         ({"orthogonalization": "svd"}, "orthogonalization: got 'svd'; accepted: 'newton_schulz' or 'polar_express'"),
         ({"scale": "adam"}, "scale: got 'adam'; accepted: 'spectral' or 'rms'"),
@@ -205,4 +227,4 @@ def test_bad_settings_of_muon_are_refused(given: dict[str, Any], message: str) -
 def test_matrices_out_of_order_or_outside_their_range_are_refused(matrices: tuple[Matrix, ...]) -> None:
     x = [torch.zeros(100)]
     with pytest.raises(ValueError, match=r"^matrices: got Matrix\(.*accepted: matrices in order, inside 100 elements"):
-        muon_step(torch.tensor(1.0), 0.1, MuonConfig(), [matrices], params=x, grads=x, m=x)
+        muon_step(torch.tensor(1.0), 0.1, MuonConfig(), [matrices], step=torch.tensor(1.0), params=x, grads=x, m=x)

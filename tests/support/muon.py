@@ -23,12 +23,22 @@ def orthogonal(u: Tensor, name: str) -> Tensor:
 
 
 def muon_reference(
-    p: Tensor, g: Tensor, m: Tensor, muon: MuonConfig, *, learning_rate: float, weight_decay: float, clip: float = 1.0
+    p: Tensor,
+    g: Tensor,
+    m: Tensor,
+    muon: MuonConfig,
+    *,
+    learning_rate: float,
+    weight_decay: float,
+    clip: float = 1.0,
+    t: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """The new p and m of one matrix."""
-    g = g * clip
-    m = muon.momentum * m + (1 - muon.momentum) * g
-    u = muon.momentum * m + (1 - muon.momentum) * g if muon.nesterov else m
+    """The new p and m of one matrix after update t."""
+    g, momentum = g * clip, muon.momentum
+    if muon.momentum_warmup:
+        momentum = 0.85 + (momentum - 0.85) * min((t - 1) / muon.momentum_warmup, 1.0)
+    m = momentum * m + (1 - momentum) * g
+    u = momentum * m + (1 - momentum) * g if muon.nesterov else m
     rows, columns = p.shape
     factor = 0.2 * max(rows, columns) ** 0.5 if muon.scale == "rms" else max(1.0, rows / columns) ** 0.5
     o = factor * orthogonal(u, muon.orthogonalization)

@@ -39,6 +39,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "model.logit_softcap": ("none", "0.5", "30"),
     "model.residual_scalars": YES_NO,
     "model.value_embeddings": ("0", "1"),
+    "model.embedding_std": ("0.02", "1.0"),
     "model.rope_scaling": (
         "none", '{kind = "linear", factor = 2}', '{kind = "llama3", factor = 8.0, original = 8}',
         '{kind = "yarn", factor = 4.0, original = 8}',
@@ -77,11 +78,12 @@ KEYS: dict[str, tuple[str, ...]] = {
     "train.masters": ('"float32"', '"none"'),
     "train.gradients": ('"float32"', '"bfloat16"'),
     "optimizer.name": ('"adamw"', '"muon"'),
-    "optimizer.momentum": (ABSENT, "0.5"),
+    "optimizer.momentum": (ABSENT, "0.9"),
     "optimizer.nesterov": (ABSENT, "false"),
     "optimizer.orthogonalization": (ABSENT, '"polar_express"'),
     "optimizer.scale": (ABSENT, '"rms"'),
     "optimizer.matrix_learning_rate": ("none", "0.01"),
+    "optimizer.momentum_warmup": (ABSENT, "3"),
     "optimizer.cautious": (ABSENT, "true"),
     "optimizer.ema": ("0.0", "0.9"),
     "optimizer.moments": ('"float32"', '"bfloat16"'),
@@ -145,7 +147,9 @@ AXES: dict[str, tuple[object, ...]] = {"family": tuple(FAMILIES), "stop": (0, 1,
 
 
 Rule = Callable[..., bool]
-OF_MUON = ("name", "momentum", "nesterov", "orthogonalization", "scale", "matrix_learning_rate", "cautious")
+OF_MUON = (
+    "name", "momentum", "nesterov", "orthogonalization", "scale", "matrix_learning_rate", "momentum_warmup", "cautious",
+)  # fmt: skip
 REFUSED: Mapping[tuple[str, ...], Rule] = {  # which values of these keys are refused together
     ("model.n_head", "model.n_kv_head"): lambda heads, kv: kv != "none" and int(heads) % int(kv) != 0,
     ("model.projection", "model.n_kv_head", "model.n_head"): lambda projection, kv, heads: (

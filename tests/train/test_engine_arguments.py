@@ -67,7 +67,11 @@ NUMBERS: dict[str, tuple[object, ...]] = {  # arguments that change numbers
     "lora": (None, LoraConfig(3, 6), LoraConfig(2, 8, "attention", dropout=0.2)),
     "freeze": ((), ("wte.*", "*.ln1.*")),
     "invariant": (False, True),
-    "muon": (None, MuonConfig(), MuonConfig(0.6, nesterov=False, scale="rms", learning_rate_factor=0.5)),
+    "muon": (
+        None,
+        MuonConfig(momentum_warmup=2),
+        MuonConfig(0.6, nesterov=False, scale="rms", learning_rate_factor=0.5),
+    ),
     "windows": ((), (2, 6), (None,)),  # steps have the first window
     "ema": (0.0, 0.15, 0.999),
 }
@@ -183,9 +187,9 @@ class Expected:
             p.grad = engine.grads[name].to(torch.float64, copy=True)
         norm = torch.nn.utils.clip_grad_norm_(self.params.values(), self.max_norm)
         self.optimizer.step()
+        self.steps += 1
         for name, shapes in self.matrices.items():
             self.update_matrices(name, shapes)
-        self.steps += 1
         w = 1.0 if self.steps == 1 else 1.0 - min(self.ema, (1 + self.steps) / (10 + self.steps))
         for name, p in self.params.items():
             self.average[name] += w * (p.detach() - self.average[name])
@@ -200,7 +204,7 @@ class Expected:
             i = slice(at, at := at + math.prod(shape))
             old_p, old_g, old_m = (x[i].view(shape) for x in (p, g, m))
             rates = {"learning_rate": self.rate, "weight_decay": self.decay}
-            new = muon_reference(old_p, old_g, old_m, self.muon, **rates)
+            new = muon_reference(old_p, old_g, old_m, self.muon, **rates, t=self.steps)
             p[i], m[i] = (x.view(-1) for x in new)
 
     def check(self, engine: Engine) -> None:

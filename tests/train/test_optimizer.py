@@ -171,6 +171,7 @@ def test_muon_has_its_own_learning_rate_on_the_schedule_of_adamw() -> None:
         scale="rms", learning_rate_factor=2.5
     )
     given: dict[str, Any] = {"momentum": 0.5, "nesterov": False, "orthogonalization": "polar_express", "cautious": True}
+    assert muon_of(name="muon", momentum_warmup=300) == MuonConfig(momentum_warmup=300, learning_rate_factor=5.0)
     assert muon_of(name="muon", **given) == MuonConfig(**given, learning_rate_factor=5.0)
 
 

@@ -165,7 +165,7 @@ def muon_parity(mesh: Mesh, case: str, shard: str, context: int, muon: MuonConfi
 @pytest.mark.parametrize(
     ("case", "shard", "context", "muon"),
     [
-        ("tied, dropout", "optimizer", 1, MuonConfig(orthogonalization="polar_express")),
+        ("tied, dropout", "optimizer", 1, MuonConfig(orthogonalization="polar_express", momentum_warmup=3)),
         ("untied, GQA, window", "none", 1, MuonConfig(cautious=True)),
         ("tied, rope, biases", "optimizer", 2, MuonConfig(scale="rms", nesterov=False)),
     ],

@@ -412,22 +412,6 @@ class Optimizer:
             step=None if by_adamw else self.adam_step,
             scratch=of("guard", self.scratch),
         )
-        by_muon = [own for own in self.owned if own.matrices]
-        if by_muon and self.muon is not None:
-            params, grads, m, _, _, rounded, _, matrices, _ = map(list, zip(*by_muon, strict=True))
-            muon_step(
-                self.norm,
-                learning_rate,
-                self.muon,
-                matrices,
-                adamw.weight_decay,
-                adamw.max_norm,
-                params=params,
-                grads=grads,
-                m=m,
-                rounded=None if self.rounded is None else rounded,
-                scratch=of("muon", self.scratch),
-            )
         if by_adamw:
             params, grads, m, v, _, rounded, decayed, _, places = map(list, zip(*by_adamw, strict=True))
             adamw_step(
@@ -447,6 +431,23 @@ class Optimizer:
                 step=self.adam_step,
                 rounded=None if self.rounded is None else rounded,
                 scratch=of("adamw", self.scratch),
+            )
+        by_muon = [own for own in self.owned if own.matrices]
+        if by_muon and self.muon is not None:
+            params, grads, m, _, _, rounded, _, matrices, _ = map(list, zip(*by_muon, strict=True))
+            muon_step(
+                self.norm,
+                learning_rate,
+                self.muon,
+                matrices,
+                adamw.weight_decay,
+                adamw.max_norm,
+                step=self.adam_step,
+                params=params,
+                grads=grads,
+                m=m,
+                rounded=None if self.rounded is None else rounded,
+                scratch=of("muon", self.scratch),
             )
         averages = [own.ema for own in self.owned if own.ema is not None]
         if averages:

@@ -47,6 +47,7 @@ class ModelConfig:
     residual_scalars   block i reads a_i x + b_i x0 with learned scalars; x0 is the stream before the first block
     value_embeddings   n: n blocks, every second one from the last on, add s · table[token] to their values, each with its
                     own table (vocab_size, kv_heads · head_dim) and learned scalar s
+    embedding_std   the standard deviation of the initial token embeddings; all other weights begin with 0.02 or less
 
     LIMITS bounds the sizes.
 
@@ -83,6 +84,7 @@ class ModelConfig:
     logit_softcap: float | None = None
     residual_scalars: bool = False
     value_embeddings: int = 0
+    embedding_std: float = 0.02
 
     @property
     def kv_heads(self) -> int:
@@ -138,7 +140,12 @@ class ModelConfig:
             refuse(
                 "value_embeddings", f"an int, 0 ≤ value_embeddings ≤ {most}, every second one of {self.n_layer} blocks"
             )
-        for name, low, high in (("dropout", 0.0, 1.0), ("norm_eps", 1e-30, 1.0), ("rope_theta", 1.0, _MAX_THETA)):
+        for name, low, high in (
+            ("dropout", 0.0, 1.0),
+            ("norm_eps", 1e-30, 1.0),
+            ("rope_theta", 1.0, _MAX_THETA),
+            ("embedding_std", 1e-6, 1e3),
+        ):
             value = getattr(self, name)
             if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value < high:
                 refuse(name, f"a number, {low:g} ≤ {name} < {high:g}")

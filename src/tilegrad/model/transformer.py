@@ -32,7 +32,7 @@ from ..text.spelling import did_you_mean
 from .block import Block, Dropout, Recomputed
 from .config import ModelConfig
 from .fp8 import Rounded, RoundedWeight
-from .layer import WEIGHT, Buffer, Declare, Packed, Param, is_adapter
+from .layer import WEIGHT, Buffer, Declare, Normal, Packed, Param, is_adapter
 from .norm import NormLayer
 
 NOTHING: frozenset[Recomputed] = frozenset()
@@ -51,7 +51,7 @@ class Embedding:
     @classmethod
     def declare(cls, at: Declare) -> Embedding:
         c, channels = at.config, at.config.n_embd
-        wte = at.param("wte.weight", c.vocab_size, channels, init=WEIGHT)
+        wte = at.param("wte.weight", c.vocab_size, channels, init=Normal(c.embedding_std))
         wpe = at.param("wpe.weight", c.block_size, channels, init=WEIGHT) if c.position == "learned" else None
         positions = at.positions if wpe else None
         shapes = embedding_workspace(at.form(channels), packed=positions is not None)

@@ -188,6 +188,7 @@ class OptimizerConfig:
     scale: Scale = "spectral"
     matrix_learning_rate: float | None = None
     cautious: bool = False
+    momentum_warmup: int = 0
     ema: float = 0.0
     moments: Kept = "float32"
 
@@ -229,6 +230,7 @@ class OptimizerConfig:
             self.scale,
             learning_rate_factor=factor,
             cautious=self.cautious,
+            momentum_warmup=self.momentum_warmup,
         )
 
 

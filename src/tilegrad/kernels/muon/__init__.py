@@ -1,6 +1,7 @@
 """Muon on matrices, with gradients clipped by their norm.       params, grads, m (P,): one range of the arenas
 
     g = grads / max(1, (norm + 1e-6) / max_norm)                          norm: from the op `global_norm`
+    μ = 0.85 + (momentum − 0.85) · min((t − 1) / momentum_warmup, 1)      (momentum_warmup = 0: μ = momentum)
     m = μ m + (1 − μ) g              u = μ m + (1 − μ) g                  (without nesterov: u = m)
     for each matrix of the range:    o = scale · orthogonal(u)            scale: see `MuonConfig`
     params −= rate · weight_decay · params                                (cautious: only where params and o have the same sign)
@@ -19,10 +20,10 @@ five iterations, and `MARGINS` has the margin:
     polar_express   by Amsel et al., arXiv:2505.16932, with one (a, b, c) for each iteration. A singular value s ≥ 0.003 ‖u‖ of
                     u ends between 0.85 and 1.15.
 
-On CUDA, the matrix products of float32 params are in bfloat16. Otherwise they are in the dtype of params. If norm is not
-finite, params, m and rounded do not change. On a GPU the device decides this, so the host does not wait. grads is always
-overwritten. params, grads, m, rounded and `matrices` are lists with one element for each range. `MUON` is the table of kernels:
-each module offers `workspace` and `step`.
+On CUDA, the matrix products of float32 params are in bfloat16. Otherwise they are in the dtype of params. t is the number of
+updates, with this one. If norm is not finite, params, m and rounded do not change. On a GPU the device decides this, so the
+host does not wait. grads is always overwritten. params, grads, m, rounded and `matrices` are lists with one element for each
+range. `MUON` is the table of kernels: each module offers `workspace` and `step`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Unpack, get_args
 
+import torch
 from torch import Tensor
 
 from ..checks import check_max_norm, check_range, check_tensor
@@ -51,6 +53,7 @@ COEFFICIENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
         (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
     ),
 }
+FIRST_MOMENTUM = 0.85  # of the first update, with momentum_warmup
 MARGINS = {"newton_schulz": 1.0, "polar_express": 1.02}
 
 
@@ -59,6 +62,7 @@ class MuonConfig:
     """Muon updates the matrices of the blocks. AdamW updates the embeddings, the head, norms and biases.
 
     momentum, nesterov     as in the equations of this module
+    momentum_warmup        the number of updates in which μ rises from 0.85 to momentum; 0: μ is always momentum
     orthogonalization      "newton_schulz" or "polar_express"
     scale                  "spectral" is √max(1, rows / columns): the spectral norm of an update is about 1, or √(rows /
                            columns) if that is more. "rms" is 0.2 √max(rows, columns): the root mean square of an update is
@@ -79,6 +83,7 @@ class MuonConfig:
     scale: Scale = "spectral"
     learning_rate_factor: float = 1.0
     cautious: bool = False
+    momentum_warmup: int = 0
 
     def __post_init__(self) -> None:
         for name, accepted in (("orthogonalization", get_args(Orthogonalization)), ("scale", get_args(Scale))):
@@ -95,6 +100,13 @@ class MuonConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value < most:
                 raise ValueError(f"{name}: got {value!r}; accepted: {range_}")
+        if type(self.momentum_warmup) is not int or not 0 <= self.momentum_warmup <= 10**9:
+            raise ValueError(f"momentum_warmup: got {self.momentum_warmup!r}; accepted: an int, 0 to 1,000,000,000")
+        if self.momentum_warmup and self.momentum < FIRST_MOMENTUM:
+            raise ValueError(
+                f"momentum_warmup: got {self.momentum_warmup} with momentum {self.momentum}; accepted: 0, or a momentum of "
+                f"at least {FIRST_MOMENTUM}, where the warm-up begins"
+            )
 
     def scale_of(self, rows: int, columns: int) -> float:
         if self.scale == "rms":
@@ -150,18 +162,20 @@ class Range(NamedTuple):
 def muon_step(
     norm: Tensor, learning_rate: float | Tensor, muon: MuonConfig, matrices: list[Matrices], weight_decay: float = 0.1,
     max_norm: float = 1.0, *,
-    params: list[Tensor], grads: list[Tensor], m: list[Tensor], rounded: list[Tensor] | None = None, **where: Unpack[Where],
+    step: Tensor, params: list[Tensor], grads: list[Tensor], m: list[Tensor], rounded: list[Tensor] | None = None,
+    **where: Unpack[Where],
 ) -> None:  # fmt: skip
-    """Updates params, m and rounded, and overwrites grads. max_norm = inf disables clipping."""
+    """Updates params, m and rounded, and overwrites grads. step (0-d float32) is t. max_norm = inf disables clipping."""
     copies = [None] * len(params) if rounded is None else rounded
     ranges = [Range(*each) for each in zip(params, grads, m, copies, matrices, strict=True)]
     first = params[0]
     for each in ranges:
         _check(each, first)
     check_tensor("norm", norm, (), first.dtype, first.device)
+    check_tensor("step", step, (), torch.float32, first.device)
     check_max_norm(max_norm)
     problem = Problem(first, sum(matrices, ()), muon.cautious)
-    MUON.run("step", problem, norm, learning_rate, muon, weight_decay, max_norm, ranges=ranges, **where)
+    MUON.run("step", problem, norm, step, learning_rate, muon, weight_decay, max_norm, ranges=ranges, **where)
 
 
 def _check(given: Range, first: Tensor) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..guard import non_finite
 from ..scratch import Scratch, Shapes, TensorLike, blocks
-from . import COEFFICIENTS, MARGINS, Matrices, MuonConfig, Range
+from . import COEFFICIENTS, FIRST_MOMENTUM, MARGINS, Matrices, MuonConfig, Range
 
 BLOCK = 1 << 24  # the most elements of a batch of several matrices
 CAUTIOUS_BLOCK = 1 << 20  # the most parameters whose signs are compared at once
@@ -50,11 +50,12 @@ def workspace(params: TensorLike, matrices: Matrices, cautious: bool) -> Shapes:
     shapes |= {"norms": ((norms,), own)}
     if cautious:
         shapes |= {"signs": ((max(1, min(CAUTIOUS_BLOCK, sum(x.stop - x.start for x in matrices))),), own)}
-    return shapes | dict.fromkeys(("clip", "blend", "rate", "keep"), ((), own))
+    return shapes | dict.fromkeys(("clip", "momentum", "blend", "rate", "keep"), ((), own))
 
 
 def step(
     norm: Tensor,
+    step: Tensor,
     learning_rate: float | Tensor,
     muon: MuonConfig,
     weight_decay: float,
@@ -63,15 +64,20 @@ def step(
     ranges: Sequence[Range],
     scratch: Scratch,
 ) -> None:
-    clip, blend, rate = scratch["clip"], scratch["blend"], scratch["rate"]
+    clip, momentum, blend, rate = (scratch[name] for name in ("clip", "momentum", "blend", "rate"))
     clip.copy_(norm).add_(1e-6).div_(max_norm).clamp_(min=1.0).reciprocal_().nan_to_num_(nan=0.0)
     non_finite(norm, out=rate).neg_().add_(1.0)
-    torch.mul(rate, 1.0 - muon.momentum, out=blend)
+    if muon.momentum_warmup:
+        momentum.copy_(step).sub_(1.0).div_(muon.momentum_warmup).clamp_(max=1.0)
+        momentum.mul_(muon.momentum - FIRST_MOMENTUM).add_(FIRST_MOMENTUM)
+    else:
+        momentum.fill_(muon.momentum)
+    torch.sub(1.0, momentum, out=blend).mul_(rate)
     rate.mul_(learning_rate).mul_(muon.learning_rate_factor)
     for each in ranges:
         g = each.grads.mul_(clip).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         each.m.lerp_(g, blend)
-        g.lerp_(each.m, muon.momentum) if muon.nesterov else g.copy_(each.m)
+        g.lerp_(each.m, momentum) if muon.nesterov else g.copy_(each.m)
     updates = [each.grads[x.start : x.stop].view(x.rows, x.columns) for each in ranges for x in each.matrices]
     for batch in batches(sum((each.matrices for each in ranges), ())):
         _orthogonalize([updates[i] for i in batch.members], muon, scratch)
