@@ -308,6 +308,9 @@ def test_bind_keeps_the_tree_and_replaces_handles() -> None:
     assert type(bound.inside["pair"]) is Pair
     assert bound.config is tree.config
     assert [handle.name for handle in handles(tree)] == ["a", "b", "c"]
+    twice = bind([tree, {"again": tree}], lambda handle: f"<{handle.name}>")
+    assert twice == [bound, {"again": bound}]
+    assert twice[0] is twice[1]["again"]  # type: ignore[index]
 
 
 def test_live_ranges_of_a_stack_of_layers() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -30,11 +31,11 @@ from tilegrad import Engine, ModelConfig
 from tilegrad.engine import engine as engine_module
 from tilegrad.engine.optimizer import Optimizer
 from tilegrad.engine.planning import plan_model, step_report
-from tilegrad.engine.spec import StepSpec
+from tilegrad.engine.spec import Recompute, StepSpec
 from tilegrad.kernels.dropout import dropout_fwd, dropout_workspace
 from tilegrad.kernels.op import observe
 from tilegrad.kernels.scratch import new_scratch
-from tilegrad.memory.planned.arena import Arenas, poison_dead
+from tilegrad.memory.planned.arena import Arenas, MemoryPlan, poison_dead
 from tilegrad.memory.planned.trace import bind, handles
 from tilegrad.model import reference
 from tilegrad.model.block import Recomputed
@@ -83,6 +84,11 @@ def moved(engine: Engine, seed: int = 0) -> Engine:
     return engine
 
 
+def always(choice: Recompute) -> Callable[[StepSpec, int | None], tuple[Recompute, MemoryPlan]]:
+    """`choose_recompute` with one choice."""
+    return lambda spec, _budget: (choice, plan_model(replace(spec, recompute=choice)))
+
+
 def autograd(engine: Engine, tokens: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     loss, exact = reference.gradients(engine.params, tokens, targets, engine.config, engine.spec.lora)
     return loss, {name: g for name, g in exact.items() if name in engine.grads}
@@ -97,7 +103,7 @@ def test_gradients_equal_autograd(spec: dict[str, Any], monkeypatch: pytest.Monk
     config, p = config_of(spec), spec["dropout"]
     lora = LoraConfig(spec["rank"], 2.5, spec["layers"], p)
     choice = (frozenset(spec["recompute"]),) * config.n_layer
-    monkeypatch.setattr(engine_module, "choose_recompute", lambda *_: choice)
+    monkeypatch.setattr(engine_module, "choose_recompute", always(choice))
     engine = moved(Engine(config, 3, 16, dtype=torch.float64, seed=3, lora=lora, freeze=list(spec["freeze"])))
     tokens, targets = batch(config, 3, 16)
     frozen = clones({name: x for name, x in engine.params.items() if name not in engine.grads})
@@ -168,7 +174,7 @@ def test_freezing_does_not_change_the_other_gradients(
         if all(any(fnmatchcase(each, pattern) for pattern in wanted) for each in exact):
             continue
         with monkeypatch.context() as patch:
-            patch.setattr(engine_module, "choose_recompute", lambda *_, c=choice: c)
+            patch.setattr(engine_module, "choose_recompute", always(choice))
             frozen = moved(Engine(config, 3, 16, dtype=torch.float64, seed=3, freeze=wanted))
         before = clones({each: x for each, x in frozen.params.items() if each not in frozen.grads})
         assert set(before) == {each for each in exact if any(fnmatchcase(each, pattern) for pattern in wanted)}

@@ -747,7 +747,7 @@ def test_plan_finds_the_largest_batch_that_fits(
         """The peak of the plan that `train` would make; infinite where it refuses the budget."""
         try:
             spec = StepSpec(run.model, batch_size, *sizes, accumulate=False)
-            choice = choose_recompute(spec, budget)
+            choice, _ = choose_recompute(spec, budget)
         except ValueError:
             return float("inf")
         return plan_model(replace(spec, recompute=choice)).peak_bytes

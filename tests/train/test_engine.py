@@ -475,6 +475,7 @@ def test_gradients_have_the_same_bits_under_every_budget(config: ModelConfig) ->
     for budget in torch.linspace(smallest, everything, 4).long().tolist():
         engine = Engine(config, 4, 16, memory_budget=budget)
         assert engine.plan.peak_bytes <= budget
+        assert engine.plan.arenas == plan_model(engine.spec).arenas
         engine.gradients(tokens, targets)
         assert equal(engine.grads, free.grads), engine.recompute
         engines.append(engine)
@@ -492,8 +493,9 @@ def test_a_budget_holds_where_recomputing_more_blocks_takes_more_memory(monkeypa
     monkeypatch.setattr(recompute, "plan_model", planned)
     spec = StepSpec(replace(CONFIG, n_layer=4), 1, 1, torch.float32, torch.device("cpu"))
     for budget, blocks in ((100, 0), (99, 1), (75, 1), (70, 1)):
-        chosen = recompute.choose_recompute(spec, budget)
+        chosen, plan = recompute.choose_recompute(spec, budget)
         assert chosen == (frozenset({"block"}),) * blocks + (frozenset(),) * (4 - blocks), budget
+        assert plan.peak_bytes == peaks[blocks]
     others = "and the norms and activations of the others,"
     with pytest.raises(
         ValueError, match=f"got 69 bytes; accepted: at least 70, with 1 of 4 blocks, {others} recomputed"

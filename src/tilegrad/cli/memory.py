@@ -41,7 +41,7 @@ def _plan(args: argparse.Namespace) -> int:
 
     from ..engine.batch import check_spec
     from ..engine.machine import check_device
-    from ..engine.planning import plan_model, step_report
+    from ..engine.planning import step_report
     from ..engine.recompute import OverBudget, choose_recompute
     from ..text.atomic import check_replaceable
     from ..training.sections import run_from, settled
@@ -66,14 +66,15 @@ def _plan(args: argparse.Namespace) -> int:
     check_spec(spec)
     largest, largest_sentence = _largest_batch(spec, t.memory_budget) if args.fit else ({}, "")
     try:
-        spec = replace(spec, recompute=choose_recompute(spec, t.memory_budget))
+        choice, plan = choose_recompute(spec, t.memory_budget)
     except OverBudget as error:
         raise ValueError(f"{error}; {largest_sentence}") if args.fit else error from None
+    spec = replace(spec, recompute=choice)
     name = where or content.get("model", {}).get("preset", "tiny")
     title = f"{name}, batch {t.batch_size} × {t.seq_len} tokens, {t.dtype}"
     title += f", one of {args.world_size} ranks, shard {args.shard}" if args.world_size > 1 else ""
     title += f", {args.context} ranks to a sequence" if args.context > 1 else ""
-    report = step_report(plan_model(spec), spec, title)
+    report = step_report(plan, spec, title)
     chosen = {name: sum(name in block for block in spec.recompute) for name in ("norm", "activation", "block")}
     recomputed = ", ".join(f"{name} in {n} blocks" for name, n in chosen.items() if n)
     _print(args, report, device, page, [f"recomputed: {recomputed}"] if recomputed else [], largest, largest_sentence)

@@ -35,7 +35,6 @@ from .initialise import initialise
 from .machine import check_device, check_fits, check_threads
 from .optimizer import AdamW, StepResult
 from .parallel import check_micro_batches, check_same, make_strategy
-from .planning import plan_model
 from .recompute import choose_recompute
 from .results import Results
 from .spec import BUCKET_BYTES, Shard, StepSpec
@@ -154,13 +153,13 @@ class Engine:
             windows=tuple(windows) if isinstance(windows, list) else cast(tuple[int | None, ...], windows),
         )  # fmt: skip
         check_spec(spec)
-        self.spec = spec = replace(spec, recompute=choose_recompute(spec, memory_budget))
+        choice, self.plan = choose_recompute(spec, memory_budget)
+        self.spec = spec = replace(spec, recompute=choice)
         adamw = AdamW(betas, eps, weight_decay, max_norm)
         check_same(mesh, spec, adamw, seed)
         self.config, self.batch_size, self.seq_len, self.dtype = model_config, batch_size, seq_len, dtype
         self.linear, self.deterministic, self.recompute = linear, spec.deterministic, spec.recompute
         self.seed, self.capture = seed, capture
-        self.plan = plan_model(spec)
         check_fits(self.plan.peak_bytes, self.device)
         self.arenas = Arenas(self.plan)
         self.ranks = make_strategy(spec, mesh, adamw, self.arenas.view)

@@ -19,6 +19,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import replace
 
+from ..memory.planned.arena import MemoryPlan
 from ..model.block import Recomputed
 from .planning import plan_model, unplanned_bytes
 from .spec import Recompute, StepSpec
@@ -43,22 +44,29 @@ def _choice(n_layer: int, norms: int, activations: int, blocks: int) -> Recomput
     return tuple(of(i) for i in range(n_layer))
 
 
-def choose_recompute(spec: StepSpec, budget: int | None) -> Recompute:
-    """The cheapest choice whose plan takes at most `budget` bytes, or an error that says how many are needed. budget=None
-    applies the rule without a budget. `spec.recompute` is ignored."""
+def choose_recompute(spec: StepSpec, budget: int | None) -> tuple[Recompute, MemoryPlan]:
+    """The cheapest choice whose plan takes at most `budget` bytes, and this plan; or an error that says how many bytes are
+    needed. budget=None applies the rule without a budget. `spec.recompute` is ignored."""
     n = spec.config.n_layer
+
+    @functools.cache
+    def planned(norms: int, activations: int, blocks: int) -> MemoryPlan:
+        return plan_model(replace(spec, recompute=_choice(n, norms, activations, blocks)))
+
+    def chosen(norms: int, activations: int, blocks: int) -> tuple[Recompute, MemoryPlan]:
+        return _choice(n, norms, activations, blocks), planned(norms, activations, blocks)
+
     if budget is None:
-        plan = plan_model(replace(spec, recompute=(), accumulate=True))
+        plan = planned(0, 0, 0) if spec.accumulate else plan_model(replace(spec, recompute=(), accumulate=True))
         activations_bytes = plan.arenas["activations"].arena_bytes
         if activations_bytes <= _SMALL * (plan.peak_bytes - activations_bytes):
-            return _choice(n, norms=0, activations=0, blocks=0)
-        return _choice(n, norms=n if spec.device.type == "cuda" else 0, activations=n, blocks=0)
+            return chosen(0, 0, 0)
+        return chosen(n if spec.device.type == "cuda" else 0, n, 0)
     if not isinstance(budget, int) or isinstance(budget, bool) or budget < 1:
         raise ValueError(f"memory_budget: got {budget!r}; accepted: None or a number of bytes ≥ 1")
 
-    @functools.cache
     def peak(norms: int, activations: int, blocks: int) -> int:
-        return plan_model(replace(spec, recompute=_choice(n, norms, activations, blocks))).peak_bytes
+        return planned(norms, activations, blocks).peak_bytes
 
     if peak(n, n, n) > budget:
         smallest, blocks = min((peak(n, n, blocks), -blocks) for blocks in range(n + 1))
@@ -70,7 +78,7 @@ def choose_recompute(spec: StepSpec, budget: int | None) -> Recompute:
     blocks = _fewest(n, lambda k: peak(n, n, k) <= budget)
     activations = _fewest(n - blocks, lambda k: peak(n, k, blocks) <= budget)
     norms = _fewest(n - blocks, lambda k: peak(k, activations, blocks) <= budget)
-    return _choice(n, norms, activations, blocks)
+    return chosen(norms, activations, blocks)
 
 
 def largest_batch(spec: StepSpec, budget: int | None, limit: int) -> tuple[int, int] | None:
@@ -88,23 +96,21 @@ def largest_batch(spec: StepSpec, budget: int | None, limit: int) -> tuple[int, 
         form = replace(spec, batch_size=batch_size, recompute=choice)
         return plan_model(form).peak_bytes + sum(unplanned_bytes(form).values())
 
-    def chosen(batch_size: int) -> Recompute:
-        return choose_recompute(replace(spec, batch_size=batch_size), budget)
-
     @functools.cache
-    def usual(batch_size: int) -> tuple[bool, bool]:
-        """(whether the plan fits, whether something is recomputed)"""
-        choice = chosen(batch_size)
-        return nbytes(batch_size, choice) <= limit, any(choice)
+    def chosen(batch_size: int) -> tuple[int, bool]:
+        """(bytes of the plan, whether something is recomputed)"""
+        form = replace(spec, batch_size=batch_size)
+        choice, plan = choose_recompute(form, budget)
+        return plan.peak_bytes + sum(unplanned_bytes(form).values()), any(choice)
 
     if budget is not None and budget > limit:
         largest = most(lambda b: nbytes(b, ()) <= limit)
     elif budget is not None:
         largest = most(lambda b: any(nbytes(b, _choice(n, n, n, blocks)) <= budget for blocks in (n, n - 1)))
     else:
-        largest = most(lambda b: usual(b)[0] or not usual(b)[1])
-        largest = largest if largest and usual(largest)[0] else most(lambda b: usual(b)[0])
-    return (largest, nbytes(largest, chosen(largest))) if largest else None
+        largest = most(lambda b: chosen(b)[0] <= limit or not chosen(b)[1])
+        largest = largest if largest and chosen(largest)[0] <= limit else most(lambda b: chosen(b)[0] <= limit)
+    return (largest, chosen(largest)[0]) if largest else None
 
 
 def most(holds: Callable[[int], bool]) -> int:

@@ -18,13 +18,15 @@ part of an output must declare it as accumulated.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
@@ -155,21 +157,31 @@ def handles(tree: object) -> Iterator[Handle]:
 
 
 def bind(tree: T, view: Callable[[Handle], object]) -> T:
-    """The same tree with `view(handle)` instead of each handle. Subtrees in which nothing changes are not copied."""
-    if isinstance(tree, Handle):
-        return view(tree)  # type: ignore[return-value]
-    old = _children(tree)
-    new = [bind(child, view) for child in old]
-    if all(a is b for a, b in zip(old, new, strict=True)):
-        return tree
-    if isinstance(tree, dict):
-        return type(tree)(zip(tree, new, strict=True))
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*new)
-    if isinstance(tree, list | tuple):
-        return type(tree)(new)
-    names = (field.name for field in dataclasses.fields(tree) if field.init)  # type: ignore[arg-type]
-    return dataclasses.replace(tree, **dict(zip(names, new, strict=True)))  # type: ignore[type-var]
+    """The same tree with `view(handle)` instead of each handle. Subtrees in which nothing changes are not copied, and an object
+    that occurs several times is bound once, unless it is a handle."""
+    bound: dict[int, Any] = {}  # by id
+
+    def of(tree: Any) -> Any:
+        if isinstance(tree, Handle):
+            return view(tree)
+        if id(tree) not in bound:
+            bound[id(tree)] = rebuilt(tree)
+        return bound[id(tree)]
+
+    def rebuilt(tree: Any) -> Any:
+        old = _children(tree)
+        new = [of(child) for child in old]
+        if all(map(operator.is_, old, new)):
+            return tree
+        if isinstance(tree, dict):
+            return type(tree)(zip(tree, new, strict=True))
+        if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+            return type(tree)(*new)
+        if isinstance(tree, list | tuple):
+            return type(tree)(new)
+        return dataclasses.replace(tree, **dict(zip(_init_fields(type(tree)), new, strict=True)))
+
+    return cast(T, of(tree))
 
 
 def _children(tree: object) -> list[Any]:
@@ -177,9 +189,15 @@ def _children(tree: object) -> list[Any]:
         return list(tree.values())
     if isinstance(tree, list | tuple):
         return list(tree)
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        return [getattr(tree, field.name) for field in dataclasses.fields(tree) if field.init]
-    return []
+    return [getattr(tree, name) for name in _init_fields(type(tree))]
+
+
+@functools.cache
+def _init_fields(kind: type) -> tuple[str, ...]:
+    """The names of the arguments of a dataclass; () for any other type."""
+    return (
+        tuple(field.name for field in dataclasses.fields(kind) if field.init) if dataclasses.is_dataclass(kind) else ()
+    )
 
 
 _streams: ContextVar[Callable[[str, str], None] | None] = ContextVar("tilegrad_streams", default=None)
@@ -218,6 +236,11 @@ def _without_shape(handle: Handle) -> tuple[object, ...]:
     return type(handle), handle.dtype, handle.type, handle.role, handle.layer, handle.device
 
 
+def _buffers(of: tuple[Any, ...]) -> list[Handle]:
+    """The buffers of handles, in order."""
+    return [buffer for handle in of for buffer in (handle.buffers if isinstance(handle, FlatHandle) else (handle,))]
+
+
 class _Recorder:
     def __init__(self) -> None:
         self.ops: list[str] = []
@@ -241,10 +264,10 @@ class _Recorder:
                 )
             if isinstance(handle, FlatHandle) and handle.role == "activations":
                 self.place(handle)
-        for handle in handles((call.reads, call.writes)):
+        reads, writes, accumulates = map(_buffers, (call.reads, call.writes, call.accumulates))
+        for handle in (*reads, *writes):
             self.declare(handle)
-        read = {handle.name for handle in handles((call.reads, call.accumulates))}
-        written = {handle.name for handle in handles(call.writes)}
+        read, written = {handle.name for handle in (*reads, *accumulates)}, {handle.name for handle in writes}
         self._check_streams(call.name, read, written)
         touched = self.in_flight[self.stream] if self.stream is not None else {}
         extended = read | (written & touched.keys())  # buffers that a side stream has touched are alive until the wait
