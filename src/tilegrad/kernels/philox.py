@@ -6,7 +6,8 @@
 One round maps the counter (c0, c1, c2, c3) under the key (k0, k1) to
     (hi(M1·c2) ^ c1 ^ k0,  lo(M1·c2),  hi(M0·c0) ^ c3 ^ k1,  lo(M0·c0)),
 and the key advances by the Weyl constants. 32-bit words are in int64 tensors: a product wraps modulo 2⁶⁴, and both of its
-32-bit halves are still correct.
+32-bit halves are still correct. Until the last round c1 and c3 are whole products, because the next round only adds (^) their
+low halves to words that are then cut to 32 bits. The constants are 0-d tensors: torch would make one of a number in each call.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-_M0, _M1 = 0xD2511F53, 0xCD9E8D57
+_M0, _M1, _MASK, _SHIFT = (
+    torch.tensor(x, device="cpu") for x in (0xD2511F53, 0xCD9E8D57, 0xFFFFFFFF, 32)
+)  # int64, 0-d
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _LOW = 0xFFFFFFFF
 _ROUNDS = 10
@@ -65,10 +68,11 @@ def philox(counter: Sequence[Tensor], keys: Iterable[tuple[Key, Key]], work: Seq
     for k0, k1 in keys:
         torch.mul(c0, _M0, out=low)
         torch.mul(c2, _M1, out=high)
-        torch.bitwise_right_shift(high, 32, out=c0).bitwise_and_(_LOW).bitwise_xor_(c1).bitwise_xor_(k0)
-        torch.bitwise_and(high, _LOW, out=c1)
-        torch.bitwise_right_shift(low, 32, out=c2).bitwise_and_(_LOW).bitwise_xor_(c3).bitwise_xor_(k1)
-        torch.bitwise_and(low, _LOW, out=c3)
+        torch.bitwise_right_shift(high, _SHIFT, out=c0).bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(_MASK)
+        torch.bitwise_right_shift(low, _SHIFT, out=c2).bitwise_xor_(c3).bitwise_xor_(k1).bitwise_and_(_MASK)
+        c1, c3, low, high = high, low, c3, c1
+    for words in counter[1], counter[3]:  # an even number of swaps: c1 and c3 are in their own buffers
+        words.bitwise_and_(_MASK)
 
 
 def drop_mask(

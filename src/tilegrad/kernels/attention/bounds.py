@@ -90,7 +90,7 @@ def _bounds(
     r, dr = p, do @ v.mT
     dp, keep2 = dr, torch.ones(())
     if mask.dropout_p:
-        keep = reference._dropout(torch.ones_like(p), mask, batch)
+        keep = reference._dropout(p, mask, batch)(torch.ones_like(p))
         r, dp, keep2 = p * keep, dr * keep, keep.square()
     o = r @ v
     delta = (do * o).sum(-1) - dlse

@@ -105,33 +105,33 @@ def _summed_to_heads_of(dk: Tensor, like: Tensor) -> Tensor:
     return dk.reshape(b, like.shape[1], hq // like.shape[1], t, d).sum(2)
 
 
-def _dropout(p: Tensor, mask: Mask, batch: range) -> Tensor:
-    """p ∘ keep / (1 − dropout_p)."""
+def _dropout(p: Tensor, mask: Mask, batch: range) -> Callable[[Tensor], Tensor]:
+    """x → x ∘ keep / (1 − dropout_p), for any x in the shape of p."""
     if not mask.dropout_p:
-        return p
+        return lambda x: x
     assert mask.seed is not None
     b, h, m, n = (torch.arange(size, device=p.device) for size in p.shape)
     dropped = torch.empty(p.shape, dtype=torch.bool, device=p.device)
     work = torch.empty(WORK_BUFFERS, *p.shape, dtype=torch.int64, device=p.device)
     drop_mask(round_keys(mask.seed), mask.dropout_p, b + batch.start, h, m, n, dropped=dropped, work=work)
-    return p.masked_fill(dropped, 0.0) / (1.0 - mask.dropout_p)
+    return lambda x: x.masked_fill(dropped, 0.0) / (1.0 - mask.dropout_p)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, batch: range) -> tuple[Tensor, Tensor]:
     k, v = _heads_of(k, like=q), _heads_of(v, like=q)
     p, _, lse, _ = softmax(q, k, mask, batch)
-    r = _dropout(p, mask, batch)
-    return r @ v, lse
+    return _dropout(p, mask, batch)(p) @ v, lse
 
 
 def _backward(q: Tensor, k: Tensor, v: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask, batch: range) -> Gradients:
     kv = k
     k, v = _heads_of(k, like=q), _heads_of(v, like=q)
     p, p_sink, lse, tanh = softmax(q, k, mask, batch)
-    r = _dropout(p, mask, batch)
+    dropout = _dropout(p, mask, batch)
+    r = dropout(p)
 
     dv = r.mT @ do
-    dp = _dropout(do @ v.mT, mask, batch)
+    dp = dropout(do @ v.mT)
     delta = (do * (r @ v)).sum(-1)
     if dlse is not None:
         delta = delta - dlse.to(delta.dtype).masked_fill(lse == -torch.inf, 0.0)
