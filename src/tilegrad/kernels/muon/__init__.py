@@ -53,7 +53,7 @@ COEFFICIENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
         (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
     ),
 }
-FIRST_MOMENTUM = 0.85  # of the first update, with momentum_warmup
+FIRST_MOMENTUM = 0.85  # the momentum of the first update, with momentum_warmup
 MARGINS = {"newton_schulz": 1.0, "polar_express": 1.02}
 
 
