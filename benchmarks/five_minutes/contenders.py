@@ -55,7 +55,7 @@ class Size:
         return replace(
             self.gpt2(vocab_size), n_head=max(1, self.n_embd // HEAD_DIM), norm="rmsnorm", position="rope", qk_norm=True,
             activation="relu2", bias=False, tie_embeddings=False, logit_softcap=SOFTCAP,
-            residual_scalars=True, embedding_std=1.0,
+            residual_scalars=True, embedding_scale=EMBEDDING_SCALE,
         )  # fmt: skip
 
 
@@ -65,6 +65,9 @@ SIZES = {
 }
 ADAMW_RATE = 1e-3
 MUON_RATE = 1e-2  # the peak for the parameters that AdamW updates in `muon`; the matrices have MATRIX_RATE
+EMBEDDING_SCALE = (
+    50.0  # the stream begins with a deviation of 1, and each of AdamW's steps changes it by 50 times the rate
+)
 MUON_ADAMW = AdamW(betas=(0.8, 0.95), eps=1e-10, weight_decay=0.0, max_norm=math.inf)  # as in nanochat.py
 
 

@@ -86,7 +86,7 @@ VALID: dict[str, tuple[str, ...]] = {  # valid values of a key or an argument, b
     "model.projection": ("dense", "per_head"), "model.loss": ("cross_entropy", "embedding_mse"), "model.window": ("3", "none"),
     "model.dropout": ("0.1", "0"), "model.head_size": ("8", "none"), "model.qk_norm": ("true", "false"),
     "model.logit_softcap": ("none", "20"), "model.residual_scalars": ("true", "false"), "model.value_embeddings": ("1", "0"),
-    "model.embedding_std": ("1", "0.02"),
+    "model.embedding_scale": ("50", "1"),
     "model.window_layers": ("none", "[0]"), "model.rope_scaling": ("none", '{kind = "linear", factor = 2.0}'),
     "train.steps": ("1", "2", "3"), "train.batch_size": ("1", "3"), "train.seq_len": ("0", "8"),
     "train.warmup_steps": ("-1", "0"), "train.gradient_accumulation": ("1", "2"), "train.learning_rate": ("1e-3", "0"),

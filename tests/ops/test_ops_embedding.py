@@ -14,25 +14,24 @@ from tilegrad.kernels import gpu
 from tilegrad.kernels.embedding import embedding_bwd, embedding_fwd, embedding_workspace, torch_ops
 
 
-def build(b: int, t: int, c: int, v: int, dtype: torch.dtype, *, positions: bool):
+def build(b: int, t: int, c: int, v: int, dtype: torch.dtype, *, positions: bool, scale: float = 1.0):
     tokens = torch.randint(0, v, (b, t), generator=torch.Generator().manual_seed(b * t))
     inputs = {"wte": randn(v, c, dtype=dtype), "wpe": randn(t + 5, c, dtype=dtype) if positions else None}
 
     def formula(wte: Tensor, wpe: Tensor | None) -> dict[str, Tensor]:
-        x = wte[tokens] if wpe is None else wte[tokens] + wpe[:t]
+        x = scale * wte[tokens] if wpe is None else scale * wte[tokens] + wpe[:t]
         return {"x": x.view(b * t, c)}
 
     return tokens, inputs, formula, randn(b * t, c, dtype=dtype, seed=1)
 
 
-def run(tokens: Tensor, inputs: dict[str, Any], dx: Tensor) -> dict[str, Tensor]:
-    out = {"x": torch.full_like(dx, torch.nan)}
-    embedding_fwd(tokens, inputs["wte"], inputs["wpe"], x=out["x"], scratch=poisoned(embedding_workspace(dx)))
+def run(tokens: Tensor, inputs: dict[str, Any], dx: Tensor, scale: float = 1.0) -> dict[str, Tensor]:
+    out, shapes = {"x": torch.full_like(dx, torch.nan)}, embedding_workspace(dx, scaled=scale != 1.0)
+    embedding_fwd(tokens, inputs["wte"], inputs["wpe"], None, scale, x=out["x"], scratch=poisoned(shapes))
     for name, w in inputs.items():
         if w is not None:
             out[f"d{name}"] = torch.zeros_like(w, dtype=acc(w.dtype))
-    scratch = poisoned(embedding_workspace(dx))
-    embedding_bwd(dx, tokens, dwte=out["dwte"], dwpe=out.get("dwpe"), scratch=scratch)
+    embedding_bwd(dx, tokens, None, scale, dwte=out["dwte"], dwpe=out.get("dwpe"), scratch=poisoned(shapes))
     return out
 
 
@@ -46,33 +45,32 @@ def set_block(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("positions", [False, True])
-@pytest.mark.parametrize("block", [100, 1 << 16])
+@pytest.mark.parametrize(("block", "scale"), [(100, 1.0), (1 << 16, 1.0), (100, -2.7)])
 def test_embeddings_agree_with_autograd(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, positions: bool, block: int
+    monkeypatch: pytest.MonkeyPatch, kernels: str, dtype: torch.dtype, positions: bool, block: int, scale: float
 ) -> None:
     set_block(monkeypatch, block)
     for b, t, c, v in ((1, 1, 1, 1), (3, 23, 17, 20), (2, 63, 64, 300), (1, 5, 1025, 3)):
-        tokens, inputs, formula, dx = build(b, t, c, v, dtype, positions=positions)
-        assert_true(run(tokens, inputs, dx), formula, inputs, {"x": dx}, bounds.embedding(tokens, **inputs, dx=dx))
+        tokens, inputs, formula, dx = build(b, t, c, v, dtype, positions=positions, scale=scale)
+        rules = bounds.embedding(tokens, **inputs, dx=dx, scale=scale, rounded=kernels == "torch")
+        assert_true(run(tokens, inputs, dx, scale), formula, inputs, {"x": dx}, rules)
 
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("wide", [False, True])
 def test_positions_of_packed_rows_index_wpe_as_tokens_index_wte(
-    monkeypatch: pytest.MonkeyPatch, kernels: str, dtype: torch.dtype, wide: bool
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, wide: bool
 ) -> None:
     """wide: weights have the accumulation dtype, and the op rounds them on a CPU."""
     set_block(monkeypatch, 100)
-    b, t, c = 3, 23, 17
+    b, t, c, scale = 3, 23, 17, 4.0 if wide else 1.0
     tokens, inputs, _, dx = build(b, t, c, 20, dtype, positions=True)
     positions = torch.cat([torch.arange(n) for n in (1, 22, 5, 5, 13, 23)]).view(b, t)
     wte, wpe = (w.to(acc(dtype)) if wide else w for w in (inputs["wte"], inputs["wpe"]))
-    x, scratch = torch.full_like(dx, torch.nan), poisoned(embedding_workspace(dx, packed=True))
-    embedding_fwd(tokens, wte, wpe, positions, x=x, scratch=scratch)
-    sums = (
-        wte[tokens] + wpe[positions] if kernels == "cpu" and not wide else wte[tokens].to(acc(dtype)) + wpe[positions]
-    )
+    x, scratch = torch.full_like(dx, torch.nan), poisoned(embedding_workspace(dx, packed=True, scaled=wide))
+    embedding_fwd(tokens, wte, wpe, positions, scale, x=x, scratch=scratch)
+    sums = scale * wte[tokens].to(acc(dtype)) + wpe[positions]
     assert torch.equal(x, sums.view_as(x).to(dtype))
     for accumulate in (False, True):
         dwpe, dwte = (torch.ones(t + 5, c, dtype=acc(dtype)) for _ in range(2))

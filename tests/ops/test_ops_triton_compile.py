@@ -289,8 +289,8 @@ def test_embeddings_compile(architecture: int, dtype: torch.dtype, tmp_path: Pat
     x, w, dw = torch.empty(2048, 768, dtype=dtype), torch.empty(100, 768, dtype=dtype), torch.empty(1024, 768)
     tokens, scratch = torch.zeros(2, 1024, dtype=torch.int64), poisoned(triton_ops.workspace(x))
     with compiling(architecture, tmp_path) as found:
-        triton_ops.fwd(tokens, w, w, None, x=x, scratch={})
-        triton_ops.bwd(x, tokens, None, out=Gradients(dw, dw, accumulate=True), scratch=scratch)
+        triton_ops.fwd(tokens, w, w, None, 50.0, x=x, scratch={})
+        triton_ops.bwd(x, tokens, None, 50.0, out=Gradients(dw, dw, accumulate=True), scratch=scratch)
     backward = {"_dwpe_kernel", "_runs_kernel", "_join_kernel"}
     check(found, architecture, {"_embedding_kernel"} | backward)
 
@@ -380,8 +380,8 @@ def test_positions_of_packed_rows_compile(tmp_path: Path) -> None:
     tokens, table = torch.zeros(2, 32, dtype=torch.int64), torch.empty(32, 32)
     heads, scratch = x.view(2, 32, 12, 64), poisoned(embedding.workspace(x))
     with compiling(90, tmp_path) as found:
-        embedding.fwd(tokens, w, w, tokens, x=x, scratch={})
-        embedding.bwd(x, tokens, tokens, out=Gradients(None, dw, accumulate=False), scratch=scratch)
+        embedding.fwd(tokens, w, w, tokens, 1.0, x=x, scratch={})
+        embedding.bwd(x, tokens, tokens, 1.0, out=Gradients(None, dw, accumulate=False), scratch=scratch)
         rope.rotate(heads, table, table, tokens, 1.0, y=heads, scratch={})
     check(found, 90, {"_embedding_kernel", "_runs_kernel", "_join_kernel", "_rotate_kernel"})
 
@@ -400,9 +400,9 @@ def test_the_kernels_of_a_step_compile_for_sizes_of_1(tmp_path: Path) -> None:
     with compiling(90, tmp_path) as found:
         scratch = poisoned(cross_entropy.workspace(x, table, backward=True))
         cross_entropy.run(Inputs(x, table, token[0], one), out=Outputs(one, x, table), scratch=scratch)
-        embedding.fwd(token, table, table, None, x=x, scratch={})
+        embedding.fwd(token, table, table, None, 1.0, x=x, scratch={})
         scratch = poisoned(embedding.workspace(x))
-        embedding.bwd(x, token, None, out=Gradients(table, table, accumulate=True), scratch=scratch)
+        embedding.bwd(x, token, None, 1.0, out=Gradients(table, table, accumulate=True), scratch=scratch)
         global_norm.fwd([x[0]], norm=one, scratch=poisoned(global_norm.workspace(x[0])))
         rope.rotate(heads, table, table, None, -1.0, y=heads, scratch={})
         dropout.fwd(x, token[0, 0], 2.0**-32, 1, y=x, scratch={})

@@ -233,11 +233,18 @@ def rope(x: Tensor, dy: Tensor) -> dict[str, Bound]:
     return bounds(x.dtype, out)
 
 
-def embedding(tokens: Tensor, wte: Tensor, wpe: Tensor | None, dx: Tensor) -> dict[str, Bound]:
-    """Only the outputs are rounded; gradients are sums over tokens."""
+def embedding(
+    tokens: Tensor, wte: Tensor, wpe: Tensor | None, dx: Tensor, scale: float = 1.0, *, rounded: bool = False
+) -> dict[str, Bound]:
+    """Only the outputs are rounded, and the product with `scale` if `rounded`; gradients are sums over tokens."""
     b, t = tokens.shape
     position = torch.arange(t, device=tokens.device).repeat(b)
-    out = {"x": of(torch.zeros_like(dx)), "dwte": of(dx).scattered(tokens.flatten(), wte.shape[0])}
+    x, dwte = of(torch.zeros_like(dx)), of(dx)
+    if scale != 1.0:
+        s = Number(of(scale, x).x, of(0.0, x).x, of(abs(scale), x).x)  # the scale is rounded to the accumulator's dtype
+        x, dwte = of(wte[tokens.flatten()]) * s, dwte * s
+        x = x if wpe is None else (x.rounded(dx.dtype) if rounded else x) + of(wpe[position])
+    out = {"x": x, "dwte": dwte.scattered(tokens.flatten(), wte.shape[0])}
     return bounds(dx.dtype, out | ({} if wpe is None else {"dwpe": of(dx).scattered(position, wpe.shape[0])}))
 
 

@@ -27,7 +27,15 @@ QWEN3 = replace(
     rope_scaling=RopeScaling("llama3", 8.0, original=8),
 )  # fmt: skip
 
-SPEED_RUN = replace(CONFIG, n_layer=2, activation="relu2", logit_softcap=2.0, residual_scalars=True, value_embeddings=1)
+SPEED_RUN = replace(
+    CONFIG,
+    n_layer=2,
+    activation="relu2",
+    logit_softcap=2.0,
+    residual_scalars=True,
+    value_embeddings=1,
+    embedding_scale=3.0,
+)
 
 
 def kinds(n_embd: int) -> tuple[ModelConfig, ...]:

@@ -39,7 +39,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "model.logit_softcap": ("none", "0.5", "30"),
     "model.residual_scalars": YES_NO,
     "model.value_embeddings": ("0", "1"),
-    "model.embedding_std": ("0.02", "1.0"),
+    "model.embedding_scale": ("1.0", "30"),
     "model.rope_scaling": (
         "none", '{kind = "linear", factor = 2}', '{kind = "llama3", factor = 8.0, original = 8}',
         '{kind = "yarn", factor = 4.0, original = 8}',
@@ -110,6 +110,7 @@ BIASES = ("model.qkv_bias", "model.proj_bias", "model.ffn_bias")
 DENSE = {
     "model.projection": ('"dense"',), "model.loss": ('"cross_entropy"',), "model.logit_softcap": ("none",),
     "model.residual_scalars": ("false",), "model.value_embeddings": ("0",),
+    "model.embedding_scale": ("1.0",),
 }  # fmt: skip
 ROTARY = {
     **DENSE, "model.activation": ('"swiglu"',), "model.norm": ('"rmsnorm"',), "model.position": ('"rope"',),

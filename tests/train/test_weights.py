@@ -221,6 +221,7 @@ def test_a_failed_export_leaves_no_partial_file(tmp_path: Path, monkeypatch: pyt
         (replace(CONFIG, logit_softcap=5.0), "logit_softcap: got 5.0; accepted: None, because these families"),
         (replace(LLAMA, residual_scalars=True), "residual_scalars: got True; accepted: False"),
         (replace(CONFIG, value_embeddings=1), "value_embeddings: got 1; accepted: 0"),
+        (replace(LLAMA, embedding_scale=8.0), "embedding_scale: got 8.0; accepted: 1.0"),
         (replace(LLAMA, logit_softcap=5.0), "exported as llama: logit_softcap: got 5.0; accepted: None"),
         (replace(LLAMA, dropout=0.1), "dropout: got 0.1; accepted: 0"),
         (replace(LLAMA, ffn_bias=True, qkv_bias=True), r"qkv_bias, proj_bias, ffn_bias: got \[True, False, True\]"),

@@ -47,7 +47,7 @@ class ModelConfig:
     residual_scalars   block i reads a_i x + b_i x0 with learned scalars; x0 is the stream before the first block
     value_embeddings   n: n blocks, every second one from the last on, add s · table[token] to their values, each with its
                     own table (vocab_size, kv_heads · head_dim) and learned scalar s
-    embedding_std   the standard deviation of the initial token embeddings; all other weights begin with 0.02 or less
+    embedding_scale   the stream begins with embedding_scale · wte[token]; a tied head reads wte itself
 
     LIMITS bounds the sizes.
 
@@ -84,7 +84,7 @@ class ModelConfig:
     logit_softcap: float | None = None
     residual_scalars: bool = False
     value_embeddings: int = 0
-    embedding_std: float = 0.02
+    embedding_scale: float = 1.0
 
     @property
     def kv_heads(self) -> int:
@@ -144,7 +144,7 @@ class ModelConfig:
             ("dropout", 0.0, 1.0),
             ("norm_eps", 1e-30, 1.0),
             ("rope_theta", 1.0, _MAX_THETA),
-            ("embedding_std", 1e-6, 1e3),
+            ("embedding_scale", 1e-3, 1e6),
         ):
             value = getattr(self, name)
             if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value < high:

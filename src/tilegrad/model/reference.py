@@ -1,6 +1,6 @@
 """The transformer in torch ops, as functions of its parameters by name.       tokens (…, T)   x (…, T, C)
 
-    x = wte[tokens] + wpe[start + position]        for each block: x += attention(norm(x)), x += feed_forward(norm(x))
+    x = scale · wte[tokens] + wpe[start + position]        for each block: x += attention(norm(x)), x += feed_forward(norm(x))
 
 With `lora`, adapters add to the outputs of linear layers (model/lora.py), without dropout. The caller passes the attention
 function. Autograd can differentiate the function `causal`: with it the model is the reference for the hand-written backward
@@ -151,7 +151,7 @@ def residual(
     p: Params, tokens: Tensor, config: ModelConfig, attend: Attend, start: int = 0, lora: LoraConfig | None = None
 ) -> Tensor:
     """The residual stream after the last block. The positions of the tokens begin at `start`."""
-    x = p["wte.weight"][tokens]
+    x = config.embedding_scale * p["wte.weight"][tokens]
     if config.position == "learned":
         x = x + p["wpe.weight"][start : start + tokens.shape[-1]]
     x0 = x

@@ -1,6 +1,6 @@
 """The whole model as one tree of buffers and three programs on it.
 
-    x = wte[tokens] + wpe[position]       blocks       n = ln_f(x)       loss(n, targets) over wte or lm_head
+    x = scale · wte[tokens] + wpe[position]       blocks       n = ln_f(x)       loss(n, targets) over wte or lm_head
 
 With the key residual_scalars each block reads a x + b x0 with learned a and b (model/residual.py), and dx0 is the sum of all
 blocks' gradients of x0.
@@ -32,7 +32,7 @@ from ..text.spelling import did_you_mean
 from .block import Block, Dropout, Recomputed
 from .config import ModelConfig
 from .fp8 import Rounded, RoundedWeight
-from .layer import WEIGHT, Buffer, Declare, Normal, Packed, Param, is_adapter
+from .layer import WEIGHT, Buffer, Declare, Packed, Param, is_adapter
 from .norm import NormLayer
 
 NOTHING: frozenset[Recomputed] = frozenset()
@@ -40,26 +40,28 @@ NOTHING: frozenset[Recomputed] = frozenset()
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """x = wte[tokens] + wpe[position]       tokens (B, T) int64   x, dx (N, C)"""
+    """x = scale · wte[tokens] + wpe[position]       tokens (B, T) int64   x, dx (N, C)"""
 
     wte: Param
     wpe: Param | None
     positions: Buffer | None  # with wpe: the positions of packed rows or of a decoder's step
+    scale: float  # embedding_scale
     tied: bool  # the head's backward, which runs first, also writes wte's gradient
     scratch: Scratch
 
     @classmethod
     def declare(cls, at: Declare) -> Embedding:
         c, channels = at.config, at.config.n_embd
-        wte = at.param("wte.weight", c.vocab_size, channels, init=Normal(c.embedding_std))
+        wte = at.param("wte.weight", c.vocab_size, channels, init=WEIGHT)
         wpe = at.param("wpe.weight", c.block_size, channels, init=WEIGHT) if c.position == "learned" else None
         positions = at.positions if wpe else None
-        shapes = embedding_workspace(at.form(channels), packed=positions is not None)
-        return cls(wte, wpe, positions, c.tie_embeddings, at.scratch("embedding", shapes))
+        scale = float(c.embedding_scale)
+        shapes = embedding_workspace(at.form(channels), packed=positions is not None, scaled=scale != 1.0)
+        return cls(wte, wpe, positions, scale, c.tie_embeddings, at.scratch("embedding", shapes))
 
     def forward(self, tokens: Buffer, *, x: Buffer) -> None:
         wpe = self.wpe.value if self.wpe else None
-        embedding_fwd(tokens, self.wte.value, wpe, self.positions, x=x, scratch=self.scratch)
+        embedding_fwd(tokens, self.wte.value, wpe, self.positions, self.scale, x=x, scratch=self.scratch)
 
     def backward(self, dx: Buffer, tokens: Buffer) -> None:
         if self.wpe and self.wpe.grad is not None:
@@ -67,7 +69,8 @@ class Embedding:
             embedding_bwd(*given, dwpe=dwpe, accumulate=accumulate, scratch=self.scratch)
         if self.wte.grad is not None:
             accumulate = self.wte.accumulate or (self.tied and self.wte.total is None)
-            embedding_bwd(dx, tokens, dwte=self.wte.grad, accumulate=accumulate, scratch=self.scratch)
+            rows = (dx, tokens, None, self.scale)
+            embedding_bwd(*rows, dwte=self.wte.grad, accumulate=accumulate, scratch=self.scratch)
         if self.wpe:
             self.wpe.keep()
         self.wte.keep(again=self.tied)

@@ -343,4 +343,5 @@ def _requirements(c: ModelConfig) -> dict[str, Requirement]:
         ),
         "residual_scalars": (c.residual_scalars, "False", not c.residual_scalars),
         "value_embeddings": (c.value_embeddings, "0", not c.value_embeddings),
+        "embedding_scale": (c.embedding_scale, "1.0", c.embedding_scale == 1.0),
     }

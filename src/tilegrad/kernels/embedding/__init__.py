@@ -1,8 +1,8 @@
 """Token and position embeddings.       tokens (B, T) int64   wte (V, C)   wpe (T_max, C)   x (N, C), N = B·T
 
-    x[b·T + t] = wte[tokens[b, t]] + wpe[t]        dwte[tokens[b, t]] += dx[b·T + t]        dwpe[t] += Σ_b dx[b·T + t]
+    x[b·T + t] = s · wte[tokens[b, t]] + wpe[t]        dwte[tokens[b, t]] += s · dx[b·T + t]        dwpe[t] += Σ_b dx[b·T + t]
                                                (accumulate=False: dwte and dwpe are overwritten; rows without a token become 0)
-    packed rows   positions (B, T) int64 replace t:  x[n] = wte[tokens[n]] + wpe[positions[n]]     dwpe[positions[n]] += dx[n]
+    packed rows   positions (B, T) int64 replace t: x[n] = s · wte[tokens[n]] + wpe[positions[n]]  dwpe[positions[n]] += dx[n]
 
 Sums are in the gradients' dtype (float32; float64 for float64) and in a fixed order, so the bits are the same each time.
 `EMBEDDING` is the table of kernels: each module offers `workspace`, `fwd` and `bwd`.
@@ -32,9 +32,12 @@ class Gradients(NamedTuple):
     accumulate: bool
 
 
-def embedding_workspace(x: TensorLike, *, packed: bool = False, kernel: str | None = None) -> Shapes:
-    """Name → (shape, dtype) of the scratch, forward and backward. packed: calls have wpe and `positions`."""
-    return EMBEDDING.workspace(Problem(x), kernel=kernel, packed=packed)
+def embedding_workspace(
+    x: TensorLike, *, packed: bool = False, scaled: bool = False, kernel: str | None = None
+) -> Shapes:
+    """Name → (shape, dtype) of the scratch, forward and backward. packed: calls have wpe and `positions`. scaled: `scale` is
+    not 1."""
+    return EMBEDDING.workspace(Problem(x), kernel=kernel, packed=packed, scaled=scaled)
 
 
 @op(one_kernel=True)
@@ -43,12 +46,13 @@ def embedding_fwd(
     wte: Tensor,
     wpe: Tensor | None,
     positions: Tensor | None = None,
+    scale: float = 1.0,
     *,
     x: Tensor,
     **where: Unpack[Where],
 ) -> None:
-    """x = wte[tokens] + wpe[position]. On a CPU a token out of range raises. There wte and wpe may be float32 for a bfloat16 x:
-    the sum is then rounded, which needs scratch."""
+    """x = scale · wte[tokens] + wpe[position]. On a CPU a token out of range raises. There wte and wpe may be float32 for a
+    bfloat16 x: the sum is then rounded, which needs scratch. If wte is bfloat16, torch's kernel rounds scale · wte too."""
     _check(tokens, x, "x")
     t, c = tokens.shape[1], x.shape[1]
     check_param("wte", wte, (wte.shape[0], c), x)
@@ -60,15 +64,15 @@ def embedding_fwd(
     if positions is not None:
         check_positions(positions, tokens.shape, x)
     options = {"converts": wte.dtype != x.dtype, "packed": wpe is not None and positions is not None}
-    EMBEDDING.run("fwd", Problem(x), tokens, wte, wpe, positions, options=options, x=x, **where)
+    EMBEDDING.run("fwd", Problem(x), tokens, wte, wpe, positions, scale, options=options, x=x, **where)
 
 
 @op(accumulates=("dwte", "dwpe"))
 def embedding_bwd(
-    dx: Tensor, tokens: Tensor, positions: Tensor | None = None, *,
+    dx: Tensor, tokens: Tensor, positions: Tensor | None = None, scale: float = 1.0, *,
     dwte: Tensor | None = None, dwpe: Tensor | None = None, accumulate: bool = True, **where: Unpack[Where],
 ) -> None:  # fmt: skip
-    """dwte[tokens] += dx   dwpe[:T] += Σ_b dx; accumulate=False: both are zeroed first."""
+    """dwte[tokens] += scale · dx   dwpe[:T] += Σ_b dx; accumulate=False: both are zeroed first."""
     _check(tokens, dx, "dx")
     t, c, acc = tokens.shape[1], dx.shape[1], accumulation_dtype(dx.dtype)
     if dwte is not None:
@@ -79,7 +83,8 @@ def embedding_bwd(
         check_columns("dwpe", dwpe)
     if positions is not None:
         check_positions(positions, tokens.shape, dx)
-    EMBEDDING.run("bwd", Problem(dx), dx, tokens, positions, out=Gradients(dwte, dwpe, accumulate), **where)
+    options, out = {"scaled": scale != 1.0}, Gradients(dwte, dwpe, accumulate)
+    EMBEDDING.run("bwd", Problem(dx), dx, tokens, positions, scale, options=options, out=out, **where)
 
 
 def _check(tokens: Tensor, x: Tensor, name: str) -> None:

@@ -17,67 +17,85 @@ if TYPE_CHECKING:
 BLOCK = {"cpu": 1 << 20, "cuda": 1 << 24}  # elements of dx converted at once
 
 
-def workspace(x: TensorLike, *, converts: bool = True, packed: bool = False) -> Shapes:
-    """x32 is a block of rows in the accumulation dtype, needed if rows are converted and x has another dtype. wpe is a
-    block of rows of wpe, needed for packed rows."""
+def workspace(x: TensorLike, *, converts: bool = True, packed: bool = False, scaled: bool = False) -> Shapes:
+    """x32 is a block of rows in the accumulation dtype, needed if rows are converted and x has another dtype, or if the
+    backward scales rows. wpe is a block of rows of wpe, needed for packed rows."""
     acc = accumulation_dtype(x.dtype)
-    names = ("x32",) * (converts and x.dtype != acc) + ("wpe",) * packed
+    names = ("x32",) * (scaled or (converts and x.dtype != acc)) + ("wpe",) * packed
     return dict.fromkeys(names, ((rows_per_block(x, BLOCK), x.shape[1]), acc))
 
 
 def fwd(
-    tokens: Tensor, wte: Tensor, wpe: Tensor | None, positions: Tensor | None, *, x: Tensor, scratch: Scratch
+    tokens: Tensor,
+    wte: Tensor,
+    wpe: Tensor | None,
+    positions: Tensor | None,
+    scale: float,
+    *,
+    x: Tensor,
+    scratch: Scratch,
 ) -> None:
     (b, t), c = tokens.shape, x.shape[1]
     if wpe is not None and positions is not None:
-        _fwd_packed(tokens.view(-1), wte, wpe, positions.view(-1), x=x, scratch=scratch)
+        _fwd_packed(tokens.view(-1), wte, wpe, positions.view(-1), scale, x=x, scratch=scratch)
         return
     if wte.dtype == x.dtype:
-        torch.index_select(wte, 0, tokens.view(-1), out=x)
+        _gather(wte, tokens.view(-1), scale, out=x)
         if wpe is not None:
             x.view(b, t, c).add_(wpe[:t])
         return
     x32 = scratch["x32"]
     for n in range(b):
         for i in blocks(t, rows_per_block(x, BLOCK)):
-            sums = torch.index_select(wte, 0, tokens[n, i], out=x32[: i.stop - i.start])
+            sums = _gather(wte, tokens[n, i], scale, out=x32[: i.stop - i.start])
             if wpe is not None:
                 sums.add_(wpe[i])
             x[n * t + i.start : n * t + i.stop].copy_(sums)
 
 
-def _fwd_packed(tokens: Tensor, wte: Tensor, wpe: Tensor, positions: Tensor, *, x: Tensor, scratch: Scratch) -> None:
+def _fwd_packed(
+    tokens: Tensor, wte: Tensor, wpe: Tensor, positions: Tensor, scale: float, *, x: Tensor, scratch: Scratch
+) -> None:
     c, buffer = x.shape[1], scratch["wpe"].view(-1).view(wpe.dtype)
     for i in blocks(x.shape[0], rows_per_block(x, BLOCK)):
         m = i.stop - i.start
         rows = torch.index_select(wpe, 0, positions[i], out=buffer[: m * c].view(m, c))
         if wte.dtype == x.dtype:
-            torch.index_select(wte, 0, tokens[i], out=x[i]).add_(rows)
+            _gather(wte, tokens[i], scale, out=x[i]).add_(rows)
         else:
-            x[i].copy_(torch.index_select(wte, 0, tokens[i], out=scratch["x32"][:m]).add_(rows))
+            x[i].copy_(_gather(wte, tokens[i], scale, out=scratch["x32"][:m]).add_(rows))
 
 
-def bwd(dx: Tensor, tokens: Tensor, positions: Tensor | None, *, out: Gradients, scratch: Scratch) -> None:
+def _gather(wte: Tensor, tokens: Tensor, scale: float, *, out: Tensor) -> Tensor:
+    """out = scale · wte[tokens], in the dtype of wte"""
+    torch.index_select(wte, 0, tokens, out=out)
+    return out if scale == 1.0 else out.mul_(scale)
+
+
+def bwd(
+    dx: Tensor, tokens: Tensor, positions: Tensor | None, scale: float, *, out: Gradients, scratch: Scratch
+) -> None:
     dwte, dwpe, accumulate = out
     b, t = tokens.shape
     if dwte is not None:
         if not accumulate:
             dwte.zero_()
-        _add_all(tokens.view(-1), dx, scratch, table=dwte)
+        _add_all(tokens.view(-1), dx, scale, scratch, table=dwte)
     if dwpe is not None and not accumulate:
         dwpe.zero_()
     if dwpe is not None and positions is not None:
-        _add_all(positions.view(-1), dx, scratch, table=dwpe)
+        _add_all(positions.view(-1), dx, 1.0, scratch, table=dwpe)
     elif dwpe is not None:
         for n in range(b):
             for i in blocks(t, rows_per_block(dx, BLOCK)):
                 part = dx[n * t + i.start : n * t + i.stop]
-                dwpe[i].add_(scratch["x32"][: i.stop - i.start].copy_(part) if scratch else part)
+                dwpe[i].add_(scratch["x32"][: i.stop - i.start].copy_(part) if dx.dtype != dwpe.dtype else part)
 
 
-def _add_all(index: Tensor, dx: Tensor, scratch: Scratch, *, table: Tensor) -> None:
+def _add_all(index: Tensor, dx: Tensor, scale: float, scratch: Scratch, *, table: Tensor) -> None:
     for i in blocks(dx.shape[0], rows_per_block(dx, BLOCK)):
-        add_rows(index[i], scratch["x32"][: i.stop - i.start].copy_(dx[i]) if scratch else dx[i], table=table)
+        rows = dx[i] if dx.dtype == table.dtype and scale == 1.0 else scratch["x32"][: i.stop - i.start].copy_(dx[i])
+        add_rows(index[i], rows if scale == 1.0 else rows.mul_(scale), table=table)
 
 
 def add_rows(index: Tensor, rows: Tensor, *, table: Tensor) -> None:

@@ -32,10 +32,10 @@ WARPS = 4
 
 
 @triton.jit
-def _embedding_kernel(tokens, wte, wpe, positions, x, wte_v, wpe_t, x_n, T, C, BLOCK_C: tl.constexpr):
+def _embedding_kernel(tokens, wte, wpe, positions, x, scale, wte_v, wpe_t, x_n, T, C, BLOCK_C: tl.constexpr):
     n = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK_C)
-    y = tl.load(wte + tl.load(tokens + n) * wte_v + c, mask=c < C, other=0.0).to(tl.float32)
+    y = tl.load(wte + tl.load(tokens + n) * wte_v + c, mask=c < C, other=0.0).to(tl.float32) * scale
     if wpe is not None:
         t = n % T
         if positions is not None:
@@ -59,7 +59,7 @@ def _dwpe_kernel(dx, dwpe, dx_n, dwpe_t, B, T, C, ACCUMULATE: tl.constexpr, BLOC
 
 
 @triton.jit
-def _runs_kernel(dx, order, ordered, dwte, parts, dx_n, dwte_v, N, C, RUN: tl.constexpr, BLOCK_C: tl.constexpr):
+def _runs_kernel(dx, order, ordered, dwte, parts, scale, dx_n, dwte_v, N, C, RUN: tl.constexpr, BLOCK_C: tl.constexpr):
     tile = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     here, first = c < C, tile * RUN
@@ -77,14 +77,14 @@ def _runs_kernel(dx, order, ordered, dwte, parts, dx_n, dwte_v, N, C, RUN: tl.co
                 tl.store(parts + tile * C + c, total, mask=here)
             else:
                 at = dwte + token.to(tl.int64) * dwte_v + c
-                tl.store(at, tl.load(at, mask=here, other=0.0) + total, mask=here)
+                tl.store(at, tl.load(at, mask=here, other=0.0) + total * scale, mask=here)
             total = tl.zeros([BLOCK_C], tl.float32)
             token = following
             continued *= 0
 
 
 @triton.jit
-def _join_kernel(ordered, parts, dwte, dwte_v, N, C, RUN: tl.constexpr, BLOCK_C: tl.constexpr):
+def _join_kernel(ordered, parts, dwte, scale, dwte_v, N, C, RUN: tl.constexpr, BLOCK_C: tl.constexpr):
     tile = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     here, first, last = c < C, tile * RUN, tile * RUN + RUN - 1
@@ -100,10 +100,10 @@ def _join_kernel(ordered, parts, dwte, dwte_v, N, C, RUN: tl.constexpr, BLOCK_C:
                 place += RUN
                 goes_on = tl.load(ordered + place, mask=place < N, other=-1) == token
             at = dwte + token.to(tl.int64) * dwte_v + c
-            tl.store(at, tl.load(at, mask=here, other=0.0) + total, mask=here)
+            tl.store(at, tl.load(at, mask=here, other=0.0) + total * scale, mask=here)
 
 
-def workspace(x: TensorLike, *, converts: bool = True, packed: bool = False) -> Shapes:
+def workspace(x: TensorLike, *, converts: bool = True, packed: bool = False, scaled: bool = False) -> Shapes:
     """Buffers of the backward; a forward that converts no rows needs none."""
     if not converts:
         return {}
@@ -113,28 +113,37 @@ def workspace(x: TensorLike, *, converts: bool = True, packed: bool = False) -> 
 
 
 def fwd(
-    tokens: Tensor, wte: Tensor, wpe: Tensor | None, positions: Tensor | None, *, x: Tensor, scratch: Scratch
+    tokens: Tensor,
+    wte: Tensor,
+    wpe: Tensor | None,
+    positions: Tensor | None,
+    scale: float,
+    *,
+    x: Tensor,
+    scratch: Scratch,
 ) -> None:
     n, c = x.shape
-    numbers = (wte.stride(0), 0 if wpe is None else wpe.stride(0), x.stride(0), tokens.shape[1], c)
+    numbers = (scale, wte.stride(0), 0 if wpe is None else wpe.stride(0), x.stride(0), tokens.shape[1], c)
     launch(_embedding_kernel, (n,), tokens, wte, wpe, positions, x, *numbers, BLOCK_C=padded(c), num_warps=WARPS)
 
 
-def bwd(dx: Tensor, tokens: Tensor, positions: Tensor | None, *, out: Gradients, scratch: Scratch) -> None:
+def bwd(
+    dx: Tensor, tokens: Tensor, positions: Tensor | None, scale: float, *, out: Gradients, scratch: Scratch
+) -> None:
     dwte, dwpe, accumulate = out
     (b, t), c = tokens.shape, dx.shape[1]
     if dwpe is not None and positions is not None:
-        _add_all(dx, positions.view(-1), dwpe, scratch, accumulate=accumulate)
+        _add_all(dx, positions.view(-1), dwpe, 1.0, scratch, accumulate=accumulate)
     elif dwpe is not None:
         rows = t if accumulate else dwpe.shape[0]
         constants = {"ACCUMULATE": accumulate, "BLOCK_C": padded(c), "num_warps": WARPS}
         launch(_dwpe_kernel, (rows,), dx, dwpe, dx.stride(0), dwpe.stride(0), b, t, c, **constants)
     if dwte is not None:
-        _add_all(dx, tokens.view(-1), dwte, scratch, accumulate=accumulate)
+        _add_all(dx, tokens.view(-1), dwte, scale, scratch, accumulate=accumulate)
 
 
-def _add_all(dx: Tensor, tokens: Tensor, dwte: Tensor, scratch: Scratch, *, accumulate: bool) -> None:
-    """dwte[tokens[n]] += dx[n], in the order of the sorted tokens"""
+def _add_all(dx: Tensor, tokens: Tensor, dwte: Tensor, scale: float, scratch: Scratch, *, accumulate: bool) -> None:
+    """dwte[tokens[n]] += scale · dx[n], in the order of the sorted tokens"""
     if not accumulate:
         dwte.zero_()
     if not dx.shape[0]:
@@ -143,5 +152,5 @@ def _add_all(dx: Tensor, tokens: Tensor, dwte: Tensor, scratch: Scratch, *, accu
     tiles = (ceil_div(n, RUN), ceil_div(c, 1024))
     constants = {"RUN": RUN, "BLOCK_C": min(padded(c), 1024), "num_warps": WARPS}
     torch.sort(tokens, stable=True, out=(ordered, order))
-    launch(_runs_kernel, tiles, dx, order, ordered, dwte, parts, dx.stride(0), dwte.stride(0), n, c, **constants)
-    launch(_join_kernel, tiles, ordered, parts, dwte, dwte.stride(0), n, c, **constants)
+    launch(_runs_kernel, tiles, dx, order, ordered, dwte, parts, scale, dx.stride(0), dwte.stride(0), n, c, **constants)
+    launch(_join_kernel, tiles, ordered, parts, dwte, scale, dwte.stride(0), n, c, **constants)
