@@ -64,7 +64,7 @@ SIZES = {
     "tiny": Size(2, 2, 32, batch_size=4, seq_len=16, dtype="float32"),
 }
 ADAMW_RATE = 1e-3
-MUON_RATE = 1e-2  # the peak for the parameters that AdamW updates in `muon`; the matrices have MATRIX_RATE
+MUON_RATE = 4e-3  # the peak for the parameters that AdamW updates in `muon`; the matrices have MATRIX_RATE
 EMBEDDING_SCALE = (
     50.0  # the stream begins with a deviation of 1, and each of AdamW's steps changes it by 50 times the rate
 )
