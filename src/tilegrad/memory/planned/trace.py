@@ -179,7 +179,8 @@ def bind(tree: T, view: Callable[[Handle], object]) -> T:
             return type(tree)(*new)
         if isinstance(tree, list | tuple):
             return type(tree)(new)
-        return dataclasses.replace(tree, **dict(zip(_init_fields(type(tree)), new, strict=True)))
+        kind: type = type(tree)
+        return dataclasses.replace(tree, **dict(zip(_init_fields(kind), new, strict=True)))
 
     return cast(T, of(tree))
 
@@ -189,7 +190,8 @@ def _children(tree: object) -> list[Any]:
         return list(tree.values())
     if isinstance(tree, list | tuple):
         return list(tree)
-    return [getattr(tree, name) for name in _init_fields(type(tree))]
+    kind: type = type(tree)
+    return [getattr(tree, name) for name in _init_fields(kind)]
 
 
 @functools.cache
