@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tilegrad.bench import generate
 from tilegrad.bench.generate import result
 from tilegrad.cli import main
+from tilegrad.engine.decoder import Decoder
+from tilegrad.engine.scorer import Scorer
 
 SMALL = ["bench", "generate", "--preset", "tiny", "--max-tokens", "3", "--repeats", "2", "--dtype", "float32"]
 
@@ -28,12 +32,27 @@ def test_every_batch_size_has_a_line(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert (prefill["prompts"], prefill["length"]) == (8, 9) and forward["tokens_per_second"] > 0
 
 
-def test_with_invariant_both_tables_have_both_forms(capsys: pytest.CaptureFixture[str]) -> None:
+def test_with_invariant_both_tables_have_both_forms(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forms: list[bool] = []
+
+    def recorded(of: Callable[..., Decoder | Scorer]) -> Callable[..., Decoder | Scorer]:
+        def build(*given: object, **options: object) -> Decoder | Scorer:
+            built = of(*given, **options)
+            forms.append(built.spec.invariant)
+            return built
+
+        return build
+
+    monkeypatch.setattr(generate, "Decoder", recorded(Decoder))
+    monkeypatch.setattr(generate, "Scorer", recorded(Scorer))
     more = ["--device", "cpu", "--no-peers", "--invariant", "--prefill", "9"]
     assert main([*SMALL, *more, "--json"]) == 0
     names = [json.loads(line)["contender"] for line in capsys.readouterr().out.splitlines()]
     prefills = ["tilegrad", "training's forward", "tilegrad, invariant", "training's forward, invariant"]
     assert names == ["tilegrad", "tilegrad, invariant", *prefills]
+    assert forms == [name.endswith(", invariant") for name in names]
 
 
 def test_transformers_is_measured_in_the_same_rounds(capsys: pytest.CaptureFixture[str]) -> None:

@@ -102,6 +102,13 @@ def test_the_momentum_rises_over_the_warm_up(t: int) -> None:
         assert float((new_p - want).abs().max()) < 1e-11
 
 
+def test_without_a_warm_up_the_weight_of_a_gradient_is_rounded_once() -> None:
+    step = Step(torch.float32)
+    wanted = [m.lerp(g, torch.tensor(1.0 - 0.95)) for m, g in zip(step.m, step.grads, strict=True)]
+    step.run(MuonConfig(0.95), max_norm=math.inf)
+    assert all(map(torch.equal, step.m, wanted))
+
+
 def test_the_gaps_between_matrices_stay_zero() -> None:
     step = Step(F64)
     step.run(MuonConfig(cautious=True))

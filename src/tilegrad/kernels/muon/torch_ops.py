@@ -70,9 +70,10 @@ def step(
     if muon.momentum_warmup:
         momentum.copy_(step).sub_(1.0).div_(muon.momentum_warmup).clamp_(max=1.0)
         momentum.mul_(muon.momentum - FIRST_MOMENTUM).add_(FIRST_MOMENTUM)
+        torch.sub(1.0, momentum, out=blend).mul_(rate)
     else:
         momentum.fill_(muon.momentum)
-    torch.sub(1.0, momentum, out=blend).mul_(rate)
+        torch.mul(rate, 1.0 - muon.momentum, out=blend)
     rate.mul_(learning_rate).mul_(muon.learning_rate_factor)
     for each in ranges:
         g = each.grads.mul_(clip).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
