@@ -27,6 +27,7 @@ from tilegrad.engine import engine, gradcheck, machine
 from tilegrad.engine.planning import plan_model
 from tilegrad.engine.recompute import choose_recompute
 from tilegrad.engine.spec import StepSpec
+from tilegrad.kernels.cpu import library
 from tilegrad.memory.managed import pressure
 from tilegrad.model.config import PRESETS
 from tilegrad.specification import flash_cases as check
@@ -718,10 +719,12 @@ def test_plan_of_generation_has_the_bytes_of_the_decoder(capsys: pytest.CaptureF
         ([], 128),
         (["--max-tokens", "20", "--prompt-tokens", "9"], 28),
         (["--max-tokens", "999"], 128),
+        *([] if isinstance(library.library(), str) else [(["--train.invariant", "true"], 128)]),
     ):
         assert main(["plan", *arguments, *more, "--json", "--fit"]) == 0
         found = json.loads(capsys.readouterr().out)
-        plan = plan_decoder(decoder_spec(PRESETS["tiny"], 3, capacity, device="cpu", dtype=torch.float32))
+        how: Any = {"device": "cpu", "dtype": torch.float32, "invariant": "--train.invariant" in more}
+        plan = plan_decoder(decoder_spec(PRESETS["tiny"], 3, capacity, **how))
         assert found["peak_bytes"] == plan.peak_bytes and found["largest_batch_size"] >= 3
         cache = next(row["at_most_bytes"] for row in found["roles"] if row["name"] == "cache")
         assert cache == 4 * 2 * 3 * 128 * capacity * 4  # layers, k and v, sequences, channels, tokens, bytes

@@ -184,6 +184,35 @@ def test_text_is_shown_while_it_is_written(script: Script) -> None:
     assert len([piece for piece in pieces if piece]) >= 3 and "🐺" in pieces
 
 
+def test_each_answer_has_its_own_noise() -> None:
+    """It depends on the number of answers before it, also across /reset."""
+
+    def answers() -> list[str]:
+        chat, found = Chat(tilegrad.load("weights"), max_tokens=9), []
+        for _ in range(3):
+            found.append("".join(chat.answer("x")))
+            chat.reset()
+        return found
+
+    assert len({*answers()}) == 3 and answers() == answers()
+
+
+def test_text_that_is_not_utf8_is_refused_and_the_chat_goes_on(
+    script: Script, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script(*ids("dog"), END)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("fo\udcff\n/system \udce9\nfox\n/system\nfox\n"))
+    assert main(["chat", "weights"]) == 0
+    assert capsys.readouterr() == (
+        "dog\n",
+        "tilegrad: message: got half of a surrogate pair in 'fo\\udcff'; accepted: text that UTF-8 can encode\n"
+        "tilegrad: system: got half of a surrogate pair in '\\udce9'; accepted: text that UTF-8 can encode\n",
+    )
+    for flag in ("--system", "--once"):
+        assert main(["chat", "weights", "--once", "fox", flag, "\udcff"]) == 2
+        assert "got half of a surrogate pair in '\\udcff'; accepted: " in capsys.readouterr().err
+
+
 def test_a_template_without_an_end_token_has_no_end_of_turn(weights: Path) -> None:
     model = tilegrad.load(weights)
     assert model.chat_template is not None and end_of_turn(model.chat_template, TOKENIZER) == {END}
@@ -203,7 +232,7 @@ def test_a_cut_answer_and_a_message_without_room_are_reported(
     out, error = capsys.readouterr()
     assert out == "...\n" and error == "tilegrad: answer: cut after 3 tokens, because max_tokens is 3\n"
     room = MODEL.block_size + 1 - len(ids(conversation(("user", "fox")) + "<|im_start|>assistant\n"))
-    monkeypatch.setattr(sys, "stdin", io.StringIO(f"fox\n{'dog ' * 99}\n/rest\nfox\n"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"fox\n{'dog ' * 99}\n/rest now\nfox\n"))
     assert main(["chat", "weights"]) == 0
     out, error = capsys.readouterr()
     assert out == f"{'.' * room}\n" * 2
@@ -211,7 +240,7 @@ def test_a_cut_answer_and_a_message_without_room_are_reported(
         f"tilegrad: answer: cut after {room} tokens, because the context is full, 96 tokens",
         error.splitlines(),
     )
-    assert lines.pop(2) == "tilegrad: /rest: no such command; accepted: /reset, /system TEXT, /exit"
+    assert lines.pop(2) == "tilegrad: /rest now: no such command; accepted: /reset, /system TEXT, /exit"
     assert lines[0] == lines[3] == full and lines[1].startswith("tilegrad: context: got a message of ")
     assert lines[1].endswith("; accepted: at most 96, the model's block_size")
     assert lines[2] == "tilegrad: context: full, 96 tokens; the oldest messages are not read any more"

@@ -70,6 +70,10 @@ def test_the_python_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None
     [
         ("models/none a", "models/none: no such folder"),
         ("models/smollm2 ''", "prompt: got ''; accepted: a text of at least one token"),
+        (
+            "models/smollm2 caf\udce9",
+            r"prompt: got half of a surrogate pair in 'caf\udce9'; accepted: text that UTF-8 can encode",
+        ),
         ("models/smollm2 a --stop ''", "stop: got ''; accepted: a text of at least one character"),
         ("models/smollm2 a --top-p 0", "top_p: got 0.0; accepted: a number in (0, 1]"),
         ("models/smollm2 a --device cuda:99", "device: got 'cuda:99'"),

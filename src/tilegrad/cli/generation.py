@@ -158,7 +158,7 @@ def _chat(args: argparse.Namespace) -> int:
         elif command == "/system":
             chat.system = rest.strip() or None
         elif _COMMAND.fullmatch(command):
-            complain(f"{command}: no such command; accepted: /reset, /system TEXT, /exit")
+            complain(f"{line}: no such command; accepted: /reset, /system TEXT, /exit")
         elif line:
             try:
                 _answer(chat, line)

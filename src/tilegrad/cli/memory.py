@@ -132,8 +132,8 @@ def _plan_decoder(args: argparse.Namespace, run: RunConfig, name: str, page: Pat
     # The decoder does not read the last new token.
     capacity = size if args.max_tokens is None else min(size, prompt + args.max_tokens - 1)
     device, dtype = torch.device(t.device), DTYPES[t.dtype]
-    spec = decoder_spec(run.model, t.batch_size, capacity, device=device, dtype=dtype)
-    title = f"{name}, generation of {t.batch_size} × {capacity} tokens, {t.dtype}"
+    spec = decoder_spec(run.model, t.batch_size, capacity, device=device, dtype=dtype, invariant=t.invariant)
+    title = f"{name}, generation of {t.batch_size} × {capacity} tokens, {t.dtype}{', invariant' * t.invariant}"
     largest, sentence = largest_batch(spec, pressure.memory_available(device)) if args.fit else ({}, "")
     _print(args, memory_report(plan_decoder(spec), title), device, page, [], largest, sentence)
     return 0

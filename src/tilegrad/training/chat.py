@@ -18,7 +18,7 @@ from ..data.chat_template import ChatTemplate, Message
 from ..data.tokenizer import Tokenizer
 from ..engine.sampling import Sampling
 from .api import TrainedModel
-from .generation import Request, open_decoder, place, write
+from .generation import Request, check_text, open_decoder, place, write
 
 if TYPE_CHECKING:
     from .generation import SamplingSettings
@@ -46,6 +46,8 @@ class Chat:
                 "chat_template in tokenizer_config.json, and runs that began with them; to continue a text, use `tilegrad "
                 "generate`"
             )
+        if system is not None:
+            check_text("system", system)
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"max_tokens: got {max_tokens}; accepted: an int ≥ 1")
         self._model, self._template, self._max_tokens = model, model.chat_template, max_tokens
@@ -56,6 +58,7 @@ class Chat:
         size = model.config.block_size
         self._decoder = open_decoder(model, 1, size, self._sampling, device=at, dtype=compute, invariant=invariant)
         self.system = system
+        self._answers = 0  # the number of the next answer's sequence, so that each answer has its own noise
         self.reset()
 
     def reset(self) -> None:
@@ -67,11 +70,14 @@ class Chat:
 
     def answer(self, text: str) -> Iterator[str]:
         """Yields the answer as it is generated. When it ends, `text` and the answer are appended to `messages`."""
+        for name, given in (("message", text), ("system", self.system or "")):
+            check_text(name, given)
         model, size = self._model, self._model.config.block_size
         messages, tokens = self._fitting([*self.messages, {"role": "user", "content": text}])
         room = size + 1 - len(tokens)  # the model does not read the last token that it writes
         most = room if self._max_tokens is None else min(room, self._max_tokens)
-        request = Request(tokens, most, self._sampling, eos=self._eos)
+        request = Request(tokens, most, self._sampling, self._answers, self._eos)
+        self._answers += 1
         pieces, finish = list[str](), None
         for piece in write(self._decoder, [request], model.tokenizer):
             pieces.append(piece.text)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 import torch
 from torch import Tensor
 
+from ..data.documents import check_surrogates
 from ..data.tokenizer import TextStream, Tokenizer, text_after
 from ..engine.batch import check_invariant
 from ..engine.decoder import Decoder, Drawn, Prompt
@@ -32,6 +33,7 @@ from ..engine.spec import StepSpec
 from ..model.config import ModelConfig
 from ..model.lora import LoraConfig
 from ..text.spelling import dtype_name
+from ..text.untrusted import shown
 from .config import DTYPES
 from .generated import Finish, Generated, Piece
 
@@ -388,7 +390,18 @@ def _listed(prompts: Prompts, name: str) -> list[str | tuple[int, ...]]:
     return listed
 
 
+def check_text(name: str, text: str) -> None:
+    """Refuse text that no tokenizer reads. Python gives a byte of an argument or of stdin that is not UTF-8 as half of a
+    surrogate pair."""
+    try:
+        check_surrogates(text, shown(text))
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
 def _encoded(model: TrainedModel, prompt: str | tuple[int, ...], name: str) -> list[int]:
+    if isinstance(prompt, str):
+        check_text(name, prompt)
     tokens = [int(token) for token in model.tokenizer.encode(prompt)] if isinstance(prompt, str) else [*prompt]
     if not tokens:
         raise ValueError(f"{name}: got {prompt!r}; accepted: a text of at least one token")
@@ -404,6 +417,7 @@ def _stops(stop: str | Sequence[str]) -> tuple[str, ...]:
     for text in stops:
         if not isinstance(text, str) or not text:
             raise ValueError(f"stop: got {text!r}; accepted: a text of at least one character, or a list of such texts")
+        check_text("stop", text)
     return stops
 
 
