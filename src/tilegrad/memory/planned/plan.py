@@ -131,12 +131,12 @@ def _check(requests: Sequence[Request], align: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """A request in the form that `_pack` needs: its padded size, and the items that are ever alive with it, as bits of an
-    int."""
+    """A request in the form that `_pack` needs: its padded size, and for each item, by index, whether it is ever alive with
+    this one (a byte, 0 or 1)."""
 
     index: int
     size: int
-    conflicts: int
+    conflicts: bytes
     first: int
     duration: int
     breadth: int  # the most bytes of all items alive at one moment of its life
@@ -193,7 +193,8 @@ def _items(requests: Sequence[Request], align: int) -> tuple[list[_Item], int]:
             conflicts |= reduce(or_, whole)
             duration += last - first + 1
             breadth = max(breadth, *bytes_at[low:high])
-        items.append(_Item(index, size, conflicts, request.live[0][0], duration, breadth, request.offset))
+        by_index = f"{conflicts:0{len(requests)}b}"[::-1].encode().translate(_BOOLS)
+        items.append(_Item(index, size, by_index, request.live[0][0], duration, breadth, request.offset))
     return items, max(bytes_at, default=0)
 
 
@@ -222,8 +223,7 @@ def _pack(order: list[_Item], *, tightest: bool, below: int | None = None) -> _P
     for item in order:
         size = item.size
         end_below, found, room = 0, -1, 0
-        conflicts = f"{item.conflicts:0{len(order)}b}"[::-1].encode().translate(_BOOLS)  # by item index
-        for offset, end in compress(placed, map(conflicts.__getitem__, indices)) if item.offset is None else ():
+        for offset, end in compress(placed, map(item.conflicts.__getitem__, indices)) if item.offset is None else ():
             gap = offset - end_below
             if gap >= size and (found < 0 or gap < room):
                 found, room = end_below, gap
