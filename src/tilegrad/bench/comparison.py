@@ -22,7 +22,7 @@ class Row:
     shape: Shape
     direction: str
     kernel: str
-    ms: float | None  # the median; None if the contender did not run, and `note` says why
+    ms: float | None  # the median over rounds; None if the kernel did not run, and `note` says why
     p20_ms: float | None = None
     p80_ms: float | None = None
     note: str = ""
@@ -45,17 +45,17 @@ class Ratio(NamedTuple):
 
 
 def speedups(rows: Sequence[Row], kernel: str, peer: str, direction: str) -> dict[Shape, Ratio]:
-    """shape → (time of `peer`) / (time of `kernel`), as quartiles over the rounds, for the shapes that have both. A quartile
-    between two rounds is their weighted geometric mean, so the median of the inverse ratio is the inverse of the median."""
+    """shape → (time of `peer`) / (time of `kernel`), as quartiles over the rounds, for the shapes that both kernels ran.
+    Quartiles are interpolated between logarithms, so exchanging `kernel` and `peer` inverts the median."""
     times = {(row.shape, row.kernel): row.rounds_ms for row in rows if row.direction == direction and row.rounds_ms}
-    found = {}
+    ratios_of = {}
     for (shape, name), ours in times.items():
         theirs = times.get((shape, peer))
         if name == kernel and theirs is not None:
             ratios = [log(b / a) for a, b in zip(ours, theirs, strict=True)]
             q1, median, q3 = map(exp, quantiles(ratios, n=4, method="inclusive"))
-            found[shape] = Ratio(median, q1, q3)
-    return found
+            ratios_of[shape] = Ratio(median, q1, q3)
+    return ratios_of
 
 
 def packed_rates(rows: Sequence[Row], kernel: str, direction: str) -> list[float]:
@@ -86,28 +86,28 @@ def report(rows: Sequence[Row], kernels: Sequence[str], peers: Sequence[str]) ->
     text = [table(("shape", "pass", "kernel", "ms", "p20", "p80", "TFLOP/s"), lines)]
     directions = ("forward", "backward")
     shapes = list(dict.fromkeys(row.shape for row in rows))
-    others = (*(k for k in kernels if len(kernels) > 1), *peers)
-    found = {
+    opponents = (*(k for k in kernels if len(kernels) > 1), *peers)
+    gains = {
         (kernel, peer, direction): ratios
         for kernel in kernels
-        for peer in others
+        for peer in opponents
         for direction in directions
         if kernel != peer and (ratios := speedups(rows, kernel, peer, direction))
     }
-    if found:
-        compared = list(dict.fromkeys((kernel, peer) for kernel, peer, _ in found))
+    if gains:
+        pairs = list(dict.fromkeys((kernel, peer) for kernel, peer, _ in gains))
         cells = [
             [str(shape), direction]
             + [
-                str(found[kernel, peer, direction][shape]) if shape in found.get((kernel, peer, direction), {}) else "–"
-                for kernel, peer in compared
+                str(gains[kernel, peer, direction][shape]) if shape in gains.get((kernel, peer, direction), {}) else "–"
+                for kernel, peer in pairs
             ]
             for direction in directions
             for shape in shapes
-            if any(shape in ratios for (_, _, way), ratios in found.items() if way == direction)
+            if any(shape in ratios for (_, _, d), ratios in gains.items() if d == direction)
         ]
-        text += ["", table(("shape", "pass", *(f"{kernel} / {peer}" for kernel, peer in compared)), cells)]
-        medians = {names: [ratio.median for ratio in ratios.values()] for names, ratios in found.items()}
+        text += ["", table(("shape", "pass", *(f"{kernel} / {peer}" for kernel, peer in pairs)), cells)]
+        medians = {names: [ratio.median for ratio in ratios.values()] for names, ratios in gains.items()}
         means = [
             [*names, f"{_geometric_mean(ratios):.3f}×", f"{min(ratios):.3f}×", str(len(ratios))]
             for names, ratios in medians.items()

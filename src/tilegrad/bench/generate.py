@@ -57,7 +57,7 @@ SHAPES = {
     "qwen2.5-0.5b": QWEN,
     "qwen2.5-1.5b": replace(QWEN, n_layer=28, n_head=12, n_embd=1536, ffn_dim=8960),
 }
-Write = Callable[[], object]
+Generate = Callable[[], object]
 
 
 def random_params(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -92,7 +92,7 @@ def transformers_contender(
     model.generation_config.pad_token_id = 0
 
     @torch.inference_mode()
-    def write(prompts: Tensor, max_tokens: int) -> object:
+    def generate(prompts: Tensor, max_tokens: int) -> object:
         return model.generate(
             prompts,
             attention_mask=torch.ones_like(prompts),
@@ -103,7 +103,7 @@ def transformers_contender(
             cache_implementation="static",
         )
 
-    return write
+    return generate
 
 
 def named(contender: str, *, invariant: bool) -> str:
@@ -128,13 +128,13 @@ def measure(
     device: torch.device,
     dtype: torch.dtype,
     peers: bool,
-    forms: Sequence[bool],
+    modes: Sequence[bool],
 ) -> dict[str, list[float]]:
-    """contender → milliseconds in each round. forms: the values of `invariant` to measure"""
+    """contender → milliseconds in each round. modes: the values of `invariant` to measure"""
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(0, config.vocab_size, (batch_size, PROMPT), generator=generator)
-    contenders: dict[str, Write] = {}
-    for invariant in forms:
+    contenders: dict[str, Generate] = {}
+    for invariant in modes:
         capacity = PROMPT + max_tokens
         decoder = Decoder(config, params, batch_size, capacity, device=device, dtype=dtype, invariant=invariant)
         contenders[named("tilegrad", invariant=invariant)] = partial(ours, decoder, prompts.tolist(), max_tokens)
@@ -152,7 +152,7 @@ def measure_prefill(
     *,
     device: torch.device,
     dtype: torch.dtype,
-    forms: Sequence[bool],
+    modes: Sequence[bool],
 ) -> dict[str, list[float]]:
     """Milliseconds in each round of a prefill, and of the forward of training, whose loss is over every token."""
     prompts, length = shape
@@ -163,8 +163,8 @@ def measure_prefill(
         decoder.prefill({i: Prompt(text, sequence=i) for i, text in enumerate(texts)})
         decoder.finished(wait=True)
 
-    contenders: dict[str, Write] = {}
-    for invariant in forms:
+    contenders: dict[str, Generate] = {}
+    for invariant in modes:
         decoder = Decoder(
             config, params, prompts, length, prefill_tokens=total, device=device, dtype=dtype, invariant=invariant
         )
@@ -180,15 +180,15 @@ def result(
     """Tokens per second of one contender, and how many times as fast tilegrad is, as medians over the rounds."""
     rates = quantiles([1e3 * tokens / t for t in times[name]], n=10, method="inclusive")
     ratio = median([theirs / ours for ours, theirs in zip(times["tilegrad"], times[name], strict=True)])
-    found: dict[str, str | float | None] = {"contender": name, "tokens_per_second": round(rates[4], 1)}
-    found |= {"p20": round(rates[1], 1), "p80": round(rates[7], 1), "ours_times_as_fast": round(ratio, 3)}
-    return found | {"share_of_bound": None if bound is None else round(rates[4] / bound, 3)}
+    row: dict[str, str | float | None] = {"contender": name, "tokens_per_second": round(rates[4], 1)}
+    row |= {"p20": round(rates[1], 1), "p80": round(rates[7], 1), "ours_times_as_fast": round(ratio, 3)}
+    return row | {"share_of_bound": None if bound is None else round(rates[4] / bound, 3)}
 
 
-def cells(found: Mapping[str, str | float | None]) -> tuple[str, ...]:
-    name, share = found["contender"], found["share_of_bound"]
-    ratio = "" if name == "tilegrad" else f"{found['ours_times_as_fast']:.2f}×"
-    rate, p20, p80 = (f"{found[key]:,.1f}" for key in ("tokens_per_second", "p20", "p80"))
+def cells(row: Mapping[str, str | float | None]) -> tuple[str, ...]:
+    name, share = row["contender"], row["share_of_bound"]
+    ratio = "" if name == "tilegrad" else f"{row['ours_times_as_fast']:.2f}×"
+    rate, p20, p80 = (f"{row[key]:,.1f}" for key in ("tokens_per_second", "p20", "p80"))
     return f"{name}", rate, f"{p20} – {p80}", ratio, "" if share is None else f"{share:.2f}"
 
 
@@ -221,7 +221,7 @@ def bench_generate(
         )
     if not 0 <= prefill <= config.block_size:
         raise ValueError(f"prefill: got {prefill}; accepted: 0 (none) … {config.block_size}, the block_size")
-    forms = (False, True) if invariant else (False,)
+    modes = (False, True) if invariant else (False,)
     params = random_params(config, where, kind)
     about = environment(where, kind)
     speed = bandwidth(where, repeats)
@@ -230,21 +230,21 @@ def bench_generate(
     lines, rows = [], []
     for batch_size in batch_sizes:
         times = measure(
-            config, params, batch_size, max_tokens, repeats, device=where, dtype=kind, peers=peers, forms=forms
+            config, params, batch_size, max_tokens, repeats, device=where, dtype=kind, peers=peers, modes=modes
         )
         for name in times:
-            found = result(name, times, batch_size * max_tokens, speed / read if batch_size == 1 else None)
+            row = result(name, times, batch_size * max_tokens, speed / read if batch_size == 1 else None)
             size = {"preset": preset, "batch_size": batch_size, "max_tokens": max_tokens}
-            lines.append(json_format.dumps(size | found | about))
-            rows.append((f"{batch_size}", *cells(found)))
+            lines.append(json_format.dumps(size | row | about))
+            rows.append((f"{batch_size}", *cells(row)))
     prefills = []
     if prefill:
         shape = (PREFILL_PROMPTS, prefill)
-        times = measure_prefill(config, params, shape, repeats, device=where, dtype=kind, forms=forms)
+        times = measure_prefill(config, params, shape, repeats, device=where, dtype=kind, modes=modes)
         for name in times:
-            found = result(name, times, shape[0] * shape[1], None)
-            lines.append(json_format.dumps({"preset": preset, "prompts": shape[0], "length": shape[1]} | found | about))
-            prefills.append(cells(found)[:4])
+            row = result(name, times, shape[0] * shape[1], None)
+            lines.append(json_format.dumps({"preset": preset, "prompts": shape[0], "length": shape[1]} | row | about))
+            prefills.append(cells(row)[:4])
     if print_results(lines, about, json=json, out=out):
         return 0
     print(f"\n{preset}, {PROMPT} + {max_tokens} tokens, {repeats} rounds; a large read: {speed / 1e9:.1f} GB/s\n")

@@ -17,8 +17,7 @@ from . import cost
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """B sequences of T tokens, or packed sequences of `lengths`. window: causal, and a row attends to at most this many
-    keys."""
+    """B sequences of T tokens, or packed sequences of `lengths`. A window is causal: a row attends to at most so many keys."""
 
     b: int
     h: int
@@ -36,24 +35,24 @@ class Shape:
         words = text.split(",")
         if len(words) < 4:
             raise ValueError(f"{len(words)} numbers instead of 4")
-        named = [*(f"{name}={word}" for name, word in zip("bhtd", words, strict=False)), *words[4:]]
-        given: dict[str, Any] = {}
-        for word in named:
+        assignments = [*(f"{name}={word}" for name, word in zip("bhtd", words, strict=False)), *words[4:]]
+        fields: dict[str, Any] = {}
+        for word in assignments:
             name, _, value = word.partition("=")
             if word != "causal" and name not in ("b", "h", "t", "d", "window", "hkv", "tq"):
                 raise ValueError(f"unknown {word!r}")
-            if name in given:
+            if name in fields:
                 raise ValueError(f"{name} is given twice")
             if word != "causal" and not value.isdecimal():
                 raise ValueError(f"{value!r} is not a positive number")
-            given[name] = word == "causal" or int(value)
-        if min(given.values()) < 1:
+            fields[name] = word == "causal" or int(value)
+        if min(fields.values()) < 1:
             raise ValueError("a number is 0")
-        if given["d"] > MAX_HEAD_DIM:
-            raise ValueError(f"D={given['d']} is more than {MAX_HEAD_DIM}")
-        if given["h"] % given.get("hkv", 1):
-            raise ValueError(f"hkv={given['hkv']} does not divide H={given['h']}")
-        return cls(**given)
+        if fields["d"] > MAX_HEAD_DIM:
+            raise ValueError(f"D={fields['d']} is more than {MAX_HEAD_DIM}")
+        if fields["h"] % fields.get("hkv", 1):
+            raise ValueError(f"hkv={fields['hkv']} does not divide H={fields['h']}")
+        return cls(**fields)
 
     def mask(self, device: torch.device) -> Mask:
         window = None if self.window is None else (self.window - 1, 0)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ..training.preview import Preview
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # characters that control a terminal
-_BAR = 40  # number of characters of the longest bar of the histogram
+_BAR = 40  # characters of the longest bar of the histogram
 
 
 def _data(args: argparse.Namespace) -> int:
@@ -24,48 +24,48 @@ def _data(args: argparse.Namespace) -> int:
 
     content = given_keys(args)
     content["data"] = {**content.get("data", {}), "files": args.files}
-    found = preview(settled(run_from(content, "flags")), quiet)
+    data = preview(settled(run_from(content, "flags")), quiet)
     if args.json:
-        print(json.dumps(_plain(found), indent=1, ensure_ascii=False))
+        print(json.dumps(_plain(data), indent=1, ensure_ascii=False))
         return 0
-    print(_text(found, colour=sys.stdout.isatty()))
+    print(_text(data, colour=sys.stdout.isatty()))
     return 0
 
 
-def _plain(found: Preview) -> dict[str, object]:
-    example = [{"text": text, "trained": trained} for text, trained in found.example]
+def _plain(data: Preview) -> dict[str, object]:
+    example = [{"text": text, "trained": trained} for text, trained in data.example]
     return {
-        **found.counts,
-        "lengths": found.lengths,
-        "histogram": found.histogram,
-        "trained_share": found.trained_share,
-        "padding_share": found.padding,
+        **data.counts,
+        "lengths": data.lengths,
+        "histogram": data.histogram,
+        "trained_share": data.trained_share,
+        "padding_share": data.padding,
         "example": example,
-        "example_cut": found.example_cut,
+        "example_cut": data.example_cut,
     }
 
 
-def _text(found: Preview, *, colour: bool) -> str:
+def _text(data: Preview, *, colour: bool) -> str:
     from .progress import described
 
-    kind = "conversation" if found.counts.get("format") else "document"
-    n = found.lengths
-    longest = max(found.histogram.values())
-    lines = [described(found.counts), f"{found.trained_share:.1%} of the tokens are targets"]
-    if found.padding:
-        packed, padded = found.padding["packed"], found.padding["padded"]
+    kind = "conversation" if data.counts.get("format") else "document"
+    n = data.lengths
+    longest = max(data.histogram.values())
+    lines = [described(data.counts), f"{data.trained_share:.1%} of the tokens are targets"]
+    if data.padding:
+        packed, padded = data.padding["packed"], data.padding["padded"]
         lines.append(f"Padding: {packed:.1%} packed, {padded:.1%} with one {kind} in each row")
     spread = f"{n['least']:,} to {n['most']:,}, median {n['median']:,.0f}, mean {n['mean']:,.1f}"
     lines += ["", f"Tokens in a {kind}: {spread}"]
-    width = max(map(len, found.histogram))
-    for name, count in found.histogram.items():
+    width = max(map(len, data.histogram))
+    for name, count in data.histogram.items():
         lines.append(f"  {name:>{width}}  {'█' * -(-count * _BAR // longest):<{_BAR}} {count:,}".rstrip())
     how = "in green" if colour else "between ⟦ and ⟧"
     lines += ["", f"The first {kind}; the trained part is {how}:"]
     begin, end = ("\x1b[32m", "\x1b[0m") if colour else ("⟦", "⟧")
-    parts = [(_CONTROL.sub(lambda c: f"\\x{ord(c[0]):02x}", text), trained) for text, trained in found.example]
+    parts = [(_CONTROL.sub(lambda c: f"\\x{ord(c[0]):02x}", text), trained) for text, trained in data.example]
     lines.append("".join(f"{begin}{text}{end}" if trained else text for text, trained in parts))
-    return "\n".join(lines + (["…"] if found.example_cut else []))
+    return "\n".join(lines + (["…"] if data.example_cut else []))
 
 
 def add_data(commands: Commands) -> None:

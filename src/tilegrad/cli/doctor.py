@@ -66,15 +66,14 @@ def doctor(*, build: bool = False, kernels: bool = False) -> int:
     for name, line in report():
         print(f"{name:<{width}}  {line}")
     if kernels:
-        for device, dtype in _places():
+        for device, dtype in _targets():
             for table, call in plain_calls(device, dtype):
-                print(f"\n{table.op}, {_short(dtype)} on {device}\n{table.explain(call)}")
+                print(f"\n{table.op}, {_name(dtype)} on {device}\n{table.explain(call)}")
     return 0
 
 
 def build_modules(*, only_missing: bool = False) -> bool:
-    """Build the native kernel and the other C++ modules, or only those that are missing. Returns whether the native kernel is
-    there."""
+    """Build the native kernel and the other C++ modules, or only the missing ones. Returns whether the native kernel exists."""
     if not only_missing or isinstance(native_library.library(), str):
         try:
             print(f"built {native_build.build()}")
@@ -82,15 +81,15 @@ def build_modules(*, only_missing: bool = False) -> bool:
             print(f"tilegrad: the native kernel was not built: {error}", file=sys.stderr)
             return False
         native_library.library.cache_clear()
-    for what, home, time in (("the manager's hits", hit, "ten seconds"), ("eager calls", fast_path, "half a minute")):
-        if only_missing and not isinstance(home.load(), str):
+    for what, module, time in (("the manager's hits", hit, "ten seconds"), ("eager calls", fast_path, "half a minute")):
+        if only_missing and not isinstance(module.load(), str):
             continue
         try:
             print(f"building {what} in C++, {time} …", flush=True)
-            print(f"built {home.MODULE.build()}")
+            print(f"built {module.MODULE.build()}")
         except RuntimeError as error:
             print(f"tilegrad: {what} in C++ were not built, so they run in Python: {error}", file=sys.stderr)
-        home.load.cache_clear()
+        module.load.cache_clear()
     return True
 
 
@@ -109,8 +108,8 @@ def report() -> Iterator[tuple[str, str]]:
     yield "CUDA", _cuda()
     for extra, (packages, purpose) in EXTRAS.items():
         yield f"extra {extra}", f"{_versions(extra, packages)}: {purpose}"
-    for device, dtype in _places():
-        yield f"on {device}", f"{_short(dtype)} " + "; ".join(_order(*call) for call in plain_calls(device, dtype))
+    for device, dtype in _targets():
+        yield f"on {device}", f"{_name(dtype)} " + "; ".join(_accepting(*call) for call in plain_calls(device, dtype))
 
 
 def plain_calls(device: str, dtype: torch.dtype) -> tuple[tuple[Table, object], ...]:
@@ -139,36 +138,36 @@ def plain_calls(device: str, dtype: torch.dtype) -> tuple[tuple[Table, object], 
     )
 
 
-def _places() -> Iterator[tuple[str, torch.dtype]]:
+def _targets() -> Iterator[tuple[str, torch.dtype]]:
     for device in ("cpu", *(("cuda",) if torch.cuda.is_available() else ())):
         for dtype in (torch.float32, torch.bfloat16):
             yield device, dtype
 
 
-def _short(dtype: torch.dtype) -> str:
+def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _in_cpp(home: ModuleType) -> str:
-    found = home.load()
-    return f"through Python: the C++ module {found}" if isinstance(found, str) else f"in C++, {home.MODULE.path()}"
+def _in_cpp(module: ModuleType) -> str:
+    loaded = module.load()
+    return f"through Python: the C++ module {loaded}" if isinstance(loaded, str) else f"in C++, {module.MODULE.path()}"
 
 
 def _native() -> str:
-    found = native_library.library()
-    if isinstance(found, str):
-        return f"missing: it {found}"
+    library = native_library.library()
+    if isinstance(library, str):
+        return f"missing: it {library}"
     return (
         f"{native_build.LIBRARY}, instruction sets {', '.join(native_library.supported())} (TILEGRAD_ISA selects one)"
     )
 
 
 def _versions(extra: str, packages: Sequence[str]) -> str:
-    found = {name: _version(name) for name in packages}
-    missing = [name for name, version in found.items() if version is None]
+    versions = {name: _version(name) for name in packages}
+    missing = [name for name, version in versions.items() if version is None]
     if missing:
         return f"missing {', '.join(missing)} (pip install 'tilegrad[{extra}]')"
-    return ", ".join(f"{name} {version}" for name, version in found.items())
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
 def _version(package: str) -> str | None:
@@ -191,7 +190,7 @@ def _cuda() -> str:
     )
 
 
-def _order(table: Table, call: object) -> str:
+def _accepting(table: Table, call: object) -> str:
     """The kernels that accept a call, in the order of the table: the first of them runs."""
     names = [row.name for row in table.rows if not row.by_name_only and row.refuses(call) is None]
     return f"{table.op}: {', then '.join(names) or 'none'}"

@@ -4,7 +4,7 @@
     read_records(paths) ─ messages ─ chat template ─ spans ┘
 
     tokens.bin               every token
-    documents.bin            ends of documents and trained tokens
+    documents.bin            where documents end, and which tokens are trained on
     tokenizer.json           the tokenizer
     tokenizer_config.json    its EOS and its chat template, if it has them
 
@@ -54,8 +54,8 @@ class Source:
         """The content of tokenizer_config.json for the prepared data."""
         tokens = dict(self.template.special_tokens) if self.template else {}
         eos = None if self.eos is None else tokenizer.decode([self.eos])
-        found = {**tokens, **({"eos_token": eos} if eos else {})}
-        return {**found, "chat_template": self.template.source} if self.template else {**found}
+        template = {"chat_template": self.template.source} if self.template else {}
+        return {**tokens, **({"eos_token": eos} if eos else {}), **template}
 
 
 def prepare(
@@ -99,34 +99,34 @@ def _source(tokenizer: str, vocab_size: int, *, documents: int) -> Source:
     if tokenizer == "bpe":  # its last token is EOS if there are several documents and vocab_size has room for EOS
         return Source(None, vocab_size, vocab_size - 1 if documents > 1 and vocab_size > 256 else None, None)
     path = Path(tokenizer)
-    given = load_tokenizer(path)
-    return Source(given, given.vocab_size, find_eos(path.parent, given), load_chat_template(path.parent))
+    loaded = load_tokenizer(path)
+    return Source(loaded, loaded.vocab_size, find_eos(path.parent, loaded), load_chat_template(path.parent))
 
 
 def _prepare_texts(
-    read: Documents, folder: Path, kind: str, vocab_size: int, show: Show, *, packing: bool
+    texts: Documents, folder: Path, kind: str, vocab_size: int, show: Show, *, packing: bool
 ) -> tuple[TokenFile, Tokenizer]:
-    source = _source(kind, vocab_size, documents=len(read.lengths))
+    source = _source(kind, vocab_size, documents=len(texts.lengths))
     separate = packing or source.eos is not None
-    digest = read.sha256
+    digest = texts.sha256
     if separate:
-        digest = _sha256(json.dumps(["documents", source.eos, read.lengths, digest]))
-    found = _reusable(folder, digest, source, kind, separate=separate)
-    if found is None:
-        if source.tokenizer is None and read.characters > _LONG:
-            doing = f"learning {source.vocab_size:,} BPE tokens from {read.characters:,} characters"
+        digest = _sha256(json.dumps(["documents", source.eos, texts.lengths, digest]))
+    prepared = _reusable(folder, digest, source, kind, separate=separate)
+    if prepared is None:
+        if source.tokenizer is None and texts.characters > _LONG:
+            doing = f"learning {source.vocab_size:,} BPE tokens from {texts.characters:,} characters"
             show("prepare", {"doing": doing})
-        made = _tokenizer(source, read.text())
-        if read.characters > _LONG:
-            show("prepare", {"doing": f"turning {read.characters:,} characters into tokens"})
-        encoded = _encode_documents(read, made, source.eos) if separate else [made.encode_pieces(read.text())]
-        found = _write(folder, digest, made, source, ((parts, None) for parts in encoded), separate=separate)
-    counts: Numbers = {"files": len(read.files), "documents": len(read.lengths), "left_out": read.left_out}
-    counts |= {"bytes": read.bytes, "tokens": len(found[0].tokens)}
-    named = kind not in ("bytes", "bpe")  # with a tokenizer.json the event has `eos` even if it is None
-    eos = found[1].decode([source.eos]) if source.eos is not None else None
-    show("data", counts | ({"eos": eos} if eos or named else {}))
-    return found
+        trained = _tokenizer(source, texts.text())
+        if texts.characters > _LONG:
+            show("prepare", {"doing": f"turning {texts.characters:,} characters into tokens"})
+        encoded = _encode_documents(texts, trained, source.eos) if separate else [trained.encode_pieces(texts.text())]
+        prepared = _write(folder, digest, trained, source, ((parts, None) for parts in encoded), separate=separate)
+    counts: Numbers = {"files": len(texts.files), "documents": len(texts.lengths), "left_out": texts.left_out}
+    counts |= {"bytes": texts.bytes, "tokens": len(prepared[0].tokens)}
+    from_file = kind not in ("bytes", "bpe")  # with a tokenizer.json the event has `eos` even if it is None
+    eos = prepared[1].decode([source.eos]) if source.eos is not None else None
+    show("data", counts | ({"eos": eos} if eos or from_file else {}))
+    return prepared
 
 
 def _encode_documents(read: Documents, tokenizer: Tokenizer, eos: int | None) -> Iterator[Iterable[Tokens]]:

@@ -108,11 +108,11 @@ class ByteTokenizer:
         return [self.encode(text) for text in texts]
 
     def encode_with_offsets(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Encoded]:  # noqa: ARG002
-        found = []
+        encoded = []
         for text, tokens in zip(texts, self.encode_all(texts), strict=True):
             starts = np.repeat(np.arange(len(text)), [len(c.encode("utf-8")) for c in text])
-            found.append(Encoded(tokens, starts, starts + 1, np.zeros(len(tokens), np.bool_)))
-        return found
+            encoded.append(Encoded(tokens, starts, starts + 1, np.zeros(len(tokens), np.bool_)))
+        return encoded
 
     def token_id(self, text: str) -> int | None:  # noqa: ARG002
         return None
@@ -185,22 +185,22 @@ class BpeTokenizer:
 
     def encode_all(self, texts: Sequence[str]) -> list[Tokens]:
         with _naming(self.name):
-            found = self.inner.encode_batch(list(texts))
-        return [self._checked(one.ids) for one in found]
+            encodings = self.inner.encode_batch(list(texts))
+        return [self._checked(one.ids) for one in encodings]
 
     def encode_with_offsets(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Encoded]:
         with _naming(self.name):
-            found = self.inner.encode_batch(list(texts), add_special_tokens=add_special_tokens)
-        marked = []
-        for one in found:
+            encodings = self.inner.encode_batch(list(texts), add_special_tokens=add_special_tokens)
+        encoded = []
+        for one in encodings:
             starts, ends = np.array(one.offsets, np.int64).reshape(-1, 2).T
             tokens = self._checked(one.ids)
-            marked.append(Encoded(tokens, starts, ends, np.isin(tokens, self._special)))
-        return marked
+            encoded.append(Encoded(tokens, starts, ends, np.isin(tokens, self._special)))
+        return encoded
 
     def token_id(self, text: str) -> int | None:
-        found: int | None = self.inner.token_to_id(text)
-        return found
+        token: int | None = self.inner.token_to_id(text)
+        return token
 
     def _checked(self, ids: Sequence[int]) -> Tokens:
         tokens = np.array(ids, np.int64)
@@ -225,15 +225,15 @@ def train_bpe(text: Iterable[str], vocab_size: int, *, eos: bool = False) -> Bpe
     alphabet = library.pre_tokenizers.ByteLevel.alphabet()
     learned = vocab_size - eos
     # The trainer allocates memory for its whole vocab_size, so `most` is at most what the text can fill.
-    most, begin, pieces = 256, [], _cut(text)
+    most, first_pieces, pieces = 256, [], _cut(text)
     for piece in pieces:
-        begin.append(piece)
+        first_pieces.append(piece)
         most += len(piece.encode("utf-8"))
         if most >= learned:
             break
     most = min(learned, most)
     trainer = library.trainers.BpeTrainer(vocab_size=most, initial_alphabet=alphabet, show_progress=False)
-    inner.train_from_iterator(chain(begin, pieces), trainer)
+    inner.train_from_iterator(chain(first_pieces, pieces), trainer)
     if inner.get_vocab_size() != learned:
         raise ValueError(
             f"vocab_size: got {vocab_size}; accepted: at most {inner.get_vocab_size() + eos}, the number of tokens in this "
@@ -286,10 +286,10 @@ def load_tokenizer(path: Path) -> Tokenizer:
         inner = _tokenizers().Tokenizer.from_str(text)
         inner.no_truncation()  # because tokenizer.json may enable truncation and padding, which would change documents
         inner.no_padding()
-        found = BpeTokenizer(inner, str(path))
-    if not 1 <= found.vocab_size <= LIMITS["vocab_size"]:
-        raise ValueError(f"{path}: got {found.vocab_size:,} tokens; accepted: 1 … {LIMITS['vocab_size']:,}")
-    return found
+        tokenizer = BpeTokenizer(inner, str(path))
+    if not 1 <= tokenizer.vocab_size <= LIMITS["vocab_size"]:
+        raise ValueError(f"{path}: got {tokenizer.vocab_size:,} tokens; accepted: 1 … {LIMITS['vocab_size']:,}")
+    return tokenizer
 
 
 def find_eos(folder: Path, tokenizer: Tokenizer) -> int | None:
@@ -299,12 +299,12 @@ def find_eos(folder: Path, tokenizer: Tokenizer) -> int | None:
         return None
     text = token_text(read_tokenizer_config(folder), "eos_token")
     if text is not None:
-        found = tokenizer.token_id(text)
-        if found is None:
+        eos = tokenizer.token_id(text)
+        if eos is None:
             raise ValueError(
                 f"{folder / CONFIG}: eos_token: got {shown(text)}, which is not in tokenizer.json; accepted: one of its tokens"
             )
-        return found
+        return eos
     listed = _listed_eos(folder, tokenizer)
     if listed:
         return listed[0]
@@ -322,7 +322,7 @@ def eos_token_ids(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
 
 def _listed_eos(folder: Path, tokenizer: Tokenizer) -> list[int]:
     """eos_token_id of generation_config.json, then of config.json."""
-    found: list[int] = []
+    ids: list[int] = []
     for name in ("generation_config.json", "config.json"):
         if not (folder / name).exists():
             continue
@@ -333,8 +333,8 @@ def _listed_eos(folder: Path, tokenizer: Tokenizer) -> list[int]:
             if isinstance(one, bool) or not isinstance(one, int) or not 0 <= one < tokenizer.vocab_size:
                 accepted = f"a token of tokenizer.json, 0 … {tokenizer.vocab_size - 1}"
                 raise ValueError(f"{file}: eos_token_id: got {shown(one)}; accepted: {accepted}")
-            found.append(one)
-    return found
+            ids.append(one)
+    return ids
 
 
 def decode_known(tokenizer: Tokenizer, tokens: list[int]) -> str:

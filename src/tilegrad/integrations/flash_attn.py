@@ -3,8 +3,8 @@
 Arguments are as in flash-attn 2. Tensors are (B, T, H, D), packed tensors (total, H, D); Hq is a multiple of Hkv. −1 in
 window_size means no limit on that side, and causal is aligned at the bottom right. Devices and dtypes are as in
 `tilegrad.attention`. window_size and max_seqlen may be any values that Python accepts as an index, such as NumPy or torch ints.
-Paged caches and rotary embeddings raise NotImplementedError. return_attn_probs returns (o, lse, None), because probabilities
-are never stored.
+Paged caches, rotary embeddings, cache_batch_idx and cache_leftpad raise NotImplementedError. return_attn_probs=True returns
+(o, lse, None), because probabilities are never stored.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def flash_attn_func(
     torch.Size([2, 16, 4, 32])
     """
     options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    _tensors(q=q, k=k, v=v)
+    _check_tensors(q=q, k=k, v=v)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     o, lse = attention(q, k, v, dropout_p=dropout_p, return_lse=True, **options)
     return (o.transpose(1, 2), lse, None) if return_attn_probs else o.transpose(1, 2)
@@ -58,7 +58,7 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
     """`flash_attn_func` with q, k and v in one tensor, qkv (B, T, 3, H, D)."""
-    q, k, v = _parts("qkv", qkv, "(B, T, 3, H, D)")
+    q, k, v = _unpacked("qkv", qkv, "(B, T, 3, H, D)")
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
     return flash_attn_func(q, k, v, *options, return_attn_probs)
 
@@ -69,7 +69,7 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
     """`flash_attn_func` with k and v in one tensor: q (B, Tq, Hq, D), kv (B, Tk, 2, Hkv, D)."""
-    k, v = _parts("kv", kv, "(B, Tk, 2, Hkv, D)")
+    k, v = _unpacked("kv", kv, "(B, Tk, 2, Hkv, D)")
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
     return flash_attn_func(q, k, v, *options, return_attn_probs)
 
@@ -82,7 +82,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False, return_attn_probs: bool = False, block_table: Tensor | None = None,
 ) -> Any:  # fmt: skip
     """q (total_q, Hq, D), k and v (total_k, Hkv, D), packed → o (total_q, Hq, Dv), or (o, lse (Hq, total_q), None)."""
-    _absent(block_table=block_table)
+    _refuse(block_table=block_table)
     options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     longest = _int("max_seqlen_q", max_seqlen_q), _int("max_seqlen_k", max_seqlen_k)
     ends = cu_seqlens_q, cu_seqlens_k, *longest
@@ -96,7 +96,7 @@ def flash_attn_varlen_qkvpacked_func(
     alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
     """`flash_attn_varlen_func` with q, k and v in one tensor, qkv (total, 3, H, D)."""
-    q, k, v = _parts("qkv", qkv, "(total, 3, H, D)")
+    q, k, v = _unpacked("qkv", qkv, "(total, 3, H, D)")
     longest = _int("max_seqlen", max_seqlen)
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
     return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, longest, longest, *options, return_attn_probs)
@@ -109,7 +109,7 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
     """`flash_attn_varlen_func` with k and v in one tensor: q (total_q, Hq, D), kv (total_k, 2, Hkv, D)."""
-    k, v = _parts("kv", kv, "(total_k, 2, Hkv, D)")
+    k, v = _unpacked("kv", kv, "(total_k, 2, Hkv, D)")
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options, return_attn_probs
@@ -132,7 +132,7 @@ def flash_attn_with_kvcache(
     effect.
     """
     del rotary_interleaved, num_splits
-    _absent(
+    _refuse(
         rotary_cos=rotary_cos,
         rotary_sin=rotary_sin,
         cache_batch_idx=cache_batch_idx,
@@ -141,7 +141,7 @@ def flash_attn_with_kvcache(
     )
     if (k is None) != (v is None):
         raise ValueError(f"k, v: got only {'v' if k is None else 'k'}; accepted: both, or neither")
-    _tensors(q=q, k_cache=k_cache, v_cache=v_cache, **({} if k is None or v is None else {"k": k, "v": v}))
+    _check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, **({} if k is None or v is None else {"k": k, "v": v}))
     batch, rows, longest = q.shape[0], q.shape[1], k_cache.shape[1]
     if cache_seqlens is None:
         cache_seqlens = longest if k is None else 0
@@ -150,10 +150,10 @@ def flash_attn_with_kvcache(
         at = torch.arange(batch, device=q.device)[:, None], columns[:, None] + torch.arange(k.shape[1], device=q.device)
         k_cache[at], v_cache[at] = k.to(k_cache.dtype), v.to(v_cache.dtype)
         columns = columns + k.shape[1]
-    none = torch.zeros_like(columns)  # unused columns of a cache become a sequence without rows
+    zeros = torch.zeros_like(columns)  # unused columns of a cache become a sequence without rows
     ends_q, ends_k = (
         pad(torch.stack(lengths, 1).flatten().cumsum(0), (1, 0)).int()
-        for lengths in ((none + rows, none), (columns, longest - columns))
+        for lengths in ((zeros + rows, zeros), (columns, longest - columns))
     )
     if alibi_slopes is not None and alibi_slopes.ndim == 2:
         alibi_slopes = alibi_slopes.repeat_interleave(2, 0)
@@ -193,9 +193,9 @@ def _int(name: str, x: SupportsIndex) -> int:
         raise TypeError(f"{name}: got {x!r}; accepted: an int, also of NumPy or torch") from None
 
 
-def _parts(name: str, packed: Tensor, form: str) -> tuple[Tensor, ...]:
+def _unpacked(name: str, packed: Tensor, form: str) -> tuple[Tensor, ...]:
     """Views of q, k and v, or of k and v, in a tensor of this form."""
-    _tensors(**{name: packed})
+    _check_tensors(**{name: packed})
     sizes = form.strip("()").split(", ")
     count = sizes[-3]
     fits = packed.ndim == len(sizes) and str(packed.shape[-3]) == count
@@ -203,12 +203,12 @@ def _parts(name: str, packed: Tensor, form: str) -> tuple[Tensor, ...]:
     return packed.unbind(-3)
 
 
-def _tensors(**given: Tensor) -> None:
-    for name, x in given.items():
+def _check_tensors(**tensors: Tensor) -> None:
+    for name, x in tensors.items():
         require(isinstance(x, Tensor), name, type(x).__name__, TENSOR, TypeError, show=str)
 
 
-def _absent(**given: Tensor | None) -> None:
-    for name, x in given.items():
+def _refuse(**tensors: Tensor | None) -> None:
+    for name, x in tensors.items():
         if x is not None:
             raise NotImplementedError(f"{name}: got a tensor; accepted: None")

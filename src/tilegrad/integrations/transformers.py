@@ -1,6 +1,6 @@
 """Attention of Hugging Face transformers: `register()`, then `attn_implementation="tilegrad"`.
 
-transformers needs two functions under one name. It calls the mask function once per forward, with closures that say which rows
+transformers needs two functions under one name. The mask function is called once per forward, with closures that say which rows
 attend to which columns (causal, window, packed, padding). Each layer calls the attention function with the result of the mask
 function. In tilegrad this result is an `Attends`, which has no T×T matrix:
 
@@ -9,12 +9,12 @@ function. In tilegrad this result is an `Attends`, which has no T×T matrix:
            row is in a run without columns, a padded column in a run without rows
     bias   for all other masks: (B, 1, 1, Tk) for padding that runs can't express, (B, 1, Tq, Tk) for an unknown closure
 
-The first layer that reads a bool bias (B, 1, Tq, Tk), even one from the caller, converts it to intervals, if each column has at
-most two (masks.py). All layers then skip the pairs that are masked out, and no layer reads T² elements.
+The first layer that gets a bool bias (B, 1, Tq, Tk) in CPU memory, even one from the caller, converts it to intervals if each
+column has at most two (masks.py). All layers then skip the pairs that are masked out, and later layers do not read the bias.
 
 An `Attends` is not a tensor and never None, so a model that computes attention itself raises instead of ignoring the mask.
-It is a pytree, so `torch.export` takes it as an input: its tensors are inputs, its numbers constants. If only the device knows
-the length of a static cache, the mask is a bool tensor (B, 1, Tq, Tk), as for sdpa.
+`Attends` is a pytree, so `torch.export` takes it as an input: its tensors are inputs, its numbers constants. If only the device
+knows the length of a static cache, the mask is a bool tensor (B, 1, Tq, Tk), as for sdpa.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def mask(
         return bias if moving else Attends(bias=bias, columns=kv_length)
 
     tracing = torch.compiler.is_compiling()
-    band_and_ids = _traced(function, **kwargs) if tracing else _read(function)
+    band_and_ids = _band_when_compiling(function, **kwargs) if tracing else _band_and_ids(function)
     moving = isinstance(q_offset, Tensor) or isinstance(kv_offset, Tensor)  # a static cache has tensors as offsets
     if band_and_ids is None or moving and (tracing or q_length == 1):
         return dense_mask()
@@ -189,12 +189,12 @@ def mask(
         return dense_mask() if padding is not None else Attends(**form, runs=_packed(ids))
     if padding is None:
         return Attends(**form)
-    free, square = band == (None, None), q_length == used and q_offset == kv_offset == 0
-    if not (free or square):
+    every_row, square = band == (None, None), q_length == used and q_offset == kv_offset == 0
+    if not (every_row or square):
         return Attends(**form, bias=padding[:, None, None])
     if _is_split(padding, tracing=tracing):
         return Attends(**form, bias=padding[:, None, None])
-    return Attends(**form, runs=_padded(padding, q_length if free else None), bias=padding[:, None, None])
+    return Attends(**form, runs=_padded(padding, q_length if every_row else None), bias=padding[:, None, None])
 
 
 def _warn_of_probabilities() -> None:
@@ -293,8 +293,8 @@ def _attends(module: Any, given: Any, is_causal: bool | None, sliding_window: in
     raise ValueError(f"attention_mask: got {type(given).__name__}; accepted: None, or a tensor (B, H, Tq, Tk)")
 
 
-def _read(function: Callable[..., Any]) -> tuple[Window, Tensor | None] | None:
-    """(band, number of the sequence of each token or None) from closures of transformers; None if a closure is unknown."""
+def _band_and_ids(function: Callable[..., Any]) -> tuple[Window, Tensor | None] | None:
+    """(band, sequence ids (B, T) of packed tokens or None) from closures of transformers; None if a closure is unknown."""
     name = getattr(function, "__qualname__", "").removesuffix(".<locals>.inner_mask")
     if getattr(function, "__module__", "") != "transformers.masking_utils":
         return None
@@ -310,22 +310,22 @@ def _read(function: Callable[..., Any]) -> tuple[Window, Tensor | None] | None:
         return (None, None), captured["packed_sequence_mask"]
     if name != "and_masks.<locals>.and_mask":
         return None
-    parts = [_read(part) for part in captured["mask_functions"]]
-    bands, numbers = [p[0] for p in parts if p], [p[1] for p in parts if p and p[1] is not None]
-    if None in parts or len(numbers) > 1:
+    parts = [_band_and_ids(part) for part in captured["mask_functions"]]
+    bands, ids = [p[0] for p in parts if p], [p[1] for p in parts if p and p[1] is not None]
+    if None in parts or len(ids) > 1:
         return None
     left, right = (min((x for x in side if x is not None), default=None) for side in zip(*bands, strict=True))
-    return (left, right), numbers[0] if numbers else None
+    return (left, right), ids[0] if ids else None
 
 
-def _traced(
+def _band_when_compiling(
     function: Callable[..., Any],
     config: Any = None,
     local_size: int | None = None,
     allow_is_causal_skip: bool = False,
     **_: Any,
 ) -> tuple[Window, None] | None:
-    """`_read` for torch.compile, which can't look into a closure. Uses the identity of the function and other arguments."""
+    """`_band_and_ids` for torch.compile, which can't look into a closure: reads the function's identity and other arguments."""
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
     if function is causal_mask_function or function is bidirectional_mask_function:
@@ -349,10 +349,10 @@ def _packed(ids: Tensor) -> Runs:
 
 
 def _padded(padding: Tensor, rows: int | None) -> Runs:
-    """The runs of tokens between padding, for padding (B, Tk) that is True for tokens.
+    """The runs of tokens between padding, where `padding` (B, Tk) is True for tokens, as in transformers.
 
-    `rows`: number of rows, all of which attend to the tokens (an encoder, or cross attention). None: rows and
-    columns are the same tokens, and padding rows attend to nothing.
+    rows: the number of rows of a sequence, if all of them attend to its tokens (an encoder, or cross attention). None: rows
+    and columns are the same tokens, and padding rows attend to nothing.
     """
     tokens, before = padding.sum(1), padding.int().argmax(1)
     none, after = torch.zeros_like(tokens), padding.shape[1] - before - tokens
@@ -369,10 +369,9 @@ _read_bias: tuple[Callable[[], Tensor | None], int, IntervalMask | None] = (lamb
 def _intervals(bias: Tensor, q: Tensor, k: Tensor) -> IntervalMask | None:
     """The intervals of a bool bias (B, 1 or H, Tq, Tk), which replace the bias; None if a column has more than two intervals.
 
-    Intervals are computed once per forward, because all layers get the same tensor. The result is also None in these cases:
-    a change of the tensor would go unnoticed (inference tensors have no version); its values can't be read (compilation,
-    tracing, fake tensors), or only by waiting for a GPU; heads share k but not the bias; the call has few rows and needs no
-    intervals.
+    Intervals are computed once per forward, because all layers get the same tensor. The result is also None if a change of the
+    tensor would go unnoticed (inference tensors have no version); if its values can't be read (compilation, tracing, fake
+    tensors), or only by waiting for a GPU; if heads share k but not the bias; or if the call has few rows.
     """
     global _read_bias
     form = (bias.dtype, bias.shape[2:]) == (torch.bool, (q.shape[2], k.shape[2])) and bias.ndim == 4
@@ -390,7 +389,7 @@ def _intervals(bias: Tensor, q: Tensor, k: Tensor) -> IntervalMask | None:
     return found
 
 
-_last: tuple[Callable[[], Tensor | None], int, Runs | None] = (lambda: None, -1, None)
+_last_restarts: tuple[Callable[[], Tensor | None], int, Runs | None] = (lambda: None, -1, None)
 
 
 def _restarts(positions: Tensor | None, q: Tensor) -> Runs | None:
@@ -399,14 +398,14 @@ def _restarts(positions: Tensor | None, q: Tensor) -> Runs | None:
 
     The runs are computed once per forward, because all layers get the same tensor.
     """
-    global _last
+    global _last_restarts
     if torch.compiler.is_compiling() or positions is None or positions.ndim != 2 or positions.shape[1] != q.shape[2]:
         return None
     version = -1 if positions.is_inference() else positions._version
-    read, read_version, runs = _last  # one read, because another thread may replace the tuple
+    read, read_version, runs = _last_restarts  # one read, because another thread may replace the tuple
     if read() is not positions or read_version != version or version < 0:
         new = positions.diff(dim=1) != 1
         ids = pad(new.cumsum(1), (1, 0)).expand(q.shape[0], -1)
         runs = _packed(ids) if bool(new.any()) else None
-        _last = weakref.ref(positions), version, runs
+        _last_restarts = weakref.ref(positions), version, runs
     return runs

@@ -27,8 +27,8 @@ def check_given(device: Any, *given: tuple[str, Tensor | None, tuple[int, ...], 
 
 
 def check_param(name: str, p: Tensor, shape: tuple[int, ...], x: Tensor) -> None:
-    """Checks that a parameter has x's dtype. On a CPU it may also have the accumulation dtype, and the op rounds it. So no
-    rounded copy is kept."""
+    """Checks that a parameter has x's dtype. On a CPU it may also have the accumulation dtype: then the op rounds it, and
+    no rounded copy is kept."""
     unrounded = x.device.type == "cpu" and p.dtype == accumulation_dtype(x.dtype)
     check_tensor(name, p, shape, p.dtype if unrounded else x.dtype, x.device)
 
@@ -36,12 +36,12 @@ def check_param(name: str, p: Tensor, shape: tuple[int, ...], x: Tensor) -> None
 def check_range(first: Tensor, rounded: Tensor | None, **tensors: Tensor) -> int:
     """Checks a range of the arenas: flat tensors of one length, in the accumulation dtype and on the device of `first`.
     `rounded` is the copy that layers compute with, and may have any dtype. Returns the length."""
-    p = next(iter(tensors.values())).numel()
+    length = next(iter(tensors.values())).numel()
     for name, x in tensors.items():
-        check_tensor(name, x, (p,), accumulation_dtype(first.dtype), first.device)
+        check_tensor(name, x, (length,), accumulation_dtype(first.dtype), first.device)
     if rounded is not None:
-        check_tensor("rounded", rounded, (p,), rounded.dtype, first.device)
-    return p
+        check_tensor("rounded", rounded, (length,), rounded.dtype, first.device)
+    return length
 
 
 def check_max_norm(max_norm: float) -> None:
@@ -63,7 +63,7 @@ def check_columns(name: str, x: Tensor | None) -> None:
 
 
 def aligned_step(n: int, stride: int, itemsize: int) -> bool:
-    """True if n ≤ 1, or if the stride is a multiple of ALIGNED_BYTES and not 0."""
+    """True if n ≤ 1, or if the bytes of the stride are a multiple of ALIGNED_BYTES and not 0."""
     return n <= 1 or stride != 0 and stride * itemsize % ALIGNED_BYTES == 0
 
 

@@ -26,20 +26,20 @@ def embedding_mse_workspace(x: TensorLike, wte: TensorLike) -> Shapes:
     acc, (_, c), rows = accumulation_dtype(x.dtype), x.shape, rows_per_block(x, BLOCK)
     shapes: Shapes = {
         "e": ((rows, c), acc),
-        "chosen": ((rows, c), wte.dtype),
+        "target_rows": ((rows, c), wte.dtype),
         "statistics": ((2, rows), acc),
         "part": ((), acc),
         "index": ((rows,), torch.int64),
         "ignored": ((rows,), torch.bool),
     }
-    return shapes | ({"chosen32": ((rows, c), acc)} if wte.dtype != acc else {})
+    return shapes | ({"target_rows32": ((rows, c), acc)} if wte.dtype != acc else {})
 
 
 @op()
 def embedding_mse_fwd(
     x: Tensor, wte: Tensor, targets: Tensor, inv_total: Tensor, *, loss: Tensor, scratch: Scratch | None = None
 ) -> None:
-    """loss (0-d), overwritten."""
+    """Overwrites loss (0-d)."""
     _run(x, wte, targets, inv_total, Outputs(loss), scratch)
 
 
@@ -93,14 +93,14 @@ def _run(x: Tensor, wte: Tensor, targets: Tensor, inv_total: Tensor, out: Output
         dwte.zero_()
     for i in blocks(n, rows_per_block(x, BLOCK)):
         m = i.stop - i.start
-        rows = {name: buffers[name][:m] for name in ("e", "chosen", "ignored", "index")}
+        rows = {name: buffers[name][:m] for name in ("e", "target_rows", "ignored", "index")}
         scale, distance = buffers["statistics"][:, :m].unbind()
         mask_targets(targets, inv_total, i, ignored=rows["ignored"], index=rows["index"], scale=scale)
         scale.div_(c)
-        chosen = torch.index_select(wte, 0, rows["index"], out=rows["chosen"])
-        if "chosen32" in buffers:
-            chosen = buffers["chosen32"][:m].copy_(chosen)
-        e = rows["e"].copy_(x[i]).sub_(chosen) if x.dtype != acc else torch.sub(x[i], chosen, out=rows["e"])
+        target_rows = torch.index_select(wte, 0, rows["index"], out=rows["target_rows"])
+        if "target_rows32" in buffers:
+            target_rows = buffers["target_rows32"][:m].copy_(target_rows)
+        e = rows["e"].copy_(x[i]).sub_(target_rows) if x.dtype != acc else torch.sub(x[i], target_rows, out=rows["e"])
         if loss is not None:
             torch.linalg.vector_norm(e, dim=-1, out=distance).square_().mul_(scale)
             loss.add_(torch.sum(distance, 0, out=buffers["part"]))

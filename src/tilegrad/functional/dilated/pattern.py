@@ -1,8 +1,8 @@
 """Dilated positions as strided views: the calls of attention that make up a branch, and where their rows are in memory.
 
-A branch (s, r) cuts T positions into segments of s. The last segment may be shorter, and s is at most T. Inside each segment
-the positions offset, offset + r, … attend to each other. Nothing is gathered: with x (B, H, T, D) and strides
-(x_b, x_h, x_t, 1), a move along an axis of a branch is a constant step in (b, h, t):
+A branch (s, r) cuts T positions into segments of s. The last segment may be shorter, and s is at most T. Each head has an
+offset < r. In a segment the positions offset, offset + r, … of a head attend to each other. Nothing is gathered: in
+x (B, H, T, D), which may have any strides, a move along an axis of a branch is a constant step in (b, h, t):
 
     rows of a segment        (0, 0, r)     L = ⌈(s − offset) / r⌉ of them
     segments                 (0, 0, s)
@@ -26,7 +26,7 @@ from torch import Tensor
 
 Mode = Literal["head_groups", "longnet"]
 MODES: tuple[str, ...] = get_args(Mode)
-ROWS_PER_CALL = 1 << 19  # rows of all heads of a call, to limit its scratch; far fewer rows keep a GPU busy
+ROWS_PER_CALL = 1 << 19  # most rows of all heads of a call, to limit its scratch; far fewer rows keep a GPU busy
 
 Step = tuple[int, int, int]  # over (b, h, t)
 
@@ -102,14 +102,14 @@ def branches(
 ) -> tuple[Branch, ...]:
     """The branches of x (B, H, T, D) for tensors of these strides; in "longnet" sorted by rate."""
     h = shape[1]
-    given = zip(segment_lengths, dilation_rates, strict=True)
+    pairs = zip(segment_lengths, dilation_rates, strict=True)
     if mode == "head_groups":
-        groups = zip(head_groups(h, len(segment_lengths)), given, strict=True)
+        groups = zip(head_groups(h, len(segment_lengths)), pairs, strict=True)
         return tuple(
             Branch(heads, r, tuple(_calls(shape, strides, s, r, heads, g % r)))
             for g, (heads, (s, r)) in enumerate(groups)
         )
-    by_rate = sorted(given, key=lambda branch: branch[1])
+    by_rate = sorted(pairs, key=lambda branch: branch[1])
     return tuple(Branch(range(h), r, tuple(_calls(shape, strides, s, r, range(h), None))) for s, r in by_rate)
 
 
@@ -148,7 +148,7 @@ def _by_head(heads: range, length: int, rate: int) -> Iterator[Heads]:
 def _merged_calls(
     origin: Step, axes: list[Axis], rows: Axis, strides: tuple[tuple[int, ...], ...]
 ) -> Iterator[StridedCall]:
-    """Calls of at most ROWS_PER_CALL rows, with axes merged to two if the strides of every tensor allow it."""
+    """Calls of at most ROWS_PER_CALL rows, or of one head. Axes are merged as far as the strides of every tensor allow."""
     axes = [axis for axis in axes if axis.n > 1]
     while pair := next((p for p in itertools.permutations(axes, 2) if _merge(*p, strides)), None):
         outer, inner = pair
@@ -160,11 +160,11 @@ def _merged_calls(
         start = _moved(origin, looped, index)
         most_heads = max(1, ROWS_PER_CALL // rows.n)
         for h in range(0, heads.n, most_heads):
-            some = Axis(min(most_heads, heads.n - h), heads.step)
-            most = max(1, most_heads // some.n)
-            for b in range(0, batch.n, most):
-                here = _moved(start, (batch, heads), (b, h))
-                yield StridedCall(here, Axis(min(most, batch.n - b), batch.step), some, rows)
+            few_heads = Axis(min(most_heads, heads.n - h), heads.step)
+            most_sequences = max(1, most_heads // few_heads.n)
+            for b in range(0, batch.n, most_sequences):
+                first = _moved(start, (batch, heads), (b, h))
+                yield StridedCall(first, Axis(min(most_sequences, batch.n - b), batch.step), few_heads, rows)
 
 
 def _merge(outer: Axis, inner: Axis, strides: tuple[tuple[int, ...], ...]) -> bool:

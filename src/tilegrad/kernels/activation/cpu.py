@@ -1,5 +1,5 @@
-"""Activations in C++: one pass over contiguous memory, for swiglu over rows. The loops are in cpu/csrc/rows/norm_gelu.cpp.
-The same function computes each element, wherever it is. torch computes the gradients of tanh and swiglu."""
+"""Activations in C++: one pass over contiguous memory, or with swiglu over rows. The loops are in cpu/csrc/rows/norm_gelu.cpp.
+The bits of an element do not depend on its position. torch computes the gradients of tanh and swiglu."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from ..scratch import Scratch, Shapes, TensorLike, below, blocks, of, rows_per_b
 from ..table import Problem
 
 _aten = torch.ops.aten
-BLOCK = {"cpu": 1 << 17, "cuda": 1 << 24}  # elements of swiglu's backward computed at once
+BLOCK = {"cpu": 1 << 17, "cuda": 1 << 24}  # elements that swiglu's backward computes at once
 _SATURATED = 80.0  # σ(80) is 1 in float64, and exp(80) is finite in float32
 
 
@@ -63,26 +63,24 @@ def swiglu_bwd(
     dgate: Tensor, dup: Tensor, a: Tensor | None, dgate_sum: Tensor | None, dup_sum: Tensor | None, accumulate: bool,
     scratch: Scratch, forward: Callable[..., object] | None = None,
 ) -> None:  # fmt: skip
-    """Runs in blocks of rows, because dgate may be gate, dup may be up, and a may be da. `forward` computes a with the
-    bits of the forward."""
-    silus, again = scratch["block"]
-    for i in blocks(da.shape[0], silus.shape[0]):
-        silu, of_a = silus[: i.stop - i.start], again[: i.stop - i.start]
+    """dgate may be gate, dup may be up, and a may be da, so silu(gate) and a of a block of rows are kept in scratch. `forward`
+    is a kernel that computes a with the bits of the forward; None: torch.mul does."""
+    for i in blocks(da.shape[0], scratch["block"].shape[1]):
+        silu, recomputed = scratch["block"][:, : i.stop - i.start].unbind()
         _aten.silu.out(gate[i], out=silu)
         if a is not None and forward is not None:
-            forward(gate[i], up[i], a=of_a, scratch={})
+            forward(gate[i], up[i], a=recomputed, scratch={})
         elif a is not None:
-            torch.mul(silu, up[i], out=of_a)
+            torch.mul(silu, up[i], out=recomputed)
         torch.mul(da[i], up[i], out=dup[i])
         _aten.silu_backward.grad_input(dup[i], gate[i], grad_input=dgate[i])
         torch.mul(silu, da[i], out=dup[i])
         if a is not None:
-            a[i].copy_(of_a)
+            a[i].copy_(recomputed)
     for x, sums in ((dgate, dgate_sum), (dup, dup_sum)):
         _add_columns(x, sums=sums, accumulate=accumulate, scratch=scratch)
 
 
 def _add_columns(x: Tensor, *, sums: Tensor | None, accumulate: bool, scratch: Scratch) -> None:
     if sums is not None:
-        given = of("column_sum", scratch)
-        COLUMN_SUM.run("fwd", Problem(x), x, sums=sums, accumulate=accumulate, scratch=given)
+        COLUMN_SUM.run("fwd", Problem(x), x, sums=sums, accumulate=accumulate, scratch=of("column_sum", scratch))

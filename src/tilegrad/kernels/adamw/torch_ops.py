@@ -1,9 +1,9 @@
 """AdamW by torch's fused kernel: one call for the elements with weight decay and one for those without, over all ranges.
 
-The fused kernel accepts a float32 clipping factor, but with one it takes 1.3 times as long on aarch64. On aarch64, and for
-float64, a separate pass scales grads first. On a CPU a factor of 1 is skipped. grads is clipped in place.
+The fused kernel accepts a clipping factor, but only in float32, and on aarch64 the factor makes it 1.3 times as slow. So on
+aarch64, and for float64, a separate pass scales grads first. On a CPU a factor of 1 is skipped. grads is clipped in place.
 
-Lean states are updated in blocks: each is copied to float32, updated by the equations, and rounded. If norm is not
+Lean states are updated in blocks: each block is copied to float32, updated by the equations, and rounded. If norm is not
 finite, both β count as 1, and learning rate and weight decay as 0, so a block is written back unchanged.
 """
 
@@ -50,23 +50,23 @@ def step(update: Update, *, ranges: Sequence[Range], step: Tensor, scratch: Scra
     step.add_(1.0).sub_(found_inf)
     on_cpu = norm.device.type == "cpu"
     clips = not (on_cpu and grad_scale.item() == 1.0)
-    before = norm.dtype == torch.float64 or (on_cpu and _SLOW_FACTOR)
-    if clips and before:
+    separately = norm.dtype == torch.float64 or (on_cpu and _SLOW_FACTOR)
+    if clips and separately:
         grad_scale.reciprocal_()
         for each in ranges:
             each.grads.mul_(grad_scale)
     decays = [(each, slice(0, each.decayed)) for each in ranges]
-    plain = [(each, slice(each.decayed, len(each.params))) for each in ranges]
-    for parts, decay in ((decays, weight_decay), (plain, 0.0)):
-        here = [(each, i) for each, i in parts if i.start < i.stop]
-        if here:
+    undecayed = [(each, slice(each.decayed, len(each.params))) for each in ranges]
+    for parts, decay in ((decays, weight_decay), (undecayed, 0.0)):
+        nonempty = [(each, i) for each, i in parts if i.start < i.stop]
+        if nonempty:
             torch._fused_adamw_(
-                [x.params[i] for x, i in here],
-                [x.grads[i] for x, i in here],
-                [x.m[i] for x, i in here],
-                [x.v[i] for x, i in here],
+                [x.params[i] for x, i in nonempty],
+                [x.grads[i] for x, i in nonempty],
+                [x.m[i] for x, i in nonempty],
+                [x.v[i] for x, i in nonempty],
                 [],
-                [step] * len(here),
+                [step] * len(nonempty),
                 lr=learning_rate,
                 beta1=betas[0],
                 beta2=betas[1],
@@ -74,7 +74,7 @@ def step(update: Update, *, ranges: Sequence[Range], step: Tensor, scratch: Scra
                 eps=eps,
                 amsgrad=False,
                 maximize=False,
-                grad_scale=grad_scale if clips and not before else None,
+                grad_scale=grad_scale if clips and not separately else None,
                 found_inf=found_inf,
             )
     for each in ranges:
@@ -93,8 +93,7 @@ def _lean_step(update: Update, ranges: Sequence[Range], step: Tensor, scratch: S
 
 
 def lean_scalars(update: Update, step: Tensor, scratch: Scratch) -> None:
-    """Counts the step, and fills `scalars` in the order of SCALARS. They are the factors in p −= decay · p, m = keep1 · m +
-    take1 · g, …"""
+    """Counts the step, and fills `scalars` (SCALARS): the factors in p −= decay · p, m = keep1 · m + take1 · g, …"""
     norm, learning_rate, weight_decay, max_norm, betas, eps, _ = update
     exact = dict(zip(SCALARS, scratch["exact"], strict=True))
     finite = non_finite(norm, out=exact["finite"]).neg_().add_(1.0)
@@ -115,8 +114,8 @@ def lean_scalars(update: Update, step: Tensor, scratch: Scratch) -> None:
 def _lean_block(each: Range, i: slice, first: int, step: Tensor, keys: Keys | None, scratch: Scratch) -> None:
     n = i.stop - i.start
     s = dict(zip(SCALARS, scratch["scalars"], strict=True))
-    given = {"g": each.grads, "m": each.m, "v": each.v, "p": each.params}
-    g, m, v, p = (scratch[name][:n].copy_(x[i]) for name, x in given.items())
+    states = {"g": each.grads, "m": each.m, "v": each.v, "p": each.params}
+    g, m, v, p = (scratch[name][:n].copy_(x[i]) for name, x in states.items())
     g.mul_(s["clip"]).masked_fill_(scratch["skipped"], 0.0)
     decayed = p[: max(each.decayed - i.start, 0)]
     decay = scratch["size"][: len(decayed)].view(torch.float32)

@@ -110,17 +110,17 @@ class Selection(NamedTuple):
 
         The kernel gets a separate object for each tensor: after attention(x, x, x) it must not assume that q is always k.
         """
-        own = type(call)(*map(_own, call))
+        own = type(call)(*map(_new_tensors, call))
         prepare = self.module.prepare_fwd if isinstance(call, Forward) else self.module.prepare_bwd
         return prepare(own, views)  # type: ignore[no-any-return]
 
 
-def _own(x: Any) -> Any:
+def _new_tensors(x: Any) -> Any:
     """x with every tensor, including those in a mask or a tuple, replaced by a new object on the same memory."""
     if isinstance(x, Mask):
-        return replace(x, **{name: _own(getattr(x, name)) for name in MASK_TENSORS}) if x.has_tensors else x
+        return replace(x, **{name: _new_tensors(getattr(x, name)) for name in MASK_TENSORS}) if x.has_tensors else x
     if isinstance(x, tuple):
-        return tuple(map(_own, x))
+        return tuple(map(_new_tensors, x))
     return x.detach() if isinstance(x, Tensor) else x
 
 
@@ -211,8 +211,8 @@ def attention_fwd(
     """Computes o and lse. The backward needs both. invariant: a row of o has the same bits in any batch, and in
     `cache_attention_fwd`; on a CPU only the kernel "native" is invariant."""
     key = signature(("fwd", kernel, torch.get_num_threads(), _aligned(scratch), invariant), (q, k, v, o, lse), mask)
-    prepared, writes, how = recall(key), {"o": o, "lse": lse}, {"backward": False, "invariant": invariant}
-    selection = prepared.selection if prepared else select(q, k, v, mask, writes, kernel, **how)
+    prepared, writes, options = recall(key), {"o": o, "lse": lse}, {"backward": False, "invariant": invariant}
+    selection = prepared.selection if prepared else select(q, k, v, mask, writes, kernel, **options)
     _run(key, prepared, selection, Forward(q, k, v, mask, o, lse, (), invariant), writes, scratch)
 
 
@@ -240,8 +240,7 @@ _checked: dict[tuple[object, ...], bool] = {}  # addresses of calls whose output
 
 
 def _aligned(scratch: Scratch | None) -> bool:
-    """Whether all scratch is aligned. This is in the signature, because Triton specialises on it. `views` checks the rest of
-    scratch."""
+    """Whether all scratch is aligned. Triton specialises on this, so it is in the signature. `views` checks everything else."""
     buffers = () if scratch is None else scratch.values()
     return not any(x.data_ptr() % ALIGNED_BYTES for x in buffers if isinstance(x, Tensor))
 
@@ -254,7 +253,7 @@ def _run(
     writes: dict[str, Tensor | None],
     scratch: Scratch | None,
 ) -> None:
-    """Checks addresses, lengths and scratch, which the signature does not cover, and runs the call, prepared if it is new."""
+    """Checks what the signature does not cover: addresses, lengths and scratch. Prepares a new call, and runs it."""
     addresses = (prepared, *[x.data_ptr() for x in call.tensors])
     if prepared is None or addresses not in _checked:
         reads = {name: x for name, x in call._asdict().items() if name not in writes}

@@ -15,9 +15,9 @@ Backward, with do = ∂L/∂o and dlse = ∂L/∂lse:
     dx = ds ∘ (1 − tanh²(x / c))            x = scale · q kᵀ, only with a softcap
     dq = scale · dx k                       dk = scale · dxᵀ q
 
-`forward` and `backward` compute in the dtype of their inputs. In float64 they are the oracle; bounds.py says how far a kernel
-may be from it. The kernel "reference" runs them in float64, allocates, rounds each result once, and runs only by name. A row
-that attends to no key has p = 0, and lse = −inf or, with a sink, the sink's logit.
+`forward` and `backward` compute in the dtype of their inputs. In float64 they are the oracle; bounds.py says how far from the
+oracle a kernel may be. The kernel "reference" calls them in float64, allocates, rounds each result once, and is only run by
+name. A row that attends to no key has p = 0, and lse = −inf or, with a sink, the sink's logit.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
       row_sum = alpha · row_sum + Σ p                    acc = alpha · acc + p v
     o = acc / row_sum
 
-On a CPU sequences are computed one by one, each over its own columns. On a GPU the host does not read positions, so as many
-sequences as fit in BLOCK are computed together, over the whole capacity. In columns without a token, p = 0 and v counts as 0.
+On a CPU sequences are computed one by one, each over its own columns. On a GPU the host does not read positions, so a tile
+covers as many sequences as fit in BLOCK, and the tiles cover all columns. In columns without a token, p = 0 and v counts as 0.
 All numbers are in the accumulation dtype (float32; float64 for float64).
 """
 
@@ -43,7 +43,7 @@ def workspace(cache: TensorLike, n_head: int, rows: int | None = None) -> Shapes
     if rows is not None:
         n = min(rows, ROWS)
         shapes: Shapes = dict.fromkeys(("new", "old"), ((n * hkv * d,), cache.dtype))
-        shapes |= dict.fromkeys(("row", "slot", "chosen"), ((n,), torch.int64)) | {"index": ((n * hkv,), torch.int64)}
+        shapes |= dict.fromkeys(("row", "slot", "source"), ((n,), torch.int64)) | {"index": ((n * hkv,), torch.int64)}
         shapes |= {"heads": ((hkv,), torch.int64), "last": ((), torch.int64)}
         return shapes | dict.fromkeys(("inside", "below"), ((n,), torch.bool))
     b, n = _sequences(cache), min(TILE, capacity)
@@ -55,35 +55,39 @@ def workspace(cache: TensorLike, n_head: int, rows: int | None = None) -> Shapes
     return (
         shapes
         | {"place": ((b,), torch.int64)}
-        | dict.fromkeys(("hidden", "far"), ((b * n,), torch.bool))
+        | dict.fromkeys(("masked", "far"), ((b * n,), torch.bool))
         | {"inside": ((b,), torch.bool), "below": ((b,), torch.bool), "empty": ((b * n_head,), torch.bool)}
     )
 
 
-def _part(scratch: Scratch, name: str, *shape: int) -> Tensor:
+def _buffer(scratch: Scratch, name: str, *shape: int) -> Tensor:
     return scratch[name][: prod(shape)].view(shape)
 
 
 def _inside(x: Tensor, end: int, scratch: Scratch) -> Tensor:
     """0 ≤ x < end"""
-    inside, below = _part(scratch, "inside", len(x)), _part(scratch, "below", len(x))
+    inside, below = _buffer(scratch, "inside", len(x)), _buffer(scratch, "below", len(x))
     torch.ge(x, 0, out=inside)
     return torch.logical_and(inside, torch.lt(x, end, out=below), out=inside)
 
 
 def write(k: Tensor, v: Tensor, slots: Tensor, *, k_cache: Tensor, v_cache: Tensor, scratch: Scratch) -> None:
-    """The host does not read `slots`, so every row writes something. A row whose slot is outside the cache writes a copy of its
-    block's last row with a slot inside. If the block has no such row, the old numbers of one slot are written back."""
+    """The host does not read `slots`, so every row writes something. If some slots of a block are
+    inside the cache, a row with a slot outside repeats the write of the last row with a slot inside. If no slot is inside, the
+    block writes the old numbers of one slot back."""
     b, hkv, capacity, d = k_cache.shape
     for i in blocks(len(k), ROWS):
         n = i.stop - i.start
-        slot, row, chosen = (_part(scratch, name, n) for name in ("slot", "row", "chosen"))
-        index, new, old = (_part(scratch, "index", n, hkv), *(_part(scratch, x, n, hkv * d) for x in ("new", "old")))
+        slot, row, source = (_buffer(scratch, name, n) for name in ("slot", "row", "source"))
+        index, new, old = (
+            _buffer(scratch, "index", n, hkv),
+            *(_buffer(scratch, x, n, hkv * d) for x in ("new", "old")),
+        )
         inside = _inside(slots[i], b * capacity, scratch)
         torch.arange(n, out=row)
-        torch.amax(torch.mul(row, inside, out=chosen), 0, out=scratch["last"])
-        torch.where(inside, row, scratch["last"], out=chosen)
-        torch.index_select(slots[i], 0, chosen, out=slot)
+        torch.amax(torch.mul(row, inside, out=source), 0, out=scratch["last"])
+        torch.where(inside, row, scratch["last"], out=source)
+        torch.index_select(slots[i], 0, source, out=slot)
         inside = _inside(slot, b * capacity, scratch)[:, None]
         slot.clamp_(0, b * capacity - 1)
         torch.floor_divide(slot, capacity, out=row)
@@ -91,7 +95,7 @@ def write(k: Tensor, v: Tensor, slots: Tensor, *, k_cache: Tensor, v_cache: Tens
         index.mul_(capacity).add_(slot.remainder_(capacity)[:, None])
         for x, cache in ((k, k_cache), (v, v_cache)):
             flat = cache.view(-1, d)
-            torch.index_select(x[i].view(n, hkv * d), 0, chosen, out=new)
+            torch.index_select(x[i].view(n, hkv * d), 0, source, out=new)
             torch.index_select(flat, 0, index.view(-1), out=old.view(-1, d))
             torch.where(inside, new, old, out=new)
             flat.index_copy_(0, index.view(-1), new.view(-1, d))
@@ -106,14 +110,14 @@ def fwd(
         for new, cache in ((k[i], k_cache[i]), (v[i], v_cache[i])):
             _append(new, positions[i], cache, scratch)
         group = q[i].unflatten(1, (hkv, -1))
-        _rows(group, positions[i], mask, i, o[i].unflatten(1, (hkv, -1)), k_cache[i], v_cache[i], scratch)
+        _attend(group, positions[i], mask, i, o[i].unflatten(1, (hkv, -1)), k_cache[i], v_cache[i], scratch)
 
 
 def _append(new: Tensor, positions: Tensor, cache: Tensor, scratch: Scratch) -> None:
     """cache[b, :, positions[b]] = new[b]. If the position is outside the cache, the row nearest to it is written back."""
     b, hkv, capacity, d = cache.shape
-    inside, row = _inside(positions, capacity, scratch), _part(scratch, "new", b, hkv, 1, d)
-    place = torch.clamp(positions, 0, capacity - 1, out=_part(scratch, "place", b))
+    inside, row = _inside(positions, capacity, scratch), _buffer(scratch, "new", b, hkv, 1, d)
+    place = torch.clamp(positions, 0, capacity - 1, out=_buffer(scratch, "place", b))
     index = place[:, None, None, None].expand(b, hkv, 1, d)
     torch.gather(cache, 2, index, out=row)
     torch.where(inside[:, None, None, None], new[:, :, None], row, out=row)
@@ -132,17 +136,17 @@ def _columns(positions: Tensor, mask: Mask, capacity: int) -> Iterator[slice]:
         yield slice(start + tile.start, start + tile.stop)
 
 
-def _rows(
+def _attend(
     q: Tensor, positions: Tensor, mask: Mask, i: slice, o: Tensor, k_cache: Tensor, v_cache: Tensor, scratch: Scratch
 ) -> None:
-    """Writes o (B, Hkv, G, D) of the sequences i."""
+    """Writes o (B, Hkv, G, D) of the B sequences i, where G query heads share a kv head."""
     b, hkv, group, d = q.shape
     capacity, left = k_cache.shape[2], mask.band[0]
     heads = b * hkv
-    queries = _part(scratch, "q", b, hkv, group, d).copy_(q).view(heads, group, d)
-    acc = _part(scratch, "acc", heads, group, d).zero_()
+    queries = _buffer(scratch, "q", b, hkv, group, d).copy_(q).view(heads, group, d)
+    acc = _buffer(scratch, "acc", heads, group, d).zero_()
     row_max, row_sum, new_max, alpha = (
-        _part(scratch, name, heads, group, 1) for name in ("row_max", "row_sum", "new_max", "alpha")
+        _buffer(scratch, name, heads, group, 1) for name in ("row_max", "row_sum", "new_max", "alpha")
     )
     inside = _inside(positions, capacity, scratch)
     row_sum.fill_(0.0 if mask.sinks is None else 1.0)
@@ -151,26 +155,26 @@ def _rows(
         row_max.view(b, hkv, group).copy_(mask.sinks.view(hkv, group)).clamp_(min=torch.finfo(row_max.dtype).min)
     slopes = mask.slopes(range(i.start, i.stop))
     if slopes is not None:
-        slopes = _part(scratch, "slopes", b, hkv, group, 1).copy_(slopes.unflatten(1, (hkv, group))[..., None])
+        slopes = _buffer(scratch, "slopes", b, hkv, group, 1).copy_(slopes.unflatten(1, (hkv, group))[..., None])
     for j in _columns(positions, mask, capacity):
         n = j.stop - j.start
-        column = torch.arange(j.start, j.stop, out=_part(scratch, "column", n))
-        gap = torch.sub(positions[:, None], column, out=_part(scratch, "gap", b, n))
-        hidden, far = _part(scratch, "hidden", b, n), _part(scratch, "far", b, n)
-        torch.lt(gap, 0, out=hidden).logical_or_(torch.logical_not(inside, out=_part(scratch, "below", b))[:, None])
+        column = torch.arange(j.start, j.stop, out=_buffer(scratch, "column", n))
+        gap = torch.sub(positions[:, None], column, out=_buffer(scratch, "gap", b, n))
+        masked, far = _buffer(scratch, "masked", b, n), _buffer(scratch, "far", b, n)
+        torch.lt(gap, 0, out=masked).logical_or_(torch.logical_not(inside, out=_buffer(scratch, "below", b))[:, None])
         if left is not None:
-            hidden.logical_or_(torch.gt(gap, left, out=far))
-        keys = _part(scratch, "k", b, hkv, n, d).copy_(k_cache[:, :, j]).view(heads, n, d)
-        values = _part(scratch, "v", b, hkv, n, d).copy_(v_cache[:, :, j])
-        values.masked_fill_(hidden[:, None, :, None], 0.0)
-        s = torch.bmm(queries, keys.mT, out=_part(scratch, "s", heads, group, n)).mul_(mask.scale_for(d))
+            masked.logical_or_(torch.gt(gap, left, out=far))
+        keys = _buffer(scratch, "k", b, hkv, n, d).copy_(k_cache[:, :, j]).view(heads, n, d)
+        values = _buffer(scratch, "v", b, hkv, n, d).copy_(v_cache[:, :, j])
+        values.masked_fill_(masked[:, None, :, None], 0.0)
+        s = torch.bmm(queries, keys.mT, out=_buffer(scratch, "s", heads, group, n)).mul_(mask.scale_for(d))
         if mask.softcap:
             s.div_(mask.softcap).tanh_().mul_(mask.softcap)
         scores = s.view(b, hkv, group, n)
         if slopes is not None:
-            distance = _part(scratch, "distance", b, 1, 1, n).copy_(gap[:, None, None])
+            distance = _buffer(scratch, "distance", b, 1, 1, n).copy_(gap[:, None, None])
             scores.addcmul_(slopes, distance, value=-1.0)
-        scores.masked_fill_(hidden[:, None, None], -torch.inf)
+        scores.masked_fill_(masked[:, None, None], -torch.inf)
         torch.amax(s, -1, keepdim=True, out=new_max)
         torch.maximum(row_max, new_max, out=new_max)
         torch.sub(row_max, new_max, out=alpha).exp_()
@@ -178,5 +182,5 @@ def _rows(
         row_sum.mul_(alpha).add_(torch.sum(s, -1, keepdim=True, out=row_max))
         row_max.copy_(new_max)
         acc.mul_(alpha).baddbmm_(s, values.view(heads, n, d))
-    row_sum.masked_fill_(torch.eq(row_sum, 0.0, out=_part(scratch, "empty", heads, group, 1)), 1.0)
+    row_sum.masked_fill_(torch.eq(row_sum, 0.0, out=_buffer(scratch, "empty", heads, group, 1)), 1.0)
     o.copy_(acc.div_(row_sum).view(b, hkv, group, d))

@@ -1,12 +1,12 @@
-"""Cross-entropy as a chain of torch ops: any device, any dtype. The logits of a chunk become p in place; then
+"""Cross-entropy as a chain of torch ops: any device, any dtype. p = softmax(l) replaces the logits l of a chunk. Then
 
     logsumexp(l) = max l − log max p          (accurate: max p ≥ 1/V is never small)
     dx = inv_total ∘ ((p − onehot) w)         dw += (p − onehot)ᵀ (inv_total ∘ x)
 
-so that inv_total multiplies C columns instead of V. The other terms change p − onehot in place before that. With a softcap the
-tanh of a block of rows is kept for the gradient. Logits are float32 (float64 for float64). bfloat16 products on a CPU
-cannot write float32. There the logits and p − onehot are bfloat16, and blocks of rows that stay in cache are converted to
-float32 and back.
+so that inv_total multiplies C columns instead of V. The options (softcap, smoothing, z-loss) change p − onehot in place before
+these products. With a softcap the tanh of a block of rows is kept for the gradient. Logits are float32 (float64 for float64),
+except with bfloat16 on a CPU, where products cannot write float32: there the logits and p − onehot are bfloat16, and blocks of
+rows that stay in cache are converted to float32 and back.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .terms import PLAIN, Terms
 if TYPE_CHECKING:
     from . import Inputs, Outputs
 
-CHUNK = {"cpu": 1 << 26, "cuda": 1 << 28}  # bytes of logits held at once
+CHUNK = {"cpu": 1 << 26, "cuda": 1 << 28}  # most bytes of logits in a chunk
 BLOCK = 1 << 20  # logits converted to float32 or capped at once on a CPU
 _aten = torch.ops.aten
 
@@ -93,27 +93,27 @@ def run(inputs: Inputs, *, out: Outputs, scratch: Scratch) -> None:
         loss.zero_()
     if dbias is not None and not accumulate:
         dbias.zero_()
-    wide = scratch["logits"].dtype != x.dtype  # such a product adds no bias
+    mixed = scratch["logits"].dtype != x.dtype  # a product whose result has another dtype than x adds no bias
     for i in chunks_of(x, w):
         m = i.stop - i.start
         rows = {name: scratch[name][:m] for name in ("logits", "index", "ignored")}
         scale = scratch["statistics"][0, :m]
         mask_targets(targets, inv_total, i, ignored=rows["ignored"], index=rows["index"], scale=scale)
-        linear_fwd(x[i], w, None if wide else bias, y=rows["logits"], invariant=invariant, scratch=linear)
-        if wide and bias is not None:
+        linear_fwd(x[i], w, None if mixed else bias, y=rows["logits"], invariant=invariant, scratch=linear)
+        if mixed and bias is not None:
             rows["logits"].add_(bias)
-        of_chunk = out._replace(dx=None if dx is None else dx[i], losses=None if losses is None else losses[i])
+        chunk_out = out._replace(dx=None if dx is None else dx[i], losses=None if losses is None else losses[i])
         for j in blocks(m, _block_rows(x, w, terms)):
-            _probabilities(rows, j, scale, scratch, terms, invariant=invariant, out=of_chunk)
+            _probabilities(rows, j, scale, scratch, terms, invariant=invariant, out=chunk_out)
         if out.has_gradients:
             added = accumulate or i.start > 0  # later chunks add to dw
-            _chunk_bwd(rows, x[i], w, scale, scratch, linear, dx=of_chunk.dx, dw=dw, accumulate=added)
+            _chunk_bwd(rows, x[i], w, scale, scratch, linear, dx=chunk_out.dx, dw=dw, accumulate=added)
 
 
 def mask_targets(
     targets: Tensor, inv_total: Tensor, i: slice, *, ignored: Tensor, index: Tensor, scale: Tensor
 ) -> None:
-    """ignored = targets < 0 in rows i; index = the target, or 0 if there is none; scale = inv_total, or 0 if there is none."""
+    """For rows i: ignored = targets < 0, index = targets, scale = inv_total. In ignored rows index and scale are 0."""
     torch.lt(targets[i], 0, out=ignored)
     torch.clamp(targets[i], min=0, out=index)
     scale.copy_(inv_total[i] if inv_total.ndim else inv_total).masked_fill_(ignored, 0.0)
@@ -130,23 +130,23 @@ def softmax(
     logits: Tensor, targets: Tensor, inv_total: Tensor, softcap: float = 0.0, *,
     losses: Tensor, row_max: Tensor | None, factor: Tensor | None, scratch: Scratch,
 ) -> None:  # fmt: skip
-    """losses = nll · inv_total of capped logits, and exp(l − row_max) · factor = p · inv_total, unless row_max is None. A row
-    without a target has row_max = ∞ and factor = 0."""
+    """losses = nll · inv_total of the capped logits l. row_max and factor, if they are not None, give the probabilities:
+    p · inv_total = exp(l − row_max) · factor. A row without a target has row_max = ∞ and factor = 0."""
     m = logits.shape[0]
-    scale, most, row_sum, at_target = scratch["statistics"][:, :m].unbind()
+    scale, largest, row_sum, at_target = scratch["statistics"][:, :m].unbind()
     index, ignored = scratch["index"][:m], scratch["ignored"][:m]
     mask_targets(targets, inv_total, slice(0, m), ignored=ignored, index=index, scale=scale)
     for j in blocks(m, scratch["block"].shape[0]):
         x = scratch["block"][: j.stop - j.start].copy_(logits[j])
         if softcap:
             x.div_(softcap).tanh_().mul_(softcap)
-        torch.amax(x, -1, out=most[j])
+        torch.amax(x, -1, out=largest[j])
         torch.gather(x, 1, index[j, None], out=at_target[j, None])
-        torch.sum(x.sub_(most[j, None]).exp_(), -1, out=row_sum[j])
-    torch.log(row_sum, out=losses).add_(most).sub_(at_target).mul_(scale).masked_fill_(ignored, 0.0)
+        torch.sum(x.sub_(largest[j, None]).exp_(), -1, out=row_sum[j])
+    torch.log(row_sum, out=losses).add_(largest).sub_(at_target).mul_(scale).masked_fill_(ignored, 0.0)
     if row_max is not None and factor is not None:
         torch.div(scale, row_sum, out=factor)
-        row_max.copy_(most).masked_fill_(ignored, math.inf)
+        row_max.copy_(largest).masked_fill_(ignored, math.inf)
 
 
 def total(losses: Tensor, *, loss: Tensor) -> None:
@@ -156,8 +156,8 @@ def total(losses: Tensor, *, loss: Tensor) -> None:
 def _probabilities(
     rows: Scratch, j: slice, scale: Tensor, scratch: Scratch, terms: Terms, *, invariant: bool = False, out: Outputs
 ) -> None:
-    """losses = nll ∘ scale of rows j of a chunk, and loss += Σ losses. With gradients, also replaces the logits by
-    ((1 + 2 z lse) p − (1 − ε) onehot − ε / V) ∘ (1 − tanh²), whose sum over rows, times scale, is added to dbias."""
+    """losses = nll ∘ scale of rows j of a chunk, and loss += Σ losses. With gradients, the logits are replaced by
+    dl = ((1 + 2 z lse) p − (1 − ε) onehot − ε / V) ∘ (1 − tanh²), with z_loss z and smoothing ε, and dbias += dlᵀ scale."""
     logits, index = rows["logits"][j], rows["index"][j, None]
     row_max, p_max, at_target, *mean = scratch["statistics"][1:, j].unbind()
     softcap, smoothing, z_loss = terms
@@ -213,7 +213,7 @@ def _chunk_bwd(
     if dx is not None:
         linear_bwd(dl, x, w, dx=dx, scratch=linear)
         _scaled(dx, scale, scratch, y=dx)
-        dx.masked_fill_(rows["ignored"][:, None], 0.0)  # 0 · NaN
+        dx.masked_fill_(rows["ignored"][:, None], 0.0)  # because 0 · NaN is NaN
 
 
 def _scaled(x: Tensor, scale: Tensor, scratch: Scratch, *, y: Tensor) -> None:

@@ -1,17 +1,17 @@
 """Cross-entropy in Triton: one kernel computes softmax, loss and gradient, and overwrites the logits.
 
-A program has one row of l (V,) and reads it twice, tile by tile:
+A program reads one row l of the logits (N, V) twice, tile by tile:
 
-    pass 1   row_max = max l       row_sum = Σ exp(l − row_max)            online softmax, by thread
-    then     nll = (log row_sum − (l[target] − row_max)) · inv_total       one program sums over rows, in order
+    pass 1   row_max = max l       row_sum = Σ exp(l − row_max)            each thread has its own online softmax
+    then     nll = (log row_sum − (l[target] − row_max)) · inv_total       a second kernel of one program sums nll over rows
     pass 2   l ← exp(l − row_max) · inv_total / row_sum                    = dl, except in the target's column
     then     l[target] ← (p[target] − 1) · inv_total                       one number
 
 The options (softcap, smoothing, z-loss) are compile-time constants. The bias and the softcap are applied when l is loaded.
-Smoothing adds Σ l to pass 1, and pass 2 then stores dl of every column except the target.
+With smoothing, pass 1 also computes Σ l, and pass 2 subtracts a constant.
 
 The second pass mostly hits the cache, so memory is read once and written once: 4 · N · V bytes for bfloat16. A row without a
-target is filled with 0 and not read. Logits have x's dtype: for bfloat16, x wᵀ is rounded once before the bias is added in
+target is not read, and its gradient is 0. Logits have x's dtype: for bfloat16, x wᵀ is rounded once before the bias is added in
 float32, and dl is rounded once after the softmax. dl already includes inv_total, so the GEMMs for dx and dw need no scale.
 
 For an odd V cuBLAS uses its slowest kernels: GPT-2's 50,257 columns take 7 times as long as 50,304. So the row stride of the
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from . import Inputs, Outputs
 
 CHUNK = {"cpu": 1 << 26, "cuda": 1 << 29}  # most bytes of logits in a chunk
-LEAST, OF_X = 1 << 26, 12  # a chunk's logits may take LEAST bytes, or OF_X times the bytes of x if that is more
+LEAST, OF_X = 1 << 26, 12  # a chunk's logits may take LEAST bytes, or OF_X times the bytes of x if these are more
 ROWS = 128  # rows of a chunk are a multiple of this: whole tiles of a GEMM
 LEAD = 64  # the row stride of the logits and the columns of the main GEMM are multiples of this many elements
 TILE = 1 << 13  # most logits of a row that a program loads at once
@@ -92,7 +92,7 @@ def _gradient(x, row_max, factor, constant, SOFTCAP: tl.constexpr, SMOOTHING: tl
 
 @triton.jit
 def _add_exponentials(group_max, group_sum, x):
-    """Adds the numbers of x (groups, EACH) to group_max and to group_sum = Σ exp(x − group_max), which is rescaled."""
+    """(group_max, group_sum) after x (groups, EACH), where group_sum = Σ exp(x − group_max) over all x so far."""
     larger = tl.maximum(group_max, tl.max(x, 1))
     terms = tl.exp2(x * LOG2E - (larger * LOG2E)[:, None])
     return larger, group_sum * tl.exp2((group_max - larger) * LOG2E) + tl.sum(terms, 1)
@@ -195,8 +195,8 @@ def _sum_kernel(nll, loss, n, SUM: tl.constexpr):
 
 
 def _rows(x: TensorLike, w: TensorLike) -> int:
-    """Rows of a chunk. The logits are alive together with all activations, so a chunk is larger if x is. Fewer chunks are
-    better, because each reads and writes all of dw."""
+    """Rows of a chunk. The larger x is, the smaller is the share of a chunk of logits in the memory of the activations, so the
+    chunk may be larger. Fewer chunks are faster, because each reads and writes all of dw."""
     size = max(LEAST, OF_X * x.shape[0] * x.shape[1] * x.dtype.itemsize)
     size = min(CHUNK[x.device.type], size)
     return most_rows(x.shape[0], _lead(w), x.dtype.itemsize, size, even=ROWS)
@@ -209,8 +209,8 @@ def _lead(w: TensorLike) -> int:
 
 def _columns(v: int) -> list[slice]:
     """Column ranges of the GEMMs: up to the last multiple of LEAD, and the rest."""
-    whole = v // LEAD * LEAD
-    return [columns for columns in (slice(0, whole), slice(whole, v)) if columns.start < columns.stop]
+    main = v // LEAD * LEAD
+    return [columns for columns in (slice(0, main), slice(main, v)) if columns.start < columns.stop]
 
 
 def chunks_of(x: TensorLike, w: TensorLike) -> Iterator[slice]:
@@ -244,13 +244,13 @@ def softmax(
     logits: Tensor, targets: Tensor, inv_total: Tensor, softcap: float = 0.0, *,
     losses: Tensor, row_max: Tensor | None, factor: Tensor | None, scratch: Scratch,
 ) -> None:  # fmt: skip
-    """losses = nll · inv_total of capped logits, and exp(l − row_max) · factor = p · inv_total, unless row_max is None. A row
-    without a target has row_max = ∞ and factor = 0."""
+    """losses = nll · inv_total of the capped logits l. row_max and factor, if they are not None, give the probabilities:
+    p · inv_total = exp(l − row_max) · factor. A row without a target has row_max = ∞ and factor = 0."""
     v = logits.shape[1]
     constants = {"BY_ROW": False, **_tile(v, gradient=False)}
     terms = {"SOFTCAP": softcap, "SMOOTHING": 0.0, "Z_LOSS": 0.0}
-    given = (targets, inv_total, logits, None, losses, targets.stride(0), logits.stride(0), v)
-    launch(_softmax_kernel, (logits.shape[0],), *given, **constants, **terms, maxima=row_max, factors=factor)
+    arguments = (targets, inv_total, logits, None, losses, targets.stride(0), logits.stride(0), v)
+    launch(_softmax_kernel, (logits.shape[0],), *arguments, **constants, **terms, maxima=row_max, factors=factor)
 
 
 def total(losses: Tensor, *, loss: Tensor) -> None:
@@ -274,15 +274,15 @@ def run(inputs: Inputs, *, out: Outputs, scratch: Scratch) -> None:
         for j in columns:
             linear_fwd(x[i], w[j], None, y=logits[:, j], invariant=invariant, scratch=linear)
         scale = inv_total[i] if by_row else inv_total
-        given = (targets[i], scale, logits, bias, nll[i], targets.stride(0), logits.stride(0), v)
-        launch(_softmax_kernel, (logits.shape[0],), *given, **constants)
+        arguments = (targets[i], scale, logits, bias, nll[i], targets.stride(0), logits.stride(0), v)
+        launch(_softmax_kernel, (logits.shape[0],), *arguments, **constants)
         if dw is not None or dbias is not None:
             added = accumulate or i.start > 0  # later chunks add to dw and dbias
             for j in columns:
                 dwj, dbj = (None if gradient is None else gradient[j] for gradient in (dw, dbias))
                 linear_bwd_weight(logits[:, j], x[i], w[j], dw=dwj, db=dbj, accumulate=added, scratch=linear)
         if dx is not None:
-            for j in reversed(columns):  # the few remaining columns first: the rounding error of their sum is small
+            for j in reversed(columns):  # the few last columns first: rounding their small sum loses little
                 linear_bwd_input(logits[:, j], w[j], dx=dx[i], accumulate=j.stop < v, scratch=linear)
     if loss is not None:
         total(nll, loss=loss)

@@ -3,12 +3,12 @@
     forward    one program per row of x
     dwpe       one program per position adds its rows, sequence after sequence; packed rows are added as in dwte, by `positions`
     sort       ordered = token[order], a stable sort by torch, which allocates about 50 bytes per token
-    runs       one program per RUN entries of `order`. Whenever the token changes, the program adds its sum to dwte. The sum of
-               a run of equal tokens that began in an earlier program goes to parts instead
-    join       the program in which a run began adds the parts of the later programs that the run spans
+    runs       one program per RUN entries of `order`. Whenever the token changes, the program adds its sum to dwte. If these
+               equal tokens began in an earlier program, it writes the sum to parts instead
+    join       the program in which equal tokens begin adds the parts that later programs wrote for them
 
 The order of every sum depends only on the tokens, so the bits are the same each time. Scratch: 16 bytes per token, and N / RUN
-rows of float32.
+rows of float32 for N tokens.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -104,7 +104,7 @@ def _join_kernel(ordered, parts, dwte, scale, dwte_v, N, C, RUN: tl.constexpr, B
 
 
 def workspace(x: TensorLike, *, converts: bool = True, packed: bool = False, scaled: bool = False) -> Shapes:
-    """Buffers of the backward; a forward that converts no rows needs none."""
+    """Buffers of the backward. A forward needs none: on a GPU its tables have x's dtype, so `converts` is False."""
     if not converts:
         return {}
     n, c = x.shape

@@ -22,14 +22,14 @@ def workspace(grads: TensorLike, others: Sequence[TensorLike] = ()) -> Shapes:
 def fwd(ranges: Sequence[Tensor], *, norm: Tensor, scratch: Scratch) -> None:
     parts, at = scratch["parts"], 0
     for grads in ranges:
-        full = grads.shape[0] // BLOCK  # number of blocks of BLOCK elements; one shorter block follows
+        count = grads.shape[0] // BLOCK  # blocks of BLOCK elements; one shorter block follows
         if grads.dtype == torch.bfloat16:
-            for n in range(full + 1):
+            for n in range(count + 1):
                 block = grads[n * BLOCK : (n + 1) * BLOCK]
                 torch.linalg.vector_norm(scratch["float32"][: len(block)].copy_(block), out=parts[at + n])
         else:
-            if full:
-                torch.linalg.vector_norm(grads[: full * BLOCK].view(full, BLOCK), dim=1, out=parts[at : at + full])
-            torch.linalg.vector_norm(grads[full * BLOCK :], out=parts[at + full])
-        at += full + 1
+            if count:
+                torch.linalg.vector_norm(grads[: count * BLOCK].view(count, BLOCK), dim=1, out=parts[at : at + count])
+            torch.linalg.vector_norm(grads[count * BLOCK :], out=parts[at + count])
+        at += count + 1
     torch.linalg.vector_norm(parts, out=norm)

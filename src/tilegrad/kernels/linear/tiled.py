@@ -1,6 +1,6 @@
 """Products of bfloat16 on a CPU without bf16 instructions. On such a CPU torch's bfloat16 product is slower than its float32
-product: about 4 times with AVX-512, otherwise about 100 times. Tiles of the operands are copied to float32, and the table's
-float32 kernel multiplies them. A float32 w is not copied.
+product: about 4 times with AVX-512, otherwise about 100 times. Tiles of the operands are copied to float32, and the float32
+kernel that `LINEAR` selects multiplies them. A float32 w is not copied.
 """
 
 from __future__ import annotations
@@ -60,5 +60,5 @@ def tile_of(buffer: Tensor, like: Tensor) -> Tensor:
 
 
 def in_tile(scratch: Scratch, name: str, x: Tensor) -> Tensor:
-    """x copied to the buffer of this name, in its dtype; x itself if the scratch has no such buffer."""
+    """x copied to the buffer of this name, in the buffer's dtype; x itself if the scratch has no such buffer."""
     return tile_of(scratch[name], x).copy_(x) if name in scratch else x

@@ -1,9 +1,9 @@
-"""Products with a fixed order of additions by torch's elementwise ops: every dtype, on a CPU. This kernel is for float64 and
-for machines without a compiler. It writes and reads N · Cin · Cout products, and is about a hundred times slower than a BLAS.
+"""x wᵀ with a fixed order of additions by torch's elementwise ops: every dtype, on a CPU. This kernel is for float64 and for
+machines without a compiler. It writes and reads N · Cin · Cout products, and is about a hundred times slower than a BLAS.
 
-The products of a row are added in a tree: element i + h to element i, with h half the padded number of columns, then a quarter
-of this number, and so on. An elementwise product or sum is rounded once, so the bits do not depend on the number of rows, on
-the threads or on the machine. If x is bfloat16, a float32 w or b is rounded to bfloat16.
+The Cin products of an element of x wᵀ are added in a tree: element i + h to element i, where h is half the padded Cin, then a
+quarter, and so on. An elementwise product or sum is rounded once, so the bits do not depend on the number of rows, on the
+threads or on the machine. A float32 w or b is first rounded to x's dtype.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scale: float, scra
             y[n, j].copy_(total if bj is None else total.add_(bj))
 
 
-def _rounded(x: Tensor, name: str, scratch: Scratch) -> Tensor:
-    """w or b in the accumulation dtype, rounded to bfloat16 first if the x of the product is bfloat16."""
+def _rounded(p: Tensor, name: str, scratch: Scratch) -> Tensor:
+    """w or b, rounded to x's dtype and converted to the accumulation dtype."""
     if "x32" not in scratch:
-        return x
-    short, wide = scratch[f"{name}16"][: x.shape[0]], scratch[f"{name}32"][: x.shape[0]]
-    return wide.copy_(short.copy_(x))
+        return p
+    p16, p32 = scratch[f"{name}16"][: p.shape[0]], scratch[f"{name}32"][: p.shape[0]]
+    return p32.copy_(p16.copy_(p))

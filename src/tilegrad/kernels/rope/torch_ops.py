@@ -17,7 +17,7 @@ def _positions(x: TensorLike) -> int:
 
 def workspace(x: TensorLike, *, packed: bool = False) -> Shapes:
     (_, _, h, d), acc = x.shape, accumulation_dtype(x.dtype)
-    shapes: Shapes = {"kept": ((_positions(x), h, d // 2), acc)}
+    shapes: Shapes = {"old_x1": ((_positions(x), h, d // 2), acc)}
     if packed:
         shapes |= dict.fromkeys(("cos", "sin"), ((_positions(x), d // 2), acc))
     return shapes | ({"rotated": ((_positions(x), h, d), acc)} if x.dtype != acc else {})
@@ -34,13 +34,13 @@ def rotate(
             if "rotated" in scratch:
                 xi = yi = scratch["rotated"][:m].copy_(xi)
             (x1, x2), (y1, y2) = xi.split(d // 2, -1), yi.split(d // 2, -1)
-            kept = scratch["kept"][:m].copy_(x1)
+            old_x1 = scratch["old_x1"][:m].copy_(x1)
             if positions is None:
                 cos_i, sin_i = cos[i, None], sin[i, None]
             else:
                 tables, at = ((cos, scratch["cos"][:m]), (sin, scratch["sin"][:m])), positions[n, i]
                 cos_i, sin_i = (torch.index_select(table, 0, at, out=rows)[:, None] for table, rows in tables)
             torch.mul(x1, cos_i, out=y1).addcmul_(x2, sin_i, value=-sign)
-            torch.mul(x2, cos_i, out=y2).addcmul_(kept, sin_i, value=sign)
+            torch.mul(x2, cos_i, out=y2).addcmul_(old_x1, sin_i, value=sign)
             if "rotated" in scratch:
                 y[n, i].copy_(yi)

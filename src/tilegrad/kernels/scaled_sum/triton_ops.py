@@ -1,8 +1,8 @@
-"""The scaled sum in Triton: each number is read and written once.       partials (2, P, 1)
+"""The scaled sum y = a x + b x0 in Triton: each number is read or written once.       partials (2, P, 1)
 
     forward    one program per tile
-    backward   program p of P has the tiles p, p + P, p + 2P, … and writes partials[:, p] = Σ dy ∘ x, Σ dy ∘ x0 of its tiles;
-               then da (+)= Σ_p partials[0, p], db (+)= Σ_p partials[1, p], in the order of the grid
+    backward   program p of P has the tiles p, p + P, p + 2P, … and writes partials[:, p] = Σ dy ∘ x, Σ dy ∘ x0 of its tiles.
+               Then da (+)= Σ_p partials[0, p], db (+)= Σ_p partials[1, p], in the order of the grid
 
 The arithmetic is float32, and only outputs are rounded.
 """
@@ -101,8 +101,8 @@ def bwd(
     partials = None if da is None and db is None else scratch["partials"]
     n = x.numel()
     tiles, constants = ceil_div(n, TILE), {"C": _columns(dy), "TILE": TILE, "num_warps": WARPS}
-    given = (dy, x, x0, a, b, dx, dx0, partials, dy.stride(0), n, tiles)
-    launch(_scaled_sum_bwd_kernel, (_programs(x),), *given, **constants)
+    arguments = (dy, x, x0, a, b, dx, dx0, partials, dy.stride(0), n, tiles)
+    launch(_scaled_sum_bwd_kernel, (_programs(x),), *arguments, **constants)
     if partials is not None and da is not None:
         add_partials(partials if db is not None else partials[0], da, db, accumulate=accumulate)
     elif partials is not None and db is not None:

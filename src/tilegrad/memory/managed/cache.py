@@ -4,14 +4,14 @@ Bytes:
 
     reserved    =  in_use + cached + idle   real memory, with rounding and slack; idle bytes are in a slab but in no buffer
     live        =  in_use − slack           the bytes requested for the buffers in use
-    high_water  =  the largest value of live so far (at least 1 MiB), or the bytes that a learned pattern needs
+    high_water  =  the largest value of live so far (at least 1 MiB), or what preallocation or a learned pattern needs, if more
 
 A new buffer is made only after cached ones were dropped, least recently freed first, until reserved + new ≤ high_water.
 
 There is no lock, and no counter of bytes is kept up to date. A buffer is either in use (in `slots`; the caller owns its
-tensor) or cached (in `free` of its pool, together with its tensor). A buffer moves between the two by one dict operation, which
-the interpreter does not interrupt. During a move the calling function has the only reference to the tensor. If that call is
-interrupted or its thread ends, the tensor and its bytes are freed. Bytes are summed when a count is requested.
+tensor) or cached (in `free` of its pool, together with its tensor). To move a buffer, a function removes it from one dict and
+adds it to the other. The interpreter interrupts neither operation. In between, the function has the only reference to the
+tensor: if it is interrupted or its thread ends, the tensor and its bytes are freed. Bytes are summed when a count is requested.
 """
 
 from __future__ import annotations
@@ -353,7 +353,7 @@ class BufferCache:
         self._pattern_high_water = 0
         if plan:
             for slot in [slot for pool in list(self.pools.values()) for slot in list(pool.free)]:
-                if self._ready(slot.free_list) > plan.get(slot.free_list.key, 0):
+                if self._cached_of(slot.free_list) > plan.get(slot.free_list.key, 0):
                     self._drop(slot)
             self.strategies.sweep()
             self._fill(plan)
@@ -364,11 +364,11 @@ class BufferCache:
     def _fill(self, wanted: Mapping[Key, int]) -> None:
         for key, count in wanted.items():
             free_list = self.free_list(*key)
-            for _ in range(count - self._ready(free_list)):
+            for _ in range(count - self._cached_of(free_list)):
                 self.store(*self.make(free_list, evict=False))
                 self.preallocated += 1
 
     @staticmethod
-    def _ready(free_list: FreeList) -> int:
-        """Number of cached buffers of this exact key."""
+    def _cached_of(free_list: FreeList) -> int:
+        """How many cached buffers have the exact key of this free list."""
         return sum(slot.free_list.key == free_list.key for slot in list(free_list.pool.free))

@@ -68,8 +68,8 @@ class Pool:
 
 
 class FreeList:
-    """The cached buffers of one exact key. This list is only a hint: a buffer is cached if it is in `free` of the pool, which
-    may have buffers that this list lacks. `took` and `gave` are the events of this key for pattern learning."""
+    """The cached buffers of one exact key. `slots` is only a hint, and may lack a buffer: a buffer is cached if it is in `free`
+    of the pool. `took` and `gave` are the events of this key for pattern learning."""
 
     __slots__ = ("dtype", "gave", "key", "most", "nbytes", "pool", "shape", "slots", "took")
 

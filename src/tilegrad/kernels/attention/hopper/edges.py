@@ -1,8 +1,8 @@
-"""The edges of a tile of columns, as ../triton/intervals.py computes them. Each column of the tile has one interval or two. For
-the first intervals of all columns, and for the second, the edges are: least start, largest start, least end, largest end.
+"""The edges of a tile of columns, as ../triton/intervals.py computes them. A column has one interval or two. The tile's first
+intervals have four edges: least start, largest start, least end, largest end. So have its second intervals.
 
-`params` belongs to the forward or to the backward. It has the pointer `edges`, the strides edges_b and edges_h of the pointer,
-counted in tiles, and `second`, which is None if a column has one interval."""
+`params` of the forward or of the backward has the pointer `edges`, its strides edges_b between sequences and edges_h between
+kv heads, counted in tiles, and `second`, which is None if a column has one interval."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def edges_of(b, kv_head, n, params):
-    """Pointer to the edges in tile n."""
+    """Pointer to the four or eight edges of tile n."""
     NUMBERS: gl.constexpr = 4 if params.second is None else 8
     return params.edges + (b * params.edges_b + kv_head * params.edges_h + n) * NUMBERS
 
 
 @gluon.jit
 def masks_all(edges, start, stop, params):
-    """Whether the first interval of every column contains all rows start … stop, or the second interval of every column does.
+    """Whether the first interval of every column contains all rows [start, stop), or the second interval of every column does.
     If so, the tile is skipped."""
     gone = (gl.load(edges + 1) <= start) & (gl.load(edges + 2) >= stop)
     if params.second is not None:
@@ -29,7 +29,7 @@ def masks_all(edges, start, stop, params):
 
 @gluon.jit
 def masks_some(edges, start, stop, params):
-    """Whether an interval of a column may contain a row of start … stop. If so, each element of the tile is tested."""
+    """Whether an interval of a column may contain a row of [start, stop). If so, each element of the tile is tested."""
     some = (gl.load(edges) < stop) & (start < gl.load(edges + 3))
     if params.second is not None:
         some |= (gl.load(edges + 4) < stop) & (start < gl.load(edges + 7))

@@ -6,7 +6,7 @@ accumulators. Scores sum over D and have no pieces:
 
     s = a₁ b₁ᵀ + a₂ b₂ᵀ        o₁ += p v₁        o₂ += p v₂
 
-s takes one MMA per piece, and so does o. A wait counts MMAs.
+s takes one MMA per piece, and so does o. Waits count these MMAs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def columns_of(width: int) -> tuple[int, int]:
 
 @gluon.jit
 def pieces_of(first, second):
-    """(first,) if there is no second."""
+    """(first, second), or (first,) if second is None."""
     if second is None:
         return (first,)
     else:
@@ -77,7 +77,8 @@ def tile_of(stages, n):
 
 @gluon.jit
 def cut(tile, N: gl.constexpr):
-    """Cuts a tile into other pieces, the first with N columns: one of two pieces, or half or a quarter of a single piece."""
+    """The pieces of a tile, one with N columns first. Two pieces are exchanged if needed. A single piece is cut into N + N or
+    N + N + 2N columns."""
     x = tile[0]
     if len(tile) == 2:
         gl.static_assert(x.shape[1] == N or tile[1].shape[1] == N)
@@ -110,7 +111,7 @@ def store_pieces(x, tile):
 
 @gluon.jit
 def stage_tile(pipeline, state):
-    """The tile in the stage of a state."""
+    """The tile in the stage that `state` selects."""
     return tile_of(pipeline.stages, stage_of(state, pipeline.full.shape[0]))
 
 
@@ -134,7 +135,7 @@ def _zeros(ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def dot_rows(a, b, zero, a_in_regs=None):
-    """Issues a bᵀ; `zero` is zeros of its shape, `a_in_regs` the result of load_first_piece(a)."""
+    """Issues a bᵀ. `zero`: zeros in the shape of a bᵀ. `a_in_regs`: None, or the result of load_first_piece(a)."""
     first = a[0]
     if a_in_regs is not None:
         a = cut(a, a_in_regs.shape[1])

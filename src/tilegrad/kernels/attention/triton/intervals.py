@@ -4,13 +4,15 @@
             (mask.edges_of_tile)
     list    for each tile of rows, the tiles of columns that it visits; or for each tile of columns, the tiles of rows that it
             visits
-    last    for each tile of rows, the last tile of columns that it visits; for Hopper's backward, which has no lists
+    last    for each tile of rows, the last tile of columns that it visits; for Hopper's deterministic backward
 
-A column has one or two intervals. A pair of a tile of rows [start, stop) and a tile of columns is masked out, and not in the
-list, if the band masks it out or if, for the first or for the second interval, the interval of every column contains all these
-rows: largest start ≤ start and stop ≤ least end. The pair is unmasked if no edge of the band crosses it and the edges show, for
-each interval, that it contains none of these rows in any column: stop ≤ least start or largest end ≤ start. All other pairs are
-masked: each of their elements is tested.
+A column has one or two intervals. A pair of a tile of rows [start, stop) and a tile of columns is
+
+    masked out   (and in no list) if the band masks it out, or if the first interval of every column contains all these rows, or
+                 the second interval of every column does: largest start ≤ start and stop ≤ least end
+    unmasked     if no edge of the band crosses it, and no interval of any column contains one of these rows: stop ≤ least start
+                 or largest end ≤ start, for the first and for the second intervals
+    masked       otherwise: each of its elements is tested
 
 A list has at most MOST_RUNS runs of unmasked tiles and as many of masked tiles (scores.py), so its size does not grow with the
 sequence. If there are more runs of either kind, all later tiles up to the end of the band count as masked, so the list still
@@ -52,9 +54,8 @@ def _edges_kernel(
 
 @triton.jit
 def _kinds(edges, cols, starts, stops, n, unmasked, unmasked_end, visited, PAIRS: tl.constexpr):
-    """The kind of each pair of tile `cols` of columns and rows [starts, stops): 0 not visited, 1 unmasked, 2 masked. n is the
-    number of the visited tile: `cols`, or the tile of rows if tiles of columns visit tiles of rows. No edge of the band
-    crosses the visited tiles [unmasked, unmasked_end)."""
+    """The kind of each pair of a tile `cols` of columns and rows [starts, stops): 0 not visited, 1 unmasked, 2 masked. n: the
+    visited tile, of columns or of rows. No edge of the band crosses the visited tiles [unmasked, unmasked_end)."""
     whole = n < 0
     some = (n < unmasked) | (n >= unmasked_end)
     for pair in tl.static_range(PAIRS):
@@ -117,7 +118,7 @@ def _list_kernel(
     masked_count = first * 0
     for base in tl.range(first, last, CHUNK):
         n = base + tl.arange(0, CHUNK)
-        before = (n > first) & (n <= last)  # whether a tile comes before n
+        before = (n > first) & (n <= last)  # whether a visited tile comes before n
         if COLUMNS:
             rows = n * BLOCK_M
             kind = _kinds(

@@ -41,7 +41,7 @@ from .forward import _attention_fwd_kernel, _combine_kernel
 from .lists import list_calls, list_shapes
 from .tiles import INTERPRETER, LEAST, SPLIT, Tile
 
-ROWS = 64  # per program of the kernels without GEMMs
+ROWS = 64  # rows per program of the kernels without GEMMs
 MOST_SPLITS = 64
 MOST_SEQUENCES = 65535  # limit of the third axis of a grid
 
@@ -52,7 +52,7 @@ def _forward_kernel(sizes: Sizes) -> str:
 
 def splits_for(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> int:
     """How many programs share the columns of a row tile: enough for two programs per multiprocessor, each with at least two
-    tiles. It is 1 if there are fewer than four columns per row, so scratch never grows when a training batch shrinks."""
+    tiles. If Tk < 4 Tq, as in training, it is always 1, because otherwise a smaller batch would need more scratch."""
     if sizes.tk < 4 * sizes.tq:
         return 1
     tile = tiles_for(_forward_kernel(sizes), sizes, dtype, device)[0]
@@ -82,7 +82,7 @@ def workspace(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, backward: bool, de
 def _with_lists(
     calls: list[KernelCall], scratch: Scratch, sizes: Sizes, mask: Mask, *, columns: bool
 ) -> list[KernelCall]:
-    """`calls` of a kernel, after the calls that list the tiles that each of its tiles visits."""
+    """The calls that list which tiles each tile of a kernel visits (none without intervals), then `calls` of the kernel."""
     if mask.intervals is None or not calls:
         return calls
     m, n = (calls[0].arguments[name] for name in ("BLOCK_M", "BLOCK_N"))
@@ -90,7 +90,7 @@ def _with_lists(
 
 
 def _constants(sizes: Sizes, mask: Mask, q: Tensor, *others: Tensor | None) -> Arguments:
-    """The constexprs of every kernel with scores, and the columns of its tiles."""
+    """The constexprs that all kernels with scores share."""
     place = addressing(q, *others, varlen=mask.varlen)
     columns = column_arguments(place["ALIGN"], d=(sizes.d, sizes.block_d), dv=(sizes.dv, sizes.block_dv))
     return (
@@ -139,7 +139,7 @@ def prepare_bwd(call: Backward, views: Views) -> Callable[[Backward], None]:
 
 
 def compile_bwd(call: Backward, scratch: Scratch) -> tuple[Callable[[], None], ...]:
-    """Functions that compile the kernels of a backward, each for one thread."""
+    """Functions that together compile the kernels of a backward. Each may run in its own thread."""
 
     def compile(part: Backward) -> None:
         with torch.cuda.device_of(call.q):
@@ -263,11 +263,11 @@ def _backward(call: Backward, scratch: Scratch) -> list[KernelCall]:
     if dq is not None:
         calls += _dq(scores, sizes, mask, scratch, dq)
     if dbias is not None and dbias.numel():
-        own = own_tiles(dbias, sizes)
-        if own.dbias.shape[-1] > 1:
-            calls += _dbias(scores, sizes, mask, own)
+        tiles = tiles_of_bias(dbias, sizes)
+        if tiles.dbias.shape[-1] > 1:
+            calls += _dbias(scores, sizes, mask, tiles)
         else:
-            calls.append(_dbias_rows(rows, sizes, mask, dlse, own, ieee=ieee))
+            calls.append(_dbias_rows(rows, sizes, mask, dlse, tiles, ieee=ieee))
     if dsinks is not None and mask.sinks is not None:
         arguments = dict(
             **rows,
@@ -363,69 +363,69 @@ def _dq(scores: Arguments, sizes: Sizes, mask: Mask, scratch: Scratch, dq: Tenso
     return _with_lists(calls, scratch, sizes, mask, columns=False)
 
 
-class OwnTiles(NamedTuple):
+class BiasTiles(NamedTuple):
     """The grid of dbias: tiles of the bias. A program loops over the axes that the bias is broadcast over, in steps of b_step
     sequences and h_step heads."""
 
     dbias: Tensor  # 4-D
     b_step: int
     h_step: int
-    has_rows: bool  # not broadcast over rows
+    has_rows: bool  # whether the bias is not broadcast over rows
 
 
-def own_tiles(dbias: Tensor, sizes: Sizes) -> OwnTiles:
+def tiles_of_bias(dbias: Tensor, sizes: Sizes) -> BiasTiles:
     dbias = four_dims(dbias)
     has_b, has_h, has_rows, _ = (n > 1 for n in dbias.shape)
-    return OwnTiles(dbias, sizes.batch if has_b else 1, sizes.hq if has_h else 1, has_rows)
+    return BiasTiles(dbias, sizes.batch if has_b else 1, sizes.hq if has_h else 1, has_rows)
 
 
-def _dbias(scores: Arguments, sizes: Sizes, mask: Mask, own: OwnTiles) -> list[KernelCall]:
+def _dbias(scores: Arguments, sizes: Sizes, mask: Mask, tiles: BiasTiles) -> list[KernelCall]:
     q, k, v, do = (scores[name] for name in ("q", "k", "v", "do"))
-    dbias_b, dbias_h, dbias_i, dbias_j = own.dbias.stride()
+    dbias_b, dbias_h, dbias_i, dbias_j = tiles.dbias.stride()
     arguments = scores | {
-        "dbias": own.dbias,
+        "dbias": tiles.dbias,
         "dbias_b": dbias_b,
         "dbias_h": dbias_h,
         "dbias_i": dbias_i,
         "dbias_j": dbias_j,
         "batch": sizes.batch,
         "heads": sizes.hq,
-        "b_step": own.b_step,
-        "h_step": own.h_step,
+        "b_step": tiles.b_step,
+        "h_step": tiles.h_step,
     }
 
     def grid(tile: Tile) -> tuple[Arguments, tuple[int]]:
-        row_tiles = ceil_div(sizes.tq, tile.m) if own.has_rows else 1
+        row_tiles = ceil_div(sizes.tq, tile.m) if tiles.has_rows else 1
         col_tiles = ceil_div(sizes.tk, tile.n)
-        return {"row_tiles": row_tiles, "col_tiles": col_tiles}, (row_tiles * col_tiles * own.b_step * own.h_step,)
+        return {"row_tiles": row_tiles, "col_tiles": col_tiles}, (row_tiles * col_tiles * tiles.b_step * tiles.h_step,)
 
-    constants = _constants(sizes, mask, q, k, v, do) | {"SUM_ROWS": not own.has_rows}
+    constants = _constants(sizes, mask, q, k, v, do) | {"SUM_ROWS": not tiles.has_rows}
     return fitted(_dbias_kernel, "dq", sizes, q, grid, arguments, constants)
 
 
 def _dbias_rows(
-    rows: Arguments, sizes: Sizes, mask: Mask, dlse: Tensor | None, own: OwnTiles, *, ieee: bool
+    rows: Arguments, sizes: Sizes, mask: Mask, dlse: Tensor | None, tiles: BiasTiles, *, ieee: bool
 ) -> KernelCall:
     """dbias of a bias that is broadcast over columns."""
-    row_tiles = ceil_div(sizes.tq, ROWS) if own.has_rows else 1
-    dbias_b, dbias_h, dbias_i, _ = own.dbias.stride()
+    row_tiles = ceil_div(sizes.tq, ROWS) if tiles.has_rows else 1
+    dbias_b, dbias_h, dbias_i, _ = tiles.dbias.stride()
     arguments = dict(
         **rows,
         **sink_arguments(mask),
         dlse=dlse,
         **lse_stride_arguments(varlen=False, dlse=dlse),
-        dbias=own.dbias,
+        dbias=tiles.dbias,
         dbias_b=dbias_b,
         dbias_h=dbias_h,
         dbias_i=dbias_i,
         batch=sizes.batch,
         heads=sizes.hq,
         row_tiles=row_tiles,
-        b_step=own.b_step,
-        h_step=own.h_step,
+        b_step=tiles.b_step,
+        h_step=tiles.h_step,
         tq=sizes.tq,
         BLOCK=ROWS,
-        SUM_ROWS=not own.has_rows,
+        SUM_ROWS=not tiles.has_rows,
         IEEE_FP32=ieee,
     )
-    return KernelCall(_dbias_rows_kernel, (row_tiles * own.b_step * own.h_step,), arguments, {})
+    return KernelCall(_dbias_rows_kernel, (row_tiles * tiles.b_step * tiles.h_step,), arguments, {})

@@ -2,7 +2,7 @@
 
 By default exp(x) is the device's exp2(log2(e) · x). IEEE_FP32 is for float32 inputs whose GEMMs may not use tf32: exp, log,
 tanh and division are then as accurate as in torch. The device's own exp2, log2 and division have errors of 2 ulp or more, and
-an error of lse changes every p. On devices with fast float64, the GEMMs of such calls are in float64.
+an error of lse changes every p. On devices with fast float64, GEMMs with IEEE_FP32 are in float64.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def to_log2(x, IEEE_FP32: tl.constexpr):
 
 @triton.jit
 def rounded_product(x, y):
-    """x · y, rounded before anything is added to it. The compiler would turn x · y − lse into one fma, which subtracts a
+    """x · y, rounded before anything is added. The compiler would turn x · y − lse into one fma, which subtracts a
     rounded lse from an exact product: p would err by |lse| · eps. The compiler does not change an explicit fma."""
     return tl.fma(x, y, 0.0)
 
@@ -76,8 +76,8 @@ def scaled_max(row_max, log2_factor, coarse_factor):
 
 @triton.jit
 def product_lse(row_max, log_sum, factor, c, IEEE_FP32: tl.constexpr):
-    """lse of rows of PLAIN scores q·k, whose maximum is row_max: factor · row_max, rounded as in the backward, plus
-    log_sum, corrected by the rounding error of c · row_max."""
+    """lse of rows of PLAIN scores q·k with maximum row_max. It is factor · row_max, rounded as in the backward, plus log_sum
+    without the rounding error of c · row_max."""
     lost = tl.fma(row_max, c, -rounded_product(row_max, c))
     return rounded_product(row_max, factor) + (log_sum - from_log2(lost, IEEE_FP32))
 
@@ -121,7 +121,7 @@ def dot(a, b, acc, IEEE_FP32: tl.constexpr):
 
 @triton.jit
 def dot_transposed(a, b, start, IEEE_FP32: tl.constexpr):
-    """start + a bᵀ; start is None or a row. With IEEE_FP32 it sums partial sums of CHAIN terms, and start must be None."""
+    """start + a bᵀ; start is None or a row. With IEEE_FP32 partial sums of CHAIN terms are added, and start must be None."""
     if a.dtype == tl.float64:
         return tl.dot(a, b.to(tl.float64).T, out_dtype=tl.float64)
     elif IEEE_FP32 and a.shape[1] > CHAIN:
@@ -153,7 +153,7 @@ def tanh_near_zero(x, IEEE_FP32: tl.constexpr):
 
 @triton.jit
 def tanh(x, IEEE_FP32: tl.constexpr):
-    """tanh(x) = 1 − 2 / (1 + exp(2x)), which would cancel near 0. The relative error is that of `tanh_near_zero`."""
+    """tanh(x) = 1 − 2 / (1 + exp(2x)), but near 0 these terms cancel. The relative error is as in `tanh_near_zero`."""
     twice = tl.minimum(tl.maximum(x, -20.0), 20.0) * 2.0 if IEEE_FP32 else x * (2.0 * LOG2E)
     far = 1.0 - quotient(2.0, 1.0 + power(twice, IEEE_FP32), IEEE_FP32)
     return tl.where(tl.abs(x) < NEAR_ZERO, tanh_near_zero(x, IEEE_FP32), far)

@@ -1,11 +1,11 @@
-"""The running softmax of rows: the weights of a tile of scores, and the combination of two parts of a row's columns.
+"""The running softmax of rows: p of a tile of scores, and the combination of a row's sums over two parts of its columns.
 
     tile      new_max = max(row_max, max x)   p = exp(x − new_max)      alpha = exp(row_max − new_max)
     combine   new_max = max(row_max, part_max)   alpha = exp(row_max − new_max)   w = exp(part_max − new_max)
               row_sum = alpha · row_sum + w · part_sum   acc = alpha · acc + w · part
 
 forward.py and cache_attention/triton_ops.py both use these functions, so a row has the same bits in both. The fma of `combine`
-is explicit, because the compiler could fuse either of the two products into the sum.
+is explicit, because the compiler could fuse either product into the sum.
 
 PLAIN, log2_factor and coarse_factor are explained in forward.py: with PLAIN, x is q·k, and row_max is in the same units.
 """
