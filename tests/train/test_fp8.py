@@ -31,6 +31,8 @@ from tilegrad.model.lora import LoraConfig
 from tilegrad.model.transformer import declare
 from tilegrad.training.checkpoint import load_into
 from tilegrad.training.pieces import load_pieces, save_pieces
+from tilegrad.training.sections import resumed as resumed_with
+from tilegrad.training.sections import run_from
 
 QWEN3 = replace(LLAMA, qk_norm=True)
 LINEAR: tuple[Linear, ...] = ("fp8", "plain")
@@ -259,6 +261,15 @@ def test_fp8_is_refused_where_it_cannot_run() -> None:
         Engine(CONFIG, 2, 8, dtype=torch.float32, linear="fp8")
     with pytest.raises(ValueError, match="linear: got 'int4'; accepted: 'plain', 'fp8', 'fp8-all'"):
         Engine(CONFIG, 2, 8, linear="int4")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("key", ["linear", "head"])
+def test_a_resumed_run_keeps_its_level_and_is_told_how_to_begin_another(key: str) -> None:
+    run = run_from({"train": {"dtype": "bfloat16", key: "fp8"}}, "test")
+    with pytest.raises(
+        ValueError, match=rf"{key}: got 'plain'; accepted: the run's value, 'fp8', when .*export.*--init"
+    ):
+        resumed_with(run, {"train": {key: "plain"}})
 
 
 @pytest.mark.usefixtures("on_cpu")

@@ -137,7 +137,7 @@ def check_states(
                 f"with dtype {dtype_name(dtype)}; accepted: 'float32', or dtype {' or '.join(map(dtype_name, dtypes))}"
             )
         elif muon is not None:
-            reason = "with Muon, which needs float32 states; accepted: 'float32', or muon None"
+            reason = "with Muon, which needs float32 states; accepted: 'float32', or AdamW"
         elif lora is not None and name != "moments":
             reason = "with lora, whose adapters have float32 masters and gradients; accepted: 'float32'"
         elif ema and name == "masters":

@@ -73,7 +73,10 @@ _AUTOMATIC = (  # keys and values that a resumed run ignores, because it keeps t
     *(("format", "auto"), ("packing", None), ("too_long", "auto")),
 )
 _ROUNDS = " (to round what it keeps, `tilegrad export` it and begin another run with --init)"
-_REMEDIES = dict.fromkeys(("moments", "masters", "gradients"), _ROUNDS)
+_ROUNDS_PRODUCTS = " (to round other products, `tilegrad export` it and begin another run with --init)"
+_REMEDIES = dict.fromkeys(("moments", "masters", "gradients"), _ROUNDS) | dict.fromkeys(
+    ("linear", "head"), _ROUNDS_PRODUCTS
+)
 
 
 def preset_run(name: str) -> RunConfig:
