@@ -1,8 +1,12 @@
 """The shared dropout mask: the published vectors of Philox4×32-10, and the mask's definition."""
 
+import runpy
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tilegrad.kernels import philox as module
 from tilegrad.kernels.philox import WORK_BUFFERS, drop_mask, philox, round_keys, threshold
 
 # counter, key, output: the known answers that come with Random123
@@ -23,6 +27,16 @@ def test_philox_gives_the_published_numbers(
 ) -> None:
     words = [torch.tensor([c]) for c in counter]
     philox(words, round_keys(key[0] | key[1] << 32), (torch.empty(1).long(), torch.empty(1).long()))
+    assert tuple(int(w) for w in words) == output
+
+
+def test_an_import_under_fake_tensor_mode_leaves_the_numbers_real() -> None:
+    """torch.export and torch.compile may be the first to import the module."""
+    counter, key, output = VECTORS[2]
+    words = [torch.tensor([c]) for c in counter]
+    with FakeTensorMode():
+        imported = runpy.run_path(str(module.__file__))
+    imported["philox"](words, round_keys(key[0] | key[1] << 32), (torch.empty(1).long(), torch.empty(1).long()))
     assert tuple(int(w) for w in words) == output
 
 

@@ -7,7 +7,8 @@ One round maps the counter (c0, c1, c2, c3) under the key (k0, k1) to
     (hi(M1·c2) ^ c1 ^ k0,  lo(M1·c2),  hi(M0·c0) ^ c3 ^ k1,  lo(M0·c0)),
 and the key advances by the Weyl constants. 32-bit words are in int64 tensors: a product wraps modulo 2⁶⁴, and both of its
 32-bit halves are still correct. Until the last round c1 and c3 are whole products, because the next round only adds (^) their
-low halves to words that are then cut to 32 bits. The constants are 0-d tensors: torch would make one of a number in each call.
+low halves to words that are then cut to 32 bits. `philox` makes 0-d tensors of its constants, because torch would make one of
+a number in each call. They are made in each call of `philox`, because an import under FakeTensorMode would make fake ones.
 """
 
 from __future__ import annotations
@@ -18,9 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-_M0, _M1, _MASK, _SHIFT = (
-    torch.tensor(x, device="cpu") for x in (0xD2511F53, 0xCD9E8D57, 0xFFFFFFFF, 32)
-)  # int64, 0-d
+_M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _LOW = 0xFFFFFFFF
 _ROUNDS = 10
@@ -65,14 +64,15 @@ def philox(counter: Sequence[Tensor], keys: Iterable[tuple[Key, Key]], work: Seq
     broadcasts to the counter's shape."""
     c0, c1, c2, c3 = counter
     low, high = work
+    m0, m1, mask, shift = (torch.tensor(x, device="cpu") for x in (_M0, _M1, _LOW, 32))
     for k0, k1 in keys:
-        torch.mul(c0, _M0, out=low)
-        torch.mul(c2, _M1, out=high)
-        torch.bitwise_right_shift(high, _SHIFT, out=c0).bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(_MASK)
-        torch.bitwise_right_shift(low, _SHIFT, out=c2).bitwise_xor_(c3).bitwise_xor_(k1).bitwise_and_(_MASK)
+        torch.mul(c0, m0, out=low)
+        torch.mul(c2, m1, out=high)
+        torch.bitwise_right_shift(high, shift, out=c0).bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(mask)
+        torch.bitwise_right_shift(low, shift, out=c2).bitwise_xor_(c3).bitwise_xor_(k1).bitwise_and_(mask)
         c1, c3, low, high = high, low, c3, c1
     for words in counter[1], counter[3]:  # an even number of swaps: c1 and c3 are in their own buffers
-        words.bitwise_and_(_MASK)
+        words.bitwise_and_(mask)
 
 
 def drop_mask(
