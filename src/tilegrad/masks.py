@@ -5,7 +5,7 @@ Every function returns options of `tilegrad.attention`. Pass them with two stars
     tilegrad.attention(q, k, v, **tilegrad.masks.documents(cu_seqlens), softcap=30.0)
 
     documents         a token attends to the tokens of its own document
-    prefix            a prefix whose tokens attend to all of it; the tokens after it attend causally
+    prefix            tokens of a prefix attend to the whole prefix; later tokens attend causally
     shared_question   a question and several answers: each answer attends to the question and to itself
     from_bool         any bool matrix that has at most two intervals in each column
     from_block_mask   FlexAttention's BlockMask, with the same limit
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["IntervalMask", "documents", "from_block_mask", "from_bool", "prefix", "shared_question"]
 
-CHUNK = 1 << 22  # how many pairs of a bool matrix are read at a time, but at least one column
-MOST = 2  # the most intervals of a column
+CHUNK = 1 << 22  # how many pairs of a row and a column are read at a time; at least one column
+MOST = 2  # limit of the number of intervals of a column
 Integers = Tensor | Sequence[int] | Sequence[Sequence[int]]
 
 
@@ -62,8 +62,8 @@ def documents(cu_seqlens: Integers, *, causal: bool = True, device: torch.device
     accepted = "numbers that start at 0, never decrease, and end at one T in all sequences"
     grows = ends.shape[1] > 1 and not ends[:, 0].any() and bool((ends.diff() >= 0).all())
     require(grows and bool((ends[:, -1] == t).all()), "cu_seqlens", ends.tolist(), accepted, show=str)
-    of = _segments(ends[:, 1:], t)
-    first, after = ends.gather(1, of), ends.gather(1, of + 1)
+    segments = _segments(ends[:, 1:], t)
+    first, after = ends.gather(1, segments), ends.gather(1, segments + 1)
     if causal:
         return _options(after, torch.full_like(after, t), causal=True)
     return _options(torch.zeros_like(first), first, after, torch.full_like(after, t), causal=False)
@@ -111,17 +111,17 @@ def shared_question(lengths: Integers, *, device: torch.device | str | None = No
     accepted = "numbers ≥ 0 of the question and of each answer, with one sum in all sequences"
     fits = bool((numbers >= 0).all()) and bool((ends[:, -1] == t).all())
     require(fits, "lengths", numbers.tolist(), accepted, show=str)
-    of = _segments(ends, t)
-    after = torch.where(of == 0, t, ends.gather(1, of))
+    segments = _segments(ends, t)
+    after = torch.where(segments == 0, t, ends.gather(1, segments))
     return _options(after, torch.full_like(after, t), causal=True)
 
 
 def from_bool(mask: Tensor) -> IntervalMask:
     """The exact intervals of a bool matrix, True = attends, as in a bool bias. Raises an error that names the first column with
-    more than two runs of rows that do not attend. mask is (Tq, Tk), (H, Tq, Tk) or (B, H, Tq, Tk); its rows do not broadcast.
+    more than two runs of rows that do not attend. mask is (Tq, Tk), (H, Tq, Tk) or (B, H, Tq, Tk), with all Tq rows.
 
-    causal is True in the result if no row attends to a later token. A column may then have two runs below the diagonal. A tree
-    whose nodes are in depth-first order has one run, and so has a window with tokens at the start that are never evicted:
+    causal is True in the result if no row attends to a later token. A column may then have two runs below the diagonal. One run
+    is enough for a tree in depth-first order, and for a window with tokens at the start that are never evicted:
 
     >>> import torch, tilegrad
     >>> i, j = torch.arange(6)[:, None], torch.arange(6)
@@ -144,8 +144,8 @@ def from_block_mask(block_mask: BlockMask) -> IntervalMask:
     """The exact intervals of a BlockMask of torch.nn.attention.flex_attention. Refuses the same masks as `from_bool`.
 
     The mask_mod is evaluated in chunks of columns: at most 4 Mi pairs at a time, or one column if a column has more pairs.
-    FlexAttention's causal is usually aligned at the top left. With Tq ≠ Tk it masks out other pairs than causal does here. The
-    intervals mask out the pairs that FlexAttention masks out.
+    With Tq ≠ Tk, a causal mask_mod is usually aligned at the top left, but `causal` at the bottom right. The intervals mask out
+    the pairs that FlexAttention masks out.
 
     >>> import torch, tilegrad
     >>> from torch.nn.attention.flex_attention import create_block_mask
@@ -197,9 +197,8 @@ def _intervals_of(
 ) -> IntervalMask | str:
     """The intervals of a bool matrix (B, H, Tq, Tk), from its parts attends(columns) (B, H, Tq, N).
 
-    With causal, no pair above the diagonal needs an interval. So causal is tried first, and dropped at the first pair above the
-    diagonal that attends. Without causal, a column has at least as many runs. So a matrix that is refused with causal would
-    also be refused without it."""
+    With causal, no pair above the diagonal needs an interval. So causal is tried first, and False only after a pair above the
+    diagonal attends. A column has at least as many runs without causal, so a matrix that causal refuses has no intervals."""
     *_, tq, tk = shape
     last = torch.arange(tq, device=device)[:, None] + (tk - tq)  # the last column that causal lets a row attend to
     for causal in (True, False):
@@ -216,7 +215,7 @@ def _intervals_of(
                 b, h, j = (count > MOST).nonzero()[0].tolist()
                 return (
                     f"{count[b, h, j]} runs of rows that do not attend to column {columns.start + j} (batch {b}, head {h}); "
-                    f"accepted: at most {MOST} in each column (a bool bias takes any)"
+                    f"accepted: at most {MOST} in each column (a bool bias takes any number)"
                 )
             parts.append(intervals)
         else:
@@ -229,11 +228,11 @@ def _intervals_of(
 
 
 def _runs(masked: Tensor) -> tuple[Tensor, Tensor]:
-    """The number of runs of True in each column, (B, H, N), and the first and the last run, (B, H, N, 4) int32. The runs are
-    found only if no column has more than MOST.
+    """The number of runs of True in each column of (B, H, Tq, N): (B, H, N) int32, and the first and the last run,
+    (B, H, N, 4) int32. If a column has more than MOST runs, the second result is the first result again.
 
-    A single run is the second interval unless it starts at row 0, so that neighbouring columns have similar intervals. The
-    other interval is then 0 to 0."""
+    A single run is the first interval if it starts at row 0, otherwise the second, so that neighbouring columns have similar
+    intervals. The unused interval is 0 to 0."""
     b, h, tq, n = masked.shape
     if not tq:
         empty = torch.zeros(b, h, n, 2 * MOST, dtype=torch.int32, device=masked.device)
@@ -242,17 +241,17 @@ def _runs(masked: Tensor) -> tuple[Tensor, Tensor]:
     count = (changes.sum(2, dtype=torch.int32) + top + bottom) // 2
     if bool((count > MOST).any()):
         return count, count
-    at = changes.nonzero()  # few: at most two for each run
-    rows, column = at[:, 2] + 1, (at[:, 0] * h + at[:, 1]) * n + at[:, 3]
-    starts = masked[at[:, 0], at[:, 1], rows, at[:, 3]]
+    edges = changes.nonzero()
+    rows, column = edges[:, 2] + 1, (edges[:, 0] * h + edges[:, 1]) * n + edges[:, 3]
+    starts = masked[edges[:, 0], edges[:, 1], rows, edges[:, 3]]
     (start, last_start), (end, last_end) = (
         [
             torch.full((b * h * n,), none, device=masked.device)
-            .scatter_reduce_(0, column[of], rows[of], reduce)
+            .scatter_reduce_(0, column[chosen], rows[chosen], reduce)
             .view(b, h, n)
             for none, reduce in ((tq, "amin"), (0, "amax"))
         ]
-        for of in (starts, ~starts)
+        for chosen in (starts, ~starts)
     )
     start, last_end = start.masked_fill(top, 0), last_end.masked_fill(bottom, tq)
     no_first, no_last = (count == 0) | (count == 1) & (start > 0), (count == 0) | (count == 1) & (start == 0)
@@ -269,8 +268,7 @@ def _chunks(shape: tuple[int, ...]) -> Iterator[range]:
 
 
 def _blocks(count: Tensor, indices: Tensor) -> Tensor:
-    """(B, H, row blocks, column blocks) bool, True for the blocks that a BlockMask lists: the first `count` of `indices` in
-    each row."""
+    """(B, H, row blocks, column blocks) bool: True for the first `count` block columns that `indices` lists in each row."""
     n = indices.shape[-1]
     listed = torch.arange(n, device=count.device) < count[..., None]
     blocks = torch.zeros(*indices.shape[:-1], n + 1, dtype=torch.bool, device=count.device)
@@ -295,11 +293,11 @@ def _total(name: str, ends: Tensor) -> int:
 
 
 def _segments(ends: Tensor, t: int) -> Tensor:
-    """The number of the segment of each token, (B, T), from the ends of all segments (B, N)."""
+    """The index of each token's segment, (B, T), from the ends of the segments (B, N)."""
     tokens = torch.arange(t, device=ends.device).repeat(len(ends), 1)
     return torch.searchsorted(ends.contiguous(), tokens, right=True)
 
 
 def _options(*edges: Tensor, causal: bool) -> IntervalMask:
-    """edges (B, T): start, end, start, end."""
+    """edges: start and end of each interval, (B, T) each."""
     return {"causal": causal, "intervals": torch.stack(edges, -1)[:, None].int()}

@@ -1,16 +1,15 @@
-"""The time of attention, compared with other libraries (peers): forward and backward, interleaved in one process, on any
-device.
+"""The time of attention compared with other libraries (peers): forward and backward, on any device.
 
-All contenders are called in the same way: through their public function and autograd, on tensors in (B, T, H, D) memory, as the
-projections of a model write them. A kernel of tilegrad also runs on prepared buffers, as in an engine ("‹kernel› on buffers");
-no ratio uses these times. On CUDA the L2 cache is cold and the host is hidden (timing.py).
+Every contender is called through its public function and autograd, on tensors in (B, T, H, D) memory, as the projections of a
+model write them. A kernel of tilegrad also runs on prepared buffers, as in an engine ("‹kernel› on buffers"); no ratio uses
+these times. On CUDA the L2 cache is cold and the time of the host is hidden (timing.py).
 
 Every kernel, of tilegrad or of a peer, is checked by the closeness rule at the shape that is timed; a kernel that fails gets no
 time and no speed-up. Times are medians of `repeats` rounds, with the 20th and 80th percentile. In a round each kernel runs
-once, in an order that changes from round to round, so that a change in the speed of the machine affects all of them. A speed-up
-is the median of the ratios of the rounds, with quartiles. On a CPU the process keeps freed memory, so that no call needs new
-pages. TFLOP/s use the FLOPs of cost.py, without recomputation. A kernel that refuses a shape is left out, with its reason.
-Packed sequences are compared with a dense shape of as many tokens and as much work.
+once. The order changes from round to round, so a change in the speed of the machine affects all kernels. A speed-up is the
+median of the ratios of the rounds, with quartiles. On a CPU the process keeps freed memory, so no call needs new pages. TFLOP/s
+count the FLOPs of cost.py, without recomputation. If a kernel refuses a shape, the reason is printed instead of a time. Packed
+sequences are compared with a dense shape of as many tokens and as much work.
 """
 
 from __future__ import annotations
@@ -49,10 +48,10 @@ def measure(
     contenders: list[tuple[str, Contender]] = [(name, "public") for name in kernels]
     contenders += [(name, "peer") for name in peers] + [(name, "buffers") for name in kernels]
     for kernel, contender in contenders:
-        own, name = contender != "peer", f"{kernel} on buffers" if contender == "buffers" else kernel
-        refused = refusal(kernel, inputs) if own else None
-        if refused:
-            notes[kernel] = refused
+        is_peer, name = contender == "peer", f"{kernel} on buffers" if contender == "buffers" else kernel
+        reason = None if is_peer else refusal(kernel, inputs)
+        if reason:
+            notes[kernel] = reason
             continue
         try:
             wrong = check(kernel, shape, dtype, device, contender, deterministic=deterministic)
@@ -63,7 +62,7 @@ def measure(
             f()
             b()
         except ERRORS_OF_A_PEER as error:
-            if own:
+            if not is_peer:
                 raise
             notes[name] = str(error).splitlines()[0][:60]
             continue
@@ -97,8 +96,8 @@ def bench_attention(
     """Prints times and ratios (or JSON lines), and appends the JSON lines to the file `out`. peers=None: all peers that are
     installed. `shapes`, in the format of Shape.parse, replace the preset. Returns the exit code, 1 if a kernel is wrong."""
     where = torch.device(device_or_default(device))
-    kind = getattr(torch, dtype, None)
-    if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
+    torch_dtype = getattr(torch, dtype, None)
+    if not isinstance(torch_dtype, torch.dtype) or not torch_dtype.is_floating_point:
         raise ValueError(f"dtype: got {dtype!r}; accepted: a float dtype such as 'bfloat16', 'float16', 'float32'")
     if preset is not None and preset not in PRESETS:
         raise ValueError(f"preset: got {preset!r}; accepted: one of {', '.join(map(repr, PRESETS))}")
@@ -107,42 +106,42 @@ def bench_attention(
     problems = tuple(map(_parsed, shapes or ())) or PRESETS[preset or _preset_on(where)]
     if repeats < 2:
         raise ValueError(f"repeats: got {repeats}; accepted: at least 2")
-    ours = tuple(kernels or kernels_on(where, kind))
+    ours = tuple(kernels or kernels_on(where, torch_dtype))
     unknown = set(ours) - {row.name for row in ATTENTION.rows}
     if unknown:
         raise ValueError(
             f"kernels: got {sorted(unknown)}; accepted: names among {', '.join(row.name for row in ATTENTION.rows)}"
         )
-    about = environment(where, kind) | {"deterministic": deterministic, "calls": _calls_on(where)}
+    settings = environment(where, torch_dtype) | {"deterministic": deterministic, "calls": _calls_on(where)}
     theirs = peers_on(where) if peers is None else tuple(peers)
     if set(theirs) - set(peers_on(where)):
         raise ValueError(f"peers: got {list(theirs)}; accepted: names among {', '.join(peers_on(where))}")
     rows: list[Row] = []
     for shape in problems:
         with freed_memory_kept() if where.type == "cpu" else nullcontext():
-            new = measure(shape, kind, where, ours, theirs, repeats, deterministic=deterministic)
+            new = measure(shape, torch_dtype, where, ours, theirs, repeats, deterministic=deterministic)
         rows += new
-        for line in _json_lines(new, about):
+        for line in _json_lines(new, settings):
             if json:
                 print(line, flush=True)
             if out:
                 with open(out, "a", encoding="utf-8") as file:
                     file.write(line + "\n")
     if not json:
-        print(", ".join(f"{name} {value}" for name, value in about.items() if value is not None) + "\n")
+        print(", ".join(f"{name} {value}" for name, value in settings.items() if value is not None) + "\n")
         print(report(rows, ours, theirs))
     if profile:
         from .roofline import print_roofline
 
-        print_roofline(problems, kind, where, ours)
+        print_roofline(problems, torch_dtype, where, ours)
     if plot:
-        plot_bars(rows, about, plot)
+        plot_bars(rows, settings, plot)
     checked = {*ours, *(f"{name} on buffers" for name in ours)}
     return 1 if any(row.kernel in checked and row.note.startswith("WRONG") for row in rows) else 0
 
 
 def _calls_on(device: torch.device) -> str:
-    """A description of how contenders are called and timed, for the output."""
+    """How contenders are called and timed, as a text for the output."""
     timed = "device time with the host hidden and the L2 cold" if device.type == "cuda" else "wall time"
     return f"public functions through autograd on (B T H D) memory: {timed}"
 
@@ -159,6 +158,6 @@ def _parsed(text: str) -> Shape:
         raise ValueError(f"shapes: got {text!r} ({error}); accepted: {accepted}") from None
 
 
-def _json_lines(rows: Sequence[Row], about: dict[str, object]) -> Iterator[str]:
+def _json_lines(rows: Sequence[Row], settings: dict[str, object]) -> Iterator[str]:
     for row in rows:
-        yield json_format.dumps(asdict(row) | {"tflops": row.tflops} | about)
+        yield json_format.dumps(asdict(row) | {"tflops": row.tflops} | settings)

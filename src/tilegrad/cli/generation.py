@@ -46,8 +46,8 @@ def _generate(args: argparse.Namespace) -> int:
     if generation.warning is not None:
         complain(generation.warning)
     started_at = time.perf_counter()
-    one = generation.sequences == 1 and not args.json
-    tokens = _stream(generation) if one else _print_all(generation, args)
+    streamed = generation.sequences == 1 and not args.json
+    tokens = _stream(generation) if streamed else _print_all(generation, args)
     if args.verbose:
         seconds = time.perf_counter() - started_at
         complain(f"{tokens:,} tokens in {seconds:.2f} s, {tokens / seconds:,.1f} tokens/s")
@@ -57,9 +57,9 @@ def _generate(args: argparse.Namespace) -> int:
 def _prompts(args: argparse.Namespace) -> list[str]:
     """The prompts from the command line, from a file or from stdin."""
     ways = {"PROMPT": args.text or None, "--prompt": args.prompt, "--prompt-file": args.prompt_file}
-    given = {name: value for name, value in ways.items() if value is not None}
-    if len(given) > 1:
-        (a, b), *_ = zip(given.items(), [*given.items()][1:], strict=False)
+    sources = {name: value for name, value in ways.items() if value is not None}
+    if len(sources) > 1:
+        a, b, *_ = sources.items()
         raise ValueError(f"prompt: got {_quoted(*a)} and {_quoted(*b)}; accepted: one of them")
     if args.prompt_file is not None:
         return _lines(args.prompt_file)
@@ -106,21 +106,20 @@ def _stream(generation: Generation) -> int:
 
 
 def _print_all(generation: Generation, args: argparse.Namespace) -> int:
-    """Print sequences in the order of the prompts, each when it and all sequences before it are complete. Returns the
-    number of tokens."""
+    """Print the sequences in order, each once all sequences before it are complete. Returns the number of tokens."""
     from .progress import watch
 
-    out = None if sys.stdout.isatty() else sys.stdout  # None: sys.stdout as the bar replaces it
+    out = None if sys.stdout.isatty() else sys.stdout  # None: print to sys.stdout, which the bar replaces
     tokens, started_at, shown_at = 0, time.perf_counter(), time.perf_counter()
-    many = generation.sequences > 1
+    several = generation.sequences > 1
     with watch(sys.stderr) as show:
-        if many and sys.stderr.isatty():
+        if several and sys.stderr.isatty():
             show("generate", {"sequence": 0, "sequences": generation.sequences, "tokens": 0, "tokens_per_second": 0.0})
-        for number, found in enumerate(generation.results(logprobs=args.logprobs), 1):
-            tokens += len(found.tokens)
-            print(_as_json(found) if args.json else _as_text(found, number, generation), file=out, flush=True)
+        for number, generated in enumerate(generation.results(logprobs=args.logprobs), 1):
+            tokens += len(generated.tokens)
+            print(_as_json(generated) if args.json else _as_text(generated, number, generation), file=out, flush=True)
             now = time.perf_counter()
-            if many and (sys.stderr.isatty() or now - shown_at > _SHOWN_S):
+            if several and (sys.stderr.isatty() or now - shown_at > _SHOWN_S):
                 shown_at = now
                 rate = tokens / (now - started_at)
                 numbers = {"sequence": number, "sequences": generation.sequences, "tokens_per_second": rate}
@@ -128,15 +127,15 @@ def _print_all(generation: Generation, args: argparse.Namespace) -> int:
     return tokens
 
 
-def _as_json(found: Generated) -> str:
-    content = asdict(found)
-    if found.logprobs is None:
+def _as_json(generated: Generated) -> str:
+    content = asdict(generated)
+    if generated.logprobs is None:
         del content["logprobs"]
     return json.dumps(content)  # this is ASCII, which every encoding of stdout has
 
 
-def _as_text(found: Generated, number: int, generation: Generation) -> str:
-    return f"── {number} of {generation.sequences} ──\n{found.prompt}{found.text}"
+def _as_text(generated: Generated, number: int, generation: Generation) -> str:
+    return f"── {number} of {generation.sequences} ──\n{generated.prompt}{generated.text}"
 
 
 def _chat(args: argparse.Namespace) -> int:
@@ -148,10 +147,10 @@ def _chat(args: argparse.Namespace) -> int:
     if args.once is not None:
         _answer(chat, args.once)
         return 0
-    by_hand = sys.stdin.isatty()
-    if by_hand:
+    interactive = sys.stdin.isatty()
+    if interactive:
         print("/exit or Ctrl-D ends the conversation, /reset begins another, /system TEXT changes the system message.")
-    while (line := _read_line("> " if by_hand else "")) not in (None, "/exit"):
+    while (line := _read_line("> " if interactive else "")) not in (None, "/exit"):
         command, _, rest = line.partition(" ")
         if line == "/reset":
             chat.reset()
@@ -230,7 +229,7 @@ def add_generation(commands: Commands) -> None:
     text.add_argument(
         "text", nargs="*", metavar="PROMPT", help=f"texts to continue; - reads stdin (default: {PROMPT!r})"
     )
-    text.add_argument("--prompt", metavar="TEXT", help="the same as one PROMPT")
+    text.add_argument("--prompt", metavar="TEXT", help="same as one PROMPT")
     text.add_argument("--prompt-file", metavar="FILE", help="a file with a prompt in each line; - reads stdin")
     text.add_argument(
         "--max-tokens", type=int, default=80, metavar="N", help="most new tokens of a sequence (default: %(default)s)"
@@ -255,7 +254,7 @@ def add_generation(commands: Commands) -> None:
     chat.add_argument("--system", metavar="TEXT", help="the system message, which comes before your first message")
     chat.add_argument("--once", metavar="PROMPT", help="answer this message and exit")
     chat.add_argument(
-        "--max-tokens", type=int, metavar="N", help="tokens of an answer (default: as many as the context has room for)"
+        "--max-tokens", type=int, metavar="N", help="most tokens of an answer (default: as many as fit in the context)"
     )
     _add_sampling(chat)
 

@@ -1,5 +1,5 @@
-"""A token file has a header of 96 bytes and then its tokens, little-endian: uint16 if the vocabulary has at most 65536 tokens,
-else uint32."""
+"""A token file: a header of 96 bytes, then the tokens in little-endian order, as uint16 if the vocabulary has at most 65536
+tokens, otherwise as uint32."""
 
 from __future__ import annotations
 
@@ -43,19 +43,18 @@ class TokenFile:
 
     def check_length(self) -> None:
         """Raise OSError if a mapped file has become shorter: reading beyond its end would kill the process (SIGBUS)."""
-        for one in (self, self.documents):
-            if one is not None and one.map.size() < len(one.map):
-                found, mapped = one.map.size(), len(one.map)
+        for file in (self, self.documents):
+            if file is not None and file.map.size() < len(file.map):
+                size, mapped = file.map.size(), len(file.map)
                 raise OSError(
-                    errno.EIO, f"truncated while it was in use: {found} bytes, {mapped} before", str(one.path)
+                    errno.EIO, f"truncated while it was in use: {size} bytes, {mapped} before", str(file.path)
                 )
 
 
 def write_tokens(
     path: Path, parts: Iterable[Tokens], *, vocab_size: int, source_sha256: str, tokenizer_sha256: str
 ) -> None:
-    """Write the file whole or not at all. The file gets its name only when `parts` has ended. Raises if a token is out of
-    range."""
+    """Write the whole file or none: it gets its name when all `parts` are written. Raises if a token is out of range."""
     dtype, count = token_dtype(vocab_size), 0
     with whole_file(path) as staged, staged.open("wb") as file:
         file.write(bytes(_HEADER.size))
@@ -85,10 +84,10 @@ def open_tokens(path: Path) -> TokenFile:
         raise TokenFileError(f"{path}: got a vocabulary of {vocab_size}; accepted: 1 … 2³²; {remedy}")
     if itemsize != token_dtype(vocab_size).itemsize:
         raise TokenFileError(f"{path}: {itemsize} bytes per token do not match a vocabulary of {vocab_size}; {remedy}")
-    expected, found = _HEADER.size + count * itemsize, path.stat().st_size
-    if found != expected:
-        what = "truncated" if found < expected else "too long"
-        raise TokenFileError(f"{path}: {what}: got {found} bytes, but {count} tokens need {expected}; {remedy}")
+    expected, size = _HEADER.size + count * itemsize, path.stat().st_size
+    if size != expected:
+        what = "truncated" if size < expected else "too long"
+        raise TokenFileError(f"{path}: {what}: got {size} bytes, but {count} tokens need {expected}; {remedy}")
     with path.open("rb") as file:
         mapped = mmap.mmap(file.fileno(), expected, access=mmap.ACCESS_READ)
     tokens = np.frombuffer(mapped, token_dtype(vocab_size), offset=_HEADER.size)
@@ -124,8 +123,8 @@ def unigram_entropy(tokens: Tokens) -> float:
         raise ValueError("tokens: got none; accepted: at least one token")
     counts: Tokens = np.zeros(1, np.int64)
     for begin in range(0, len(tokens), _CHUNK):
-        more = np.bincount(tokens[begin : begin + _CHUNK], minlength=len(counts))
-        more[: len(counts)] += counts
-        counts = more
+        new_counts = np.bincount(tokens[begin : begin + _CHUNK], minlength=len(counts))
+        new_counts[: len(counts)] += counts
+        counts = new_counts
     p = counts[counts > 0] / len(tokens)
     return float(-(p * np.log(p)).sum())

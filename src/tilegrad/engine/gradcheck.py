@@ -1,9 +1,9 @@
-"""Hand-written gradients against float64 central differences.
+"""Hand-written gradients a against float64 central differences n.
 
-    n = (loss(w + ε) − loss(w − ε)) / 2ε    for one entry of a tensor w at a time, and one random direction of w
+    n = (loss(w + ε) − loss(w − ε)) / 2ε    for up to 64 entries of a tensor w, one at a time, and for one random direction
 
-The relative error of a tensor is max|a − n| / max(max|a|, max|n|, 1e-6 · the largest gradient of the check), where a is the
-gradient that the hand-written backward computes. A tensor fails above 1e-5.
+The relative error of a tensor is max|a − n| / max(max|a|, max|n|, 1e-6 · the largest gradient of all tensors). A tensor fails
+above 1e-5, and so does a direction.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SAMPLES = 64
 
 @dataclass(frozen=True, slots=True)
 class GradientError:
-    """The error of the gradient of one tensor against central differences; `worst` is the index with the largest error."""
+    """The error of one tensor's gradient in its `checked` entries. `worst` is the index with the largest error."""
 
     tensor: str
     shape: tuple[int, ...]
@@ -48,7 +48,7 @@ class GradientError:
 def check_gradients(
     loss: Callable[[], float], tensors: Mapping[str, Tensor], gradients: Mapping[str, Tensor], seed: int = 0
 ) -> list[GradientError]:
-    """Move entries of float64 `tensors` in place (and back), and compare the slope of `loss` with `gradients`."""
+    """Compare the slopes of `loss` with `gradients`. The entries of the float64 `tensors` are changed in place and restored."""
     generator = torch.Generator().manual_seed(seed)
     largest = max(float(g.abs().max()) for g in gradients.values())
     results = []
@@ -60,12 +60,12 @@ def check_gradients(
         where = [tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), x.shape)) for flat in picked]
         slopes = []
         for index in where:
-            at = x[index].item()
-            x[index] = at + EPSILON
+            original = x[index].item()
+            x[index] = original + EPSILON
             up = loss()
-            x[index] = at - EPSILON
+            x[index] = original - EPSILON
             down = loss()
-            x[index] = at
+            x[index] = original
             slopes.append((up - down) / (2 * EPSILON))
         explicit = [gradient[index].item() for index in where]
         errors = [abs(a - n) for a, n in zip(explicit, slopes, strict=True)]
@@ -113,8 +113,7 @@ def gradient_table(results: list[GradientError]) -> str:
 
 
 def check_attention(kernel: str | None = None) -> list[GradientError]:
-    """Check attention with every input that has a gradient (q, k, v, bias, sinks), and the gradient through lse. Rows and
-    columns span two tiles each."""
+    """Check the gradients of q, k, v, bias and sinks through o and lse. Rows and columns span at least two tiles each."""
     generator = torch.Generator().manual_seed(0)
 
     def randn(*shape: int) -> Tensor:
@@ -162,12 +161,12 @@ def small(config: ModelConfig) -> ModelConfig:
 
 
 def check_model(config: ModelConfig, *, against: str = "differences", seed: int = 0) -> list[GradientError]:
-    """Check every parameter of a small model of this kind in float64, against central differences, or entry by entry against
-    autograd."""
+    """Check every parameter of a small model of this kind in float64: up to 64 entries against central differences, or all
+    entries against autograd."""
     config = small(config)
     engine = Engine(config, 2, 9, dtype=torch.float64, seed=seed)
     generator = torch.Generator().manual_seed(seed)
-    for p in engine.params.values():  # move away from the initial values, at which many gradients nearly vanish
+    for p in engine.params.values():  # many gradients nearly vanish at the initial values
         p.add_(torch.randn(p.shape, dtype=p.dtype, generator=generator), alpha=0.2)
     tokens, targets = (torch.randint(0, config.vocab_size, (2, 9), generator=generator) for _ in range(2))
     targets[0, 3] = -1

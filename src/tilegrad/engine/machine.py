@@ -26,12 +26,12 @@ def device_or_default(device: torch.device | str | None) -> str:
 def check_device(device: str) -> None:
     """Refuse a device that no kernel is written for, or that torch does not have here."""
     try:
-        asked = torch.device(device)
+        parsed = torch.device(device)
     except RuntimeError as error:
         raise ValueError(f"device: got {device!r}; accepted: cpu, cuda, or cuda:N") from error
-    if asked.type not in ("cpu", "cuda"):
+    if parsed.type not in ("cpu", "cuda"):
         raise ValueError(f"device: got {device!r} (there are no kernels for it); accepted: cpu, cuda, or cuda:N")
-    if asked.type == "cpu" or (torch.cuda.is_available() and (asked.index or 0) < torch.cuda.device_count()):
+    if parsed.type == "cpu" or (torch.cuda.is_available() and (parsed.index or 0) < torch.cuda.device_count()):
         return
     if torch.cuda.is_available():
         raise ValueError(f"device: got {device!r}; accepted: cpu, or cuda:0 … cuda:{torch.cuda.device_count() - 1}")
@@ -42,7 +42,7 @@ def check_device(device: str) -> None:
 
 
 def check_threads(planned_for: int, device: torch.device) -> None:
-    """Refuse a number of threads that differs from the planned one."""
+    """On a CPU, refuse a number of threads that differs from the planned number."""
     if torch.get_num_threads() != planned_for and device.type == "cpu":
         raise RuntimeError(
             f"threads: got torch.get_num_threads() = {torch.get_num_threads()}; accepted: {planned_for}, for which "
@@ -70,7 +70,7 @@ def what_is_largest(batch_size: int, nbytes: int | None, tokens: int) -> tuple[d
 
 
 def what_fits(planned_bytes: int, device: torch.device) -> tuple[dict[str, int | bool | None], str]:
-    """Whether a plan fits into the device's free memory: as data, with None for unknown values, and as a sentence."""
+    """Whether a plan fits into the free memory of the device, as data (None: unknown) and as a sentence."""
     free, limit = pressure.memory_available(device), memory_limit(device)
     data = {"free_bytes": free, "memory_bytes": limit, "fits": None if free is None else planned_bytes <= free}
     if refusal := too_large(planned_bytes, device):

@@ -1,5 +1,4 @@
-"""`StepSpec`, the specification of a training step. The functions that check, plan, declare or report a step take a
-`StepSpec`."""
+"""`StepSpec`, the specification of a training step."""
 
 from __future__ import annotations
 
@@ -24,9 +23,9 @@ BUCKET_BYTES = 64 << 20
 @dataclass(frozen=True, slots=True)
 class StepSpec:
     """The model, the largest batch, how the step is computed, and the ranks: there are `world` ranks, and `context` of them
-    share each sequence. `lora` adds adapters and freezes every other parameter. `freeze` has fnmatch patterns of the names of
-    frozen parameters. invariant: the bits of a row of the forward depend only on the tokens of its sequence up to that row.
-    `windows` are attention windows that a training step may use instead of the model's window; None is no window.
+    share each sequence. `lora` adds adapters and freezes every other parameter. Parameters whose name matches a pattern of
+    `freeze` (fnmatch) are frozen too. invariant: the bits of a row of the forward depend only on the tokens of its sequence up
+    to that row. A training step may use an attention window of `windows` instead of the model's window; None is no window.
     accumulate=False: a step has one micro-batch.
 
     >>> import torch, tilegrad
@@ -67,7 +66,7 @@ class StepSpec:
 
     @property
     def in_units(self) -> bool:
-        """Whether whole parameters and gradients of a block exist only around its ops (dist/units.py)."""
+        """Whether a rank has the whole parameters and gradients of a block only while the block runs (dist/units.py)."""
         return self.world > 1 and self.shard == "all"
 
     def declare(
@@ -81,8 +80,8 @@ class StepSpec:
         window: int | Literal["model"] | None = "model",
     ) -> Transformer:
         """The model with handles instead of tensors, by default for the largest batch. `local_seq_len` is the number of tokens
-        of each sequence on this rank. `ranks` share the sequences; without them the model can only be traced. Evaluation
-        (training=False) has no dropout and no float8. `window` is the model's window or one of `windows`."""
+        of each sequence on this rank. `ranks` share the sequences; without `ranks` a model that splits sequences can only be
+        traced. Evaluation (training=False) has no dropout and no float8. `window` is the model's window or one of `windows`."""
         config, linear, lora, head = self.config, self.linear, self.lora, self.head
         if window != "model" and window != config.window:
             config = replace(config, window=window)

@@ -1,5 +1,4 @@
-"""The autograd.Function of eager calls of attention, and the tests of whether a call can use it instead of the op
-(library.py)."""
+"""The autograd.Function of attention in eager mode. Calls that a compiler or a transform must see use the op (library.py)."""
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ def is_traced_or_transformed() -> bool:
 
 
 def is_plain_tensor(q: Any, *others: Any) -> bool:
-    """Whether the tensors have ordinary memory: no subclass or fake tensor, no pending negation, no zero tensor without
-    memory."""
+    """Whether q is on a CPU or a CUDA device and no tensor is a subclass, a fake tensor, a negated view or a zero tensor."""
     for x in (q, *others):
         if x is not None and (type(x) not in _PLAIN or x.is_neg() or x._is_zerotensor()):
             return False
@@ -44,16 +42,16 @@ def is_plain_tensor(q: Any, *others: Any) -> bool:
 
 
 class _EagerAttention(torch.autograd.Function):
-    """A kernel and its backward, without the dispatcher: apply(options, q, k, v), or, if the mask has tensors,
-    apply(options, q, k, v, bias, alibi_slopes, sinks, seed, cu_seqlens_q, cu_seqlens_k, intervals)."""
+    """A kernel and its backward, without the dispatcher. apply takes (options, q, k, v), followed by all of
+    (bias, alibi_slopes, sinks, seed, cu_seqlens_q, cu_seqlens_k, intervals) if the mask has tensors."""
 
     @staticmethod
     def forward(
         ctx: Any, options: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, *mask_tensors: Tensor | None
     ) -> Any:
         mask, key, return_lse, deterministic, kernel, manager = options
-        both = manager != 0
-        o, lse = call.forward(q, k, v, mask, kernel, key, manager=manager, for_both=both, backward=deterministic)
+        managed = manager != 0
+        o, lse = call.forward(q, k, v, mask, kernel, key, manager=manager, for_both=managed, backward=deterministic)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, o, lse, *mask_tensors)
         # Autograd saves the tensors of the mask, so `options` has only the numbers of the mask.
@@ -75,8 +73,8 @@ class _EagerAttention(torch.autograd.Function):
                 return (None,) * len(ctx.needs_input_grad)
             do = torch.zeros_like(o)
         mask = mask_of(*mask_tensors, *mask) if mask_tensors else mask
-        reads = (q, k, v, o, lse, do, dlse)
-        dq, dk, dv, dbias, dsinks = backward_of_eager(reads, mask, wanted, kernel, deterministic, manager)
+        tensors = (q, k, v, o, lse, do, dlse)
+        dq, dk, dv, dbias, dsinks = backward_of_eager(tensors, mask, wanted, kernel, deterministic, manager)
         return (None, dq, dk, dv, dbias, None, dsinks, None, None, None, None) if mask_tensors else (None, dq, dk, dv)
 
 
@@ -84,19 +82,19 @@ apply_eagerly = super(torch.autograd.Function, _EagerAttention).apply  # skips F
 
 
 def backward_of_eager(
-    reads: Sequence[Any],
+    tensors: Sequence[Any],
     mask: Mask,
     wanted: tuple[bool, ...],
     kernel: str | None,
     deterministic: bool,  # noqa: FBT001
     manager: int = 0,
 ) -> tuple[Tensor | None, ...]:
-    """Runs the kernel if the tensors are plain, otherwise the op."""
-    q, k, v, o, lse, do, dlse = reads
+    """Runs the kernel. If the call is batched, differentiated, traced or transformed, or a tensor is not plain: runs the op."""
+    q, k, v, o, lse, do, dlse = tensors
     mask_tensors = tensors_of(mask, mask.seed)
     batched = _is_batched(do) or dlse is not None and _is_batched(dlse)  # torch.autograd.grad(…, is_grads_batched=True)
     if not batched and not torch.is_grad_enabled() and not is_traced_or_transformed():
         key = call.backward_key(q, k, v, o, lse, do, dlse, mask, wanted, kernel, deterministic, manager)
         if key is not None or is_plain_tensor(q, k, v, o, lse, do, dlse, *mask_tensors):
             return call.backward(q, k, v, o, lse, do, dlse, mask, wanted, kernel, deterministic, key, manager)
-    return backward_by_op(tuple(reads), (*mask_tensors, *numbers_of(mask), deterministic, kernel), wanted)
+    return backward_by_op(tuple(tensors), (*mask_tensors, *numbers_of(mask), deterministic, kernel), wanted)

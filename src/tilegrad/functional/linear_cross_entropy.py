@@ -1,5 +1,5 @@
-"""Linear layer and cross-entropy as one differentiable function. The first call registers its ops with torch, which takes 8 ms
-(linear_cross_entropy_ops.py)."""
+"""Linear layer and cross-entropy as one differentiable function. The first call registers the ops (linear_cross_entropy_ops.py)
+with torch, because that takes 8 ms."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def linear_cross_entropy(
     ignore_index      a row with this target has loss 0 and gradient 0
 
     The loss is float32 (float64 for float64). The gradients of w and bias are sums in float32, rounded once. Under autocast x,
-    w and bias are rounded to the autocast dtype (float64 is not), and gradients of float32 weights stay float32. x and w are
+    w and bias are rounded to the autocast dtype, unless x is float64; gradients of float32 weights stay float32. x and w are
     copied if their columns are not contiguous. A target that is neither in 0 … V − 1 nor ignore_index raises; on a GPU it
     fails a device-side assertion, as in torch. Second derivatives and forward-mode AD raise NotImplementedError.
 
@@ -77,12 +77,12 @@ def linear_cross_entropy(
 
 
 def _check_tensors(x: Tensor, w: Tensor, targets: Tensor, bias: Tensor | None) -> None:
-    for name, given in (("x", x), ("w", w), ("targets", targets), ("bias", bias)):
-        if not isinstance(given, Tensor) and (given is not None or name != "bias"):
-            raise TypeError(f"{name}: got {type(given).__name__}; accepted: {TENSOR}")
-        if isinstance(given, Tensor) and given.device != x.device:
+    for name, tensor in (("x", x), ("w", w), ("targets", targets), ("bias", bias)):
+        if not isinstance(tensor, Tensor) and (tensor is not None or name != "bias"):
+            raise TypeError(f"{name}: got {type(tensor).__name__}; accepted: {TENSOR}")
+        if isinstance(tensor, Tensor) and tensor.device != x.device:
             raise ValueError(
-                f"{name}: got {given.device}; accepted: {x.device}, where x is (call .to({x.device.type!r}))"
+                f"{name}: got {tensor.device}; accepted: {x.device}, where x is (call .to({x.device.type!r}))"
             )
     if x.ndim < 1 or x.dtype not in DTYPES:
         accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
@@ -100,10 +100,10 @@ def _check_tensors(x: Tensor, w: Tensor, targets: Tensor, bias: Tensor | None) -
     if targets.dtype != torch.int64:
         raise ValueError(f"targets: got {targets.dtype}; accepted: torch.int64 (call .long())")
     cast = torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
-    for name, given in (("w", w), ("bias", bias)):
-        if given is not None and given.dtype != x.dtype and not (cast and given.dtype in DTYPES[:3]):
+    for name, tensor in (("w", w), ("bias", bias)):
+        if tensor is not None and tensor.dtype != x.dtype and not (cast and tensor.dtype in DTYPES[:3]):
             accepted = f"{x.dtype}, as x has (call .to({x.dtype})), or autocast"
-            raise ValueError(f"{name}: got {given.dtype}; accepted: {accepted}")
+            raise ValueError(f"{name}: got {tensor.dtype}; accepted: {accepted}")
 
 
 def _check_options(

@@ -1,17 +1,18 @@
-"""The ops of `linear_cross_entropy`, registered with torch; the logits of all rows never exist at the same time.
+"""The ops of `linear_cross_entropy`, registered with torch. The logits of all rows never exist at the same time.
 
     reduction       forward                                        backward                        saved for the backward
     "mean", "sum"   loss, dx, dw, dbias in one pass: 3 products    a multiplication by g m         dx (N, C), dw (V, C), dbias
     "none"          the losses: 1 product                          logits, dx, dw: 3 products      x
 
-g is the gradient of the loss. The gradients of a row are its element of g times gradients that the forward can compute.
-With "mean" and "sum" g is one number, so the backward only multiplies finished gradients. For a mean over n rows the
-forward multiplies by 2ᵏ = 2^⌊log₂ 1/n⌋, the backward by g and by m = 2⁻ᵏ / n. If the forward multiplied by 1 / n, the
-gradient (p − 1) / n of the logit of a target with probability p ≈ 0 would be about −1 / n. Rounding this number to
-bfloat16 would scale the gradients of all such rows by up to 1 ± 2⁻⁸; −2ᵏ is exact. With "none" the sum over rows that gives
-dw depends on all of g, so the backward computes the logits again. With float16 it always does, because gradients underflow
-in a forward that does not know the loss scale. dw and dbias are accumulated in float32 (float64 for float64), multiplied
-by g, and rounded once. w, bias and targets are saved too, but these are the caller's tensors.
+g is the gradient of the loss. With "mean" and "sum" g is one number, so the backward only multiplies finished gradients.
+For a mean over n rows the forward multiplies by 2ᵏ = 2^⌊log₂ 1/n⌋, the backward by g and by m = 2⁻ᵏ / n. If the forward
+multiplied by 1 / n, the gradient (p − 1) / n of the logit of a target with probability p ≈ 0 would be about −1 / n. Rounding
+this number to bfloat16 would scale the gradients of all such rows by up to 1 ± 2⁻⁸; −2ᵏ is exact.
+
+With "none", dw is a sum over rows with a different factor g for each row, so the backward computes the logits again. With
+float16 the backward always does this, because gradients would underflow in a forward that does not know the loss scale. dw and
+dbias are accumulated in float32 (float64 for float64), multiplied by g, and rounded once. w, bias and targets are saved too,
+but these are the caller's tensors.
 """
 
 from __future__ import annotations
@@ -46,26 +47,26 @@ def _forward(
     dx, dw, dbias = (y if want else None for y, want in zip(gradients, wanted, strict=True))
     terms = Terms(softcap, label_smoothing, z_loss)
     with torch.autocast(x.device.type, enabled=False):
-        own_x, own_w, own_bias = _cast(x, dtype), _cast(w, dtype), None if bias is None else _cast(bias, dtype)
-        own, scale = _targets_and_scale(targets, ignore_index, w.shape[0], reduction, loss.dtype)
-        reads = own_x, own_w, own, scale, own_bias
+        x_cast, w_cast, bias_cast = _cast(x, dtype), _cast(w, dtype), None if bias is None else _cast(bias, dtype)
+        checked_targets, scale = _targets_and_scale(targets, ignore_index, w.shape[0], reduction, loss.dtype)
+        reads = x_cast, w_cast, checked_targets, scale, bias_cast
         shapes = cross_entropy_workspace(*reads[:2], backward=any(wanted), bias=reads[4], terms=terms)
         scratch = new_scratch(shapes, x.device)
         if not any(wanted):
-            each = reduction == "none"
+            per_row = reduction == "none"
             cross_entropy_fwd(
-                *reads, loss=None if each else loss, losses=loss if each else None, terms=terms, scratch=scratch
+                *reads, loss=None if per_row else loss, losses=loss if per_row else None, terms=terms, scratch=scratch
             )
         else:
             power, rest = _power_of_two(scale)
-            own_dx = dx if dx is None or dx.dtype == dtype else torch.empty_like(reads[0])
+            dx_cast = dx if dx is None or dx.dtype == dtype else torch.empty_like(reads[0])
             cross_entropy_step(
-                *reads[:3], power, reads[4], loss=loss, dx=own_dx, dw=dw, dbias=dbias, accumulate=False, terms=terms,
+                *reads[:3], power, reads[4], loss=loss, dx=dx_cast, dw=dw, dbias=dbias, accumulate=False, terms=terms,
                 scratch=scratch,
             )  # fmt: skip
             loss.mul_(rest)
-            if dx is not None and own_dx is not None and own_dx is not dx:
-                dx.copy_(own_dx)
+            if dx is not None and dx_cast is not None and dx_cast is not dx:
+                dx.copy_(dx_cast)
     return loss, *gradients
 
 
@@ -85,10 +86,10 @@ def _backward(
         )
     terms, acc = Terms(softcap, label_smoothing, z_loss), accumulation_dtype(dtype)
     with torch.autocast(x.device.type, enabled=False):
-        own_x, own_w, own_bias = _cast(x, dtype), _cast(w, dtype), None if bias is None else _cast(bias, dtype)
-        own, scale = _targets_and_scale(targets, ignore_index, w.shape[0], reduction, acc)
+        x_cast, w_cast, bias_cast = _cast(x, dtype), _cast(w, dtype), None if bias is None else _cast(bias, dtype)
+        checked_targets, scale = _targets_and_scale(targets, ignore_index, w.shape[0], reduction, acc)
         scale = (g if reduction == "none" else scale * g).contiguous()
-        reads = own_x, own_w, own, scale, own_bias
+        reads = x_cast, w_cast, checked_targets, scale, bias_cast
         dtypes = (dtype, acc, acc)
         written = [
             torch.empty(y.shape, dtype=t, device=w.device) if want else None
@@ -120,29 +121,28 @@ def _empty(like: Tensor) -> Tensor:
 
 
 def _cast(y: Tensor, dtype: torch.dtype) -> Tensor:
-    """y in the dtype of the products, with contiguous columns."""
+    """y in `dtype`, with contiguous columns and without overlapping rows."""
     y = y.to(dtype)
     return y if y.stride(-1) == 1 and (y.ndim == 1 or y.stride(0) >= y.shape[1]) else y.contiguous()
 
 
 def _scaled(y: Tensor, g: Tensor, dtype: torch.dtype) -> Tensor:
-    """y · g, rounded once, to `dtype`. g is viewed with as many dimensions as y, because type promotion ignores the
-    dtype of a 0-d tensor."""
+    """y · g, rounded once, to `dtype`. g gets y's number of dimensions, because type promotion ignores a 0-d tensor's dtype."""
     return torch.mul(y, g.view((1,) * y.ndim), out=torch.empty(y.shape, dtype=dtype, device=y.device))
 
 
 def _targets_and_scale(
     targets: Tensor, ignore_index: int, v: int, reduction: str, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """(targets with −1 for ignored rows, the op's inv_total, 0-d). Checks the values of targets. The first product may load
-    w before the previous kernel has ended (linear/few_rows.py), so the kernels of this function must run between a cast of
-    w and the first product."""
+    """(targets with −1 for ignored rows, the factor of the loss as a 0-d tensor). Checks the values of targets. The kernels of
+    this function must run between a cast of w and the first product, because the first product may load w before the previous
+    kernel has ended (linear/few_rows.py)."""
     ignored = targets == ignore_index
-    right = (ignored | (targets >= 0) & (targets < v)).all()
+    valid = (ignored | (targets >= 0) & (targets < v)).all()
     accepted = f"0 … {v - 1}, or ignore_index = {ignore_index}"
     if targets.device.type != "cpu":
-        torch._assert_async(right, f"targets: got a value out of range; accepted: {accepted}")
-    elif not right:
+        torch._assert_async(valid, f"targets: got a value out of range; accepted: {accepted}")
+    elif not valid:
         wrong = targets[~(ignored | (targets >= 0) & (targets < v))][0]
         raise ValueError(f"targets: got {int(wrong)}; accepted: {accepted}")
     count = (targets.numel() - ignored.sum()).clamp(min=1).to(dtype)

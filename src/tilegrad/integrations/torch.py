@@ -5,8 +5,8 @@
     torch.nn.attention.activate_flash_attention_impl("tilegrad")      # the flash backend of SDPA is tilegrad
     torch.nn.attention.restore_flash_attention_impl()                 # the flash backend is torch's kernel again
 
-torch first selects the backend of SDPA by its own rules: calls that it gives to the math backend (a bool mask with a gradient,
-dropout on a CPU) or to cuDNN never reach tilegrad. is_causal is aligned at the top left, as in SDPA.
+torch first selects the backend of SDPA by its own rules. Calls that torch gives to the math backend (a bool mask with a
+gradient, dropout on a CPU) or to cuDNN never reach tilegrad. is_causal is aligned at the top left, as in SDPA.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from ..kernels.attention.mask import Mask
 
 def register() -> None:
     """Registers "tilegrad" with torch.nn.attention. Nothing changes until "tilegrad" is activated."""
-    torch.nn.attention.register_flash_attention_impl("tilegrad", register_fn=_Installed)
+    torch.nn.attention.register_flash_attention_impl("tilegrad", register_fn=_InstalledOps)
 
 
-class _Installed:
+class _InstalledOps:
     """Replaces torch's ops in the dispatcher by tilegrad's ops, until `remove` is called."""
 
     def __init__(self) -> None:
@@ -52,9 +52,9 @@ def _fields(
     j ≤ i."""
     rows, columns = q.shape[2], k.shape[2]
     keys = min(rows, columns) if causal else columns
-    right, cut = rows - keys if causal else None, None if bias is None else bias[..., :keys]
+    right, used_bias = rows - keys if causal else None, None if bias is None else bias[..., :keys]
     deterministic = torch.are_deterministic_algorithms_enabled()
-    mask = Mask(window=(None, right), scale=scale, bias=cut)
+    mask = Mask(window=(None, right), scale=scale, bias=used_bias)
     return keys, (*tensors_of(mask, None), *numbers_of(mask), deterministic, None)
 
 
@@ -77,11 +77,11 @@ def _backward(
     dq, dk, dv, _, _ = torch.ops.tilegrad.attention_bwd(
         q, k[:, :, :keys], v[:, :, :keys], o, lse.contiguous(), do, None, *fields, wanted
     )
-    unseen = (0, 0, 0, k.shape[2] - keys)
-    return dq, pad(dk, unseen), pad(dv, unseen)
+    padding = (0, 0, 0, k.shape[2] - keys)
+    return dq, pad(dk, padding), pad(dv, padding)
 
 
-def _by_row(x: Tensor) -> Tensor:
+def _in_rows_first_memory(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -90,8 +90,8 @@ def _cpu_forward(
     attn_mask: Tensor | None = None, scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     o, lse = _forward(query, key, value, attn_mask, scale, dropout_p, causal=is_causal)
-    like = torch.empty_like(query)  # with the strides of torch's meta kernels, on which a compiler relies
-    return (o if o.stride() == like.stride() else like.copy_(o)), _by_row(lse)
+    like = torch.empty_like(query)  # a compiler relies on the strides of torch's meta kernels
+    return (o if o.stride() == like.stride() else like.copy_(o)), _in_rows_first_memory(lse)
 
 
 def _cpu_backward(
@@ -99,7 +99,7 @@ def _cpu_backward(
     dropout_p: float, is_causal: bool, *, attn_mask: Tensor | None = None, scale: float | None = None,  # noqa: ARG001
 ) -> tuple[Tensor, ...]:  # fmt: skip
     grads = _backward(grad_out, query, key, value, out, logsumexp, attn_mask, scale, causal=is_causal)
-    return tuple(map(_by_row, grads))
+    return tuple(map(_in_rows_first_memory, grads))
 
 
 def _cuda_forward(

@@ -1,7 +1,7 @@
 """The timeline page of planned and managed memory: bytes alive over time, by kind of buffer.
 
-A `Span` is one value of a buffer, which is alive for first ≤ t < last in some unit of time. Spans of activations and managed
-buffers are grouped by `BufferType`, spans of persistent roles by their role.
+A `Span` is one value of a buffer. The value is alive at the times first ≤ t < last, in ops or ms. A span of activations
+or of a managed buffer has the colour of its `BufferType`; a span of another role has the colour of the role.
 """
 
 from __future__ import annotations
@@ -31,14 +31,13 @@ class Span:
 
     @property
     def series(self) -> str:
-        """The name in the legend, which has a colour: the type, or the role of a persistent buffer."""
+        """The name in the legend: the role of a persistent buffer, otherwise the type."""
         return self.role if self.role in _SERIES else self.type.value
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of a table: the number of buffers, their bytes at the program's peak, and their bytes at their own
-    peak."""
+    """One row of a table, for a group of buffers: their bytes at the peak of the program, and at the peak of the group."""
 
     name: str
     buffers: int
@@ -47,8 +46,8 @@ class Row:
 
 
 def timeline_page(title: str, spans: Sequence[Span], *, unit: str, facts: Mapping[str, str]) -> str:
-    """A self-contained HTML page: bytes alive over time, stacked and coloured by type, with the peak marked, the name of the
-    buffer under the pointer, totals by type, and the largest buffers alive at the peak."""
+    """A self-contained HTML page: bytes alive over time, stacked and coloured by type, with a mark at the peak, the name of
+    the buffer under the mouse pointer, totals by type, and the largest buffers alive at the peak."""
     moment, _ = peak_of(spans)
     alive = alive_at(spans, moment)
     when = f"op {moment:,.0f}" if unit == "op" else f"{moment:,.3f} {unit}"
@@ -104,8 +103,8 @@ def by_group(spans: Iterable[Span], alive: Iterable[Span], group: Callable[[Span
     for span in alive:
         at_peak[group(span)] += span.nbytes
     return tuple(
-        Row(name, len({(span.name, span.number) for span in of}), at_peak[name], peak_of(of)[1])
-        for name, of in members.items()
+        Row(name, len({(span.name, span.number) for span in group_spans}), at_peak[name], peak_of(group_spans)[1])
+        for name, group_spans in members.items()
     )
 
 

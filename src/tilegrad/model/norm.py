@@ -1,4 +1,4 @@
-"""Layer norm and RMS norm: y = norm(x), saved with the row statistics that the backward needs.
+"""Layer norm and RMS norm: y = norm(x). The forward saves y and the row statistics that the backward needs.
 
 `add_norm` is the fused residual add and norm: x1 = x + f, y = norm(x1). The backward adds to dx, the gradient of the residual
 stream, and computes Σ dx, the bias gradient of the projection that computed f.
@@ -67,8 +67,8 @@ class NormLayer:
             add_rmsnorm_fwd(x, f, w, self.eps, x1=x1, y=y, rstd=rstd, scratch=scratch)
 
     def backward(self, dy: Buffer, x: Buffer, *, dx: Buffer, dx_sum: Buffer | None, recompute: bool) -> Buffer:
-        """Add to dx, and return y: the saved y or, when it is recomputed, y written in place over dy. Frozen parameters get no
-        gradient."""
+        """Add to dx, and return y. recompute: compute y again, and overwrite dy with it; otherwise return the saved y. Frozen
+        parameters get no gradient."""
         w, dw, mean, rstd, y = self.w.value, self.w.grad, self.mean, self.rstd, dy if recompute else None
         b, db = (self.b.value, self.b.grad) if self.b else (None, None)
         accumulate, scratch = self.w.accumulate, self.backward_scratch

@@ -1,4 +1,4 @@
-"""A Python extension module from one C++ source file of the package. The package also works without it, but more slowly.
+"""A Python extension module from one C++ source file of the package. Without the module the package is slower.
 
 `tilegrad doctor --build` compiles the module against the running torch and Python. This needs a C++ compiler and the headers of
 Python; the headers of torch are part of its package. The C++ interface of torch changes between versions. So the file name
@@ -50,7 +50,7 @@ class NativeModule:
         root, to = Path(torch.__file__).parent, self.path()
         includes = [root / "include", root / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]]
         with tempfile.TemporaryDirectory() as folder:
-            made = Path(folder) / to.name
+            compiled = Path(folder) / to.name
             run(
                 [
                     cxx,
@@ -59,12 +59,12 @@ class NativeModule:
                     *(f"-I{include}" for include in includes),
                     str(self.source),
                     "-o",
-                    str(made),
+                    str(compiled),
                     f"-L{root / 'lib'}",
                     *(f"-l{library}" for library in self.libraries),
                 ]
             )
-            replace_file(to, made)
+            replace_file(to, compiled)
         return to
 
     def load(self) -> ModuleType | str:

@@ -8,10 +8,10 @@
     grad_Q = scale · grad_scores K         grad_K = scale · grad_scores' Q
     grad_W_q += grad_Q' x (and k, v)       grad_x = grad_Q W_q + grad_K W_k + grad_V W_v
 
-Forward buffers belong to the layer. Backward buffers belong to a workspace that lives until its last user is freed. Only one
-layer at a time may have gradients in the workspace, from its `loss` until its `backward` returns; meanwhile other layers raise.
-With materialize=True `grad_weights` and `grad_scores` are whole (B, H, T, T) matrices, for inspection. Otherwise both are the
-tile in which the kernel computes dP and then dS (empty if the kernel keeps its tiles in registers).
+Forward buffers belong to the layer. Backward buffers belong to a workspace, which lives until the last of its layers is freed.
+Only one layer at a time may have gradients in the workspace: from the `loss` of this layer until its `backward` returns, `loss`
+and `backward` of other layers raise. With materialize=True, `grad_weights` and `grad_scores` are (B, H, T, T) matrices, for
+inspection. Otherwise both are the tile in which the kernel computes dP and then dS (empty if tiles stay in registers).
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class SharedAttention:
 
     def __getattr__(self, name: str) -> Tensor:
         if name in SHARED:
-            tile = name == "grad_weights" and not self.materialize
-            return self._live()["grad_scores" if tile else name]
+            shared_tile = name == "grad_weights" and not self.materialize
+            return self._live()["grad_scores" if shared_tile else name]
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def forward(self, x: Tensor) -> Tensor:
@@ -112,8 +112,7 @@ class SharedAttention:
         return self.output
 
     def loss(self, y: Tensor) -> float:
-        """mean (output − y)² of the last forward. Writes the gradient of this loss to `grad_output`; from then on the layer is
-        pending."""
+        """mean (output − y)² of the last forward. Writes its gradient to `grad_output`. From then on the layer is pending."""
         lease = self._live()
         self._check("y", y)
         self._need_output("loss")
@@ -188,16 +187,16 @@ class SharedAttention:
         settings = json.dumps(shape | {"dtype": str(self.dtype).removeprefix("torch.")})
         path = Path(path)
         check_replaceable(path, "tilegrad.init_attention")
-        own = path.with_name(f"{path.name}.{os.getpid()}")  # several processes may save to one path
-        with whole_file(own) as staged:
+        own_path = path.with_name(f"{path.name}.{os.getpid()}")  # several processes may save to one path
+        with whole_file(own_path) as staged:
             save_tensors(tensors, staged, {"tilegrad.init_attention": settings})
-        own.replace(path)
+        own_path.replace(path)
 
     @classmethod
     def load(
         cls, path: str | os.PathLike[str], batch_size: int | None = None, *, device: torch.device | str = "cpu"
     ) -> SharedAttention:
-        """Load a saved layer, with buffers of its own. `batch_size` may differ from that of the saved layer."""
+        """Load a saved layer, with buffers of its own; `batch_size` replaces the batch size of the saved layer."""
         with safe_open(path, "pt", device=str(device)) as file:
             metadata = file.metadata() or {}
             if "tilegrad.init_attention" not in metadata:
@@ -336,8 +335,8 @@ def init_attention(
     seed: int = 0,
     materialize: bool = False,
 ) -> SharedAttention:
-    """An attention layer with forward, loss, backward and update. With a `predecessor` it shares the backward buffers of that
-    layer, which live until the last layer that uses them is freed. Layers may be freed in any order.
+    """An attention layer with forward, loss, backward and update_weights. A layer shares the backward buffers of `predecessor`.
+    They live until the last layer that uses them is freed. Layers may be freed in any order.
 
     >>> import torch, tilegrad
     >>> first = tilegrad.init_attention(16, 32, 2, True, n_head=4)
@@ -369,6 +368,6 @@ def init_attention(
 
 
 def free_attention(layer: SharedAttention) -> None:
-    """Free a layer. Shared backward buffers are freed with their last user. A second call does nothing; later use of the layer
-    raises."""
+    """Free a layer. Shared backward buffers are freed with the last layer that uses them. A second call does nothing; later use
+    of the layer raises."""
     layer.free()

@@ -1,10 +1,10 @@
 """Text from a model: prompts of any lengths share the slots of a `Decoder` (engine/decoder.py).
 
     a sequence ends         →  prefill the next prompt in its slot; the other slots continue
-    cache of a slot is full →  the window slides: prefill the last ⌈capacity / 2⌉ tokens of its text, from position 0 on
+    cache of a slot is full →  the window slides: prefill the last ⌈capacity / 2⌉ tokens of the sequence, from position 0 on
 
-The noise that draws a token depends on the seed, the number of the sequence and how many of its tokens were drawn before. So a
-sequence depends on the rest of its batch only by rounding, and with `invariant` not at all.
+The noise that draws a token depends on the seed, the number of the sequence and the number of tokens drawn before it. So the
+other sequences of the batch change a sequence only by rounding, and with `invariant` not at all.
 
 On CUDA the host submits up to three steps before it reads the first result. Tokens after the end of a sequence are ignored.
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 Prompts = str | Iterable[str | Iterable[int]]  # a text, or several texts and token lists
 BATCH_SIZE = 32  # sequences at a time, by default
-_AHEAD = {"cuda": 3}  # steps that are submitted before the first of them is read; 1 elsewhere
+_AHEAD = {"cuda": 3}  # most steps in flight; 1 on other devices
 
 
 class NonFiniteLogits(ValueError):
@@ -94,8 +94,7 @@ class Request:
 
 
 class StopAt:
-    """The text before the first stop string, which is the stop string that ends first, however the text is split into
-    pieces."""
+    """The text before the stop string that ends first. The result does not depend on how the text is split into pieces."""
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop, self._held, self.found = stop, "", False
@@ -124,7 +123,7 @@ class _Sequence:
     def __init__(self, request: Request, tokenizer: Tokenizer | None, capacity: int, *, stream: bool) -> None:
         self.request, self.tokens = request, list[int]()
         self.finish: Finish | None = None
-        self.asked = self.cached = 0  # tokens drawn or being drawn, and tokens in the cache
+        self.submitted = self.cached = 0  # tokens drawn or being drawn, and tokens in the cache
         self._capacity, self._tokenizer = capacity, tokenizer
         self._stop = StopAt(request.stop)
         self._text = None
@@ -133,23 +132,23 @@ class _Sequence:
 
     @property
     def can_step(self) -> bool:
-        return self.asked < self.request.max_tokens and self.cached < self._capacity
+        return self.submitted < self.request.max_tokens and self.cached < self._capacity
 
     @property
     def slides(self) -> bool:
-        """Whether the window must slide now: the cache is full, and the host has read all tokens that were drawn."""
-        all_read = self.asked == len(self.tokens) < self.request.max_tokens
+        """Whether the window must slide now: the cache is full, and the host has read all drawn tokens."""
+        all_read = self.submitted == len(self.tokens) < self.request.max_tokens
         return all_read and self.cached == self._capacity
 
     def prompt(self) -> Prompt:
         """The tokens to prefill when the sequence begins or its window slides."""
         drawn, all_tokens = len(self.tokens), [*self.request.tokens, *self.tokens]
-        window = all_tokens[-(_kept(self._capacity) if drawn else self._capacity) :]
-        self.asked, self.cached = self.asked + 1, len(window)
+        window = all_tokens[-(_tokens_kept(self._capacity) if drawn else self._capacity) :]
+        self.submitted, self.cached = self.submitted + 1, len(window)
         return Prompt(window, self.request.sequence, drawn, self.request.settings)
 
     def step(self) -> None:
-        self.asked, self.cached = self.asked + 1, self.cached + 1
+        self.submitted, self.cached = self.submitted + 1, self.cached + 1
 
     def add(self, token: int, logprob: float) -> Piece:
         if token < 0:
@@ -173,23 +172,23 @@ class _Sequence:
 def write(
     decoder: Decoder, requests: Iterable[Request], tokenizer: Tokenizer | None, *, stream: bool = True
 ) -> Iterator[Piece]:
-    """Yields the tokens of all requests as they are drawn. Without `stream`, the last token of a sequence has the text of the
-    whole sequence. Without a tokenizer there is no text."""
+    """Yields the tokens of all requests as they are drawn. Without `stream`, the last token of a sequence has all of its text.
+    Without a tokenizer there is no text."""
     waiting, slots = iter(requests), dict[int, _Sequence]()
     active = set[int]()  # slots that a step draws tokens for
-    # slot → the sequences whose results are not read yet, one entry for each result
+    # slot → the sequence of each result that is not read yet
     pending: dict[int, deque[_Sequence]] = {slot: deque() for slot in range(decoder.batch_size)}
     ahead = _AHEAD.get(decoder.spec.device.type, 1)
     try:
         while True:
-            fresh = {slot: sequence for slot, sequence in slots.items() if sequence.slides}
+            prefilled = {slot: sequence for slot, sequence in slots.items() if sequence.slides}
             for slot in pending:
                 if slot not in slots and (request := next(waiting, None)) is not None:
-                    fresh[slot] = slots[slot] = _Sequence(request, tokenizer, decoder.capacity, stream=stream)
-            if fresh:
-                decoder.prefill({slot: sequence.prompt() for slot, sequence in fresh.items()})
-                active |= fresh.keys()
-                for slot, sequence in fresh.items():
+                    prefilled[slot] = slots[slot] = _Sequence(request, tokenizer, decoder.capacity, stream=stream)
+            if prefilled:
+                decoder.prefill({slot: sequence.prompt() for slot, sequence in prefilled.items()})
+                active |= prefilled.keys()
+                for slot, sequence in prefilled.items():
                     pending[slot].append(sequence)
             steps = {slot: sequence for slot, sequence in slots.items() if sequence.can_step}
             if steps and max(map(len, pending.values())) < ahead:
@@ -229,7 +228,7 @@ def draw(
     lora: LoraConfig | None = None,
     **sampling: Unpack[SamplingSettings],
 ) -> Iterator[int]:
-    """Yields the tokens that follow a prompt as they are drawn, without EOS. lora: configuration of the adapters in params."""
+    """Yields the tokens after a prompt as they are drawn, without EOS. lora: the configuration of the adapters in params."""
     _check_count("max_tokens", max_tokens)
     request = Request(prompt, max_tokens, Sampling(**sampling), eos=eos)
     capacity = min(config.block_size, len(prompt) + max_tokens - 1)
@@ -302,7 +301,7 @@ class Generation:
         yield from write(decoder, requests, model.tokenizer, stream=stream)
 
     def results(self, *, logprobs: bool = False) -> Iterator[Generated]:
-        """Yields the sequences in the order of the prompts, each as soon as it and all sequences before it are complete."""
+        """Yields the sequences in order, each once all sequences before it are complete."""
         parts: dict[int, list[Piece]] = {}
         done = 0
         for piece in self.pieces(stream=False):
@@ -328,11 +327,11 @@ def place(
 ) -> tuple[torch.device, torch.dtype]:
     """Device and dtype of generation. device=None: the device of the weights. dtype=None: bfloat16 for float32 weights on
     CUDA, otherwise the dtype of the weights."""
-    own = model.params["wte.weight"]
-    check_device(str(own.device if device is None else device))
-    at = torch.device(own.device if device is None else device)
+    weight = model.params["wte.weight"]
+    check_device(str(weight.device if device is None else device))
+    at = torch.device(weight.device if device is None else device)
     if dtype is None:
-        return at, torch.bfloat16 if at.type == "cuda" and own.dtype == torch.float32 else own.dtype
+        return at, torch.bfloat16 if at.type == "cuda" and weight.dtype == torch.float32 else weight.dtype
     if dtype_name(dtype) not in DTYPES:
         raise ValueError(f"dtype: got {dtype!r}; accepted: {', '.join(DTYPES)}")
     return at, DTYPES[dtype_name(dtype)]
@@ -371,7 +370,7 @@ def encode_prompts(
     """The prompts as a list, and the tokens of each prompt. `name` is the caller's argument, for errors."""
     listed = _listed(prompts, name)
     names = [name.removesuffix("s")] if len(listed) == 1 else [f"{name}[{i}]" for i in range(len(listed))]
-    return listed, [_encoded(model, prompt, own) for prompt, own in zip(listed, names, strict=True)]
+    return listed, [_encoded(model, *prompt) for prompt in zip(listed, names, strict=True)]
 
 
 def _listed(prompts: Prompts, name: str) -> list[str | tuple[int, ...]]:
@@ -422,17 +421,17 @@ def _stops(stop: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def sliding(config: ModelConfig, prompt_tokens: int, max_tokens: int) -> str | None:
-    """The warning if a sequence does not fit into block_size, else None. The model never reads the last token."""
+    """The warning if a sequence does not fit into block_size, else None. The last token needs no room: it is not read."""
     size = config.block_size
     if prompt_tokens + max_tokens - 1 <= size:
         return None
     cut = f"prompt: got {prompt_tokens:,} tokens, and only the last {size:,} are read; " if prompt_tokens > size else ""
     return (
         f"{cut}{prompt_tokens + max_tokens:,} tokens are more than block_size, {size:,}: the window slides, and a token "
-        f"attends to the last {_kept(size):,} to {size:,} before it"
+        f"attends to the last {_tokens_kept(size):,} to {size:,} before it"
     )
 
 
-def _kept(capacity: int) -> int:
+def _tokens_kept(capacity: int) -> int:
     """How many tokens stay in the window when it slides."""
     return (capacity + 1) // 2

@@ -12,15 +12,15 @@ files = ["book.txt"]     # none: the text that ships with the package
 rank = 16
 
 `example.toml` has every key. If gradient_accumulation is given, the same file gives the same training on any number of
-ranks. A key that is not given has the value of the preset, or of `initial_run` with train.init, except these keys:
+ranks. A key that is not given has the value of the preset, or with train.init the value of `initial_run`, except these keys:
 
     gradient_accumulation   at least the number of ranks
-    seq_len        block_size
+    seq_len        block_size, where block_size is given
     warmup_steps   steps / 20, where steps or epochs is given
     decay_steps    steps / 5, where the schedule is wsd or trapezoid
-    dtype          bfloat16 on CUDA, float32 elsewhere
-    vocab_size     the tokenizer's vocabulary size, where it is larger than that of the preset
-    learning_rate  2e-4 with adapters, and min_learning_rate is 2e-5
+    dtype          bfloat16 on CUDA, float32 on a CPU
+    vocab_size     at least 256 for tokenizer = "bytes", and at least bpe_vocab_size for "bpe"
+    learning_rate  2e-4 with adapters, and min_learning_rate 2e-5
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ MAY_CHANGE = frozenset(  # the keys of [train] that a resumed run may change
         "log",
     )
 )
-_NOT_IN_WEIGHTS = (  # keys of [model] that may differ from the config of the weights
+_MAY_DIFFER_FROM_WEIGHTS = (  # keys of [model] that need not equal the config of the weights
     *("block_size", "window", "window_layers", "dropout", "norm_eps", "rope_theta", "rope_scaling", "loss"),
     "logit_softcap",
 )
-_AUTOMATIC = (  # keys and values that a resumed run ignores, because it keeps the values that it computed
+_AUTOMATIC = (  # a resumed run ignores these values and keeps the values that it has computed
     *(("warmup_steps", -1), ("decay_steps", -1), ("dtype", "auto")),
     *(("format", "auto"), ("packing", None), ("too_long", "auto")),
 )
@@ -137,15 +137,15 @@ def read_toml(path: Path) -> dict[str, Values]:
 def run_from(content: Sections, where: str, world: int = 1) -> RunConfig:
     """The run that a TOML file, flags or a dictionary describes. The value of a missing key follows from other keys or from
     the preset. `where` names the source in errors; `world` is the number of ranks that a new run starts with."""
-    given = checked(content, where)
-    model, settings = given["model"], given["train"]
+    sections = checked(content, where)
+    model, settings = sections["model"], sections["train"]
     preset, init = model.pop("preset", None), settings.get("init")
     base = preset_run("tiny" if preset is None else preset)
     if isinstance(init, str) and not {f.name for f in fields(ModelConfig)} <= model.keys():  # not a saved run
         base = initial_run(Path(init))
         _check_model({**model, **({} if preset is None else {"preset": preset})}, base.model, init)
-    data = replace(base.data, **given["data"])
-    lora = _adapters(given["lora"], settings.get("init"))
+    data = replace(base.data, **sections["data"])
+    lora = _adapters(sections["lora"], settings.get("init"))
     vocab_size = max(base.model.vocab_size, data.vocab_size)
     derived: Values = {"gradient_accumulation": max(world, base.train.gradient_accumulation)}
     derived |= {"seq_len": 0} if "block_size" in model else {}
@@ -157,43 +157,43 @@ def run_from(content: Sections, where: str, world: int = 1) -> RunConfig:
         replace(base.train, **{**derived, **settings}),
         data,
         lora,
-        replace(base.optimizer, **given["optimizer"]),
+        replace(base.optimizer, **sections["optimizer"]),
     )
 
 
-def _check_model(given: Values, own: ModelConfig, init: str) -> None:
+def _check_model(values: Values, weights: ModelConfig, init: str) -> None:
     """Raise if a key of [model] contradicts the weights in `init`."""
-    for name, value in given.items():
+    for name, value in values.items():
         if name == "preset":
             raise ValueError(
-                f"preset: got {value!r} with init {init!r}; accepted: none, because the weights have their model"
+                f"preset: got {value!r} with init {init!r}; accepted: none, because the weights have their own model"
             )
-        if name not in _NOT_IN_WEIGHTS and value != getattr(own, name):
+        if name not in _MAY_DIFFER_FROM_WEIGHTS and value != getattr(weights, name):
             raise ValueError(
-                f"{name}: got {shown(value)} with init {init!r}; accepted: {getattr(own, name)}, the value of the weights"
+                f"{name}: got {shown(value)} with init {init!r}; accepted: {getattr(weights, name)}, the value of the weights"
             )
 
 
-def _adapters(given: Values, init: object) -> AdapterConfig | None:
-    """The adapters of a run. Keys that are not given are read from the PEFT folder `adapter`; a saved run gives all keys."""
-    given = {name: value for name, value in given.items() if value is not None}
-    if not given:
+def _adapters(lora: Values, init: object) -> AdapterConfig | None:
+    """The adapters of a run. Missing keys are read from the PEFT folder `adapter`; a saved run has all keys."""
+    lora = {name: value for name, value in lora.items() if value is not None}
+    if not lora:
         return None
-    own: Values = {}
-    if isinstance(given.get("adapter"), str) and not {f.name for f in fields(LoraConfig)} <= {*given}:
+    of_folder: Values = {}
+    if isinstance(lora.get("adapter"), str) and not {f.name for f in fields(LoraConfig)} <= {*lora}:
         if not isinstance(init, str):
             raise ValueError(
-                f"init: got None with lora.adapter {given['adapter']!r}; accepted: the folder of the weights (--init DIR)"
+                f"init: got None with lora.adapter {lora['adapter']!r}; accepted: the folder of the weights (--init DIR)"
             )
         from ..pretrained.adapters import open_adapter  # imported only where weights are read
         from ..pretrained.weights import open_weights
 
-        own = asdict(open_adapter(Path(given["adapter"]), open_weights(Path(init))).lora)
-    return AdapterConfig(**{**own, **given})
+        of_folder = asdict(open_adapter(Path(lora["adapter"]), open_weights(Path(init))).lora)
+    return AdapterConfig(**{**of_folder, **lora})
 
 
 def checked(content: Sections, where: str) -> dict[str, Values]:
-    """The given values by section, with sizes in bytes and None for "none"; an unknown section or key is an error."""
+    """The values by section, with sizes in bytes, and with None instead of "none". Raises if a section or key is unknown."""
     kinds = {
         "model": ModelConfig,
         "train": TrainConfig,
@@ -227,20 +227,20 @@ def checked(content: Sections, where: str) -> dict[str, Values]:
             elif key == "dtype" and isinstance(value, str | torch.dtype):
                 out[section][key] = dtype_name(value)
     t = out["train"]
-    saved = {f.name for f in fields(TrainConfig)} <= t.keys()  # a saved run has every key, steps and epochs among them
+    saved = {f.name for f in fields(TrainConfig)} <= t.keys()  # a saved run has every key
     if not saved and "steps" in t and t.get("epochs") is not None:
         raise ValueError(f"epochs: got {shown(t['epochs'])} and steps {shown(t['steps'])}; accepted: one of them")
     return out
 
 
 def _shown_keys(kinds: Mapping[str, type]) -> dict[str, str]:
-    """key → how an error shows it: 'steps' in [train]."""
+    """key → key and section for an error, such as "'steps' in [train]"."""
     names = [(section, f.name) for section, kind in kinds.items() for f in fields(kind)]
     return {name: f"{name!r} in [{section}]" for section, name in [("model", "preset"), *names]}
 
 
 def settled(run: RunConfig) -> RunConfig:
-    """The run with format, packing and too_long resolved: the format of its files, and the values that follow from it."""
+    """The run with the format of its files, and with the values of packing and too_long that follow from this format."""
     data = run.data
     format = find_format([Path(name) for name in data.files], data.text_field) if data.format == "auto" else data.format
     conversations = format != "text"
@@ -291,7 +291,7 @@ def resumed(own: RunConfig, asked: Sections) -> RunConfig:
                 value = own.model.block_size
             section_of_own = getattr(own, section)
             if isinstance(value, Mapping | list | tuple) and section_of_own is not None:
-                # rope_scaling gets its defaults, tuples become lists
+                # as in own_values: rope_scaling with its defaults, tuples as lists
                 changed = replace(section_of_own, **{name: value})
                 value = replace(own, **{section: changed}).plain()[section][name]
             had = own_values.get(section, {}).get(name)

@@ -1,7 +1,7 @@
 """Stages of a run: each has its own batch size, sequence length and attention window for some steps (`train.stages`).
 
-No stage has a larger batch_size or seq_len than the run, so one memory plan serves all stages. A stage reads the windows of
-text of the run, each cut into seq_len / stage.seq_len pieces. So a stage reads no held-out text, and no text twice.
+No stage has a larger batch_size or seq_len than the run, so one memory plan is enough for all stages. A stage cuts each window
+of text of the run into seq_len / stage.seq_len pieces, so no stage reads held-out text or reads text twice.
 """
 
 from __future__ import annotations
@@ -31,36 +31,36 @@ class Stage:
     window: int | Literal["model"] | None = "model"
 
 
-def read_stages(given: object) -> tuple[Stage, ...]:
+def read_stages(tables: object) -> tuple[Stage, ...]:
     """The stages in a list of tables from TOML or JSON."""
-    if not isinstance(given, list | tuple) or len(given) > MOST_STAGES:
-        got = f"{len(given):,} stages" if isinstance(given, list | tuple) else shown(given)
+    if not isinstance(tables, list | tuple) or len(tables) > MOST_STAGES:
+        got = f"{len(tables):,} stages" if isinstance(tables, list | tuple) else shown(tables)
         raise ValueError(
             f"stages: got {got}; accepted: a list of at most {MOST_STAGES:,} tables, such as "
             "[{steps = 100, seq_len = 64}, {window = 'none'}]"
         )
-    return tuple(_read(number, each) for number, each in enumerate(given, 1))
+    return tuple(_read(number, table) for number, table in enumerate(tables, 1))
 
 
-def _read(number: int, given: object) -> Stage:
-    if isinstance(given, Stage):
-        return given
+def _read(number: int, table: object) -> Stage:
+    if isinstance(table, Stage):
+        return table
     names = [field.name for field in fields(Stage)]
-    if not isinstance(given, Mapping):
-        raise ValueError(f"stages: got {shown(given)} as stage {number}; accepted: a table of {', '.join(names)}")
-    for key in given:
+    if not isinstance(table, Mapping):
+        raise ValueError(f"stages: got {shown(table)} as stage {number}; accepted: a table of {', '.join(names)}")
+    for key in table:
         if key not in names:
             meant = did_you_mean(str(key), names)
             raise ValueError(f"stages: got {key!r} in stage {number}{meant}; accepted: {', '.join(names)}")
-    values: dict[str, Any] = {key: None if value == "none" else value for key, value in given.items()}
+    values: dict[str, Any] = {key: None if value == "none" else value for key, value in table.items()}
     return Stage(**values)
 
 
 def resolved_stages(
     stages: Sequence[Stage], model: ModelConfig, *, batch_size: int, seq_len: int, steps: int | None
 ) -> tuple[Stage, ...]:
-    """The stages, with the run's values for the keys that a stage leaves out. `steps` is the number of steps of the run; None:
-    it follows from the epochs."""
+    """The stages, with the run's values for the keys that a stage leaves out. steps: the steps of the run; None: the run has
+    epochs."""
     out = []
     for number, stage in enumerate(stages, 1):
 
@@ -70,7 +70,7 @@ def resolved_stages(
             )
 
         if stage.steps is None and number < len(stages):
-            raise refuse("steps", "an int ≥ 1; only the last stage may leave it out, and lasts to the end")
+            raise refuse("steps", "an int ≥ 1; only the last stage may leave it out: that stage ends with the run")
         if stage.steps is not None and not is_count(stage.steps, _MOST_STEPS):
             raise refuse("steps", f"an int ≥ 1, at most {_MOST_STEPS:,}")
         for name, most in (("batch_size", batch_size), ("seq_len", seq_len)):
@@ -80,11 +80,11 @@ def resolved_stages(
             raise refuse(
                 "seq_len", f"a divisor of the run's value, {seq_len}, because windows are cut into equal pieces"
             )
-        own: object = stage.window
-        model_has = own == model.window and not isinstance(own, bool)
-        if own is not None and own != "model" and not model_has and not is_count(own, model.block_size):
+        window: object = stage.window
+        as_model = window == model.window and not isinstance(window, bool)
+        if window is not None and window != "model" and not as_model and not is_count(window, model.block_size):
             raise refuse("window", f"'none', 'model', or an int ≥ 1, at most block_size, {model.block_size}")
-        if own != "model" and not model_has and model.window_layers == ():
+        if window != "model" and not as_model and model.window_layers == ():
             raise refuse("window", "none of its own, because window_layers is [] and no block has a window")
         out.append(
             replace(
@@ -99,7 +99,7 @@ def resolved_stages(
 
 
 def _check_steps(stages: Sequence[Stage], steps: int | None) -> None:
-    """Every stage must begin before the run ends, and the last must end with it."""
+    """Every stage must begin before the run ends, and the last stage must end with the run."""
     earlier, last = begins(stages)[-1], stages[-1].steps if stages else None
     if steps is None:
         if last is not None:

@@ -45,7 +45,7 @@ class Alone:
         return self._view(handle)
 
     def number_of(self, micro_batch: int) -> int:
-        """The number that a micro-batch of this rank has in the whole step."""
+        """The number of this rank's micro-batch among the micro-batches of all ranks in this step."""
         context, rank, world = self.spec.context, self.mesh.rank, self.mesh.world
         return micro_batch * (world // context) + rank // context
 
@@ -76,8 +76,7 @@ class Alone:
     def around(
         self, program: Program, *, training: bool = True, accumulate: bool = True, last: bool = False
     ) -> Iterator[None]:
-        """Run a program of the model in this context, with collectives between its ops. `last`: the last micro-batch of the
-        step."""
+        """Run `program` in this context, with collectives between its ops. `last`: in the last micro-batch of the step."""
         yield
 
     def sum_gradients(self) -> None:
@@ -87,10 +86,10 @@ class Alone:
         """Wait for the sums in flight, before the gradients are overwritten."""
 
     def keep_largest(self) -> None:
-        """Store the largest magnitudes of float8 in this step so far. Empty micro-batches that follow do not change them."""
+        """Store the largest magnitudes of float8 in this step so far, so that later empty micro-batches do not change them."""
 
     def agree_on_largest(self) -> None:
-        """Set the largest magnitudes of float8 to the largest of all ranks, so that the next scales are the same on all."""
+        """Replace the largest magnitudes of float8 by the maxima over ranks, so that all ranks have the same next scales."""
 
     def update(self, learning_rate: float, loss: float) -> float:
         """Sum the gradients that are not summed yet, clip, and update. `loss` is the loss of this rank; returns the loss over
@@ -110,9 +109,8 @@ class Alone:
         self.params[name].copy_(value)
 
     def pieces(self, *, shared: bool) -> dict[str, Run]:
-        """name → (slice of the flattened tensor, its offset, length of the whole tensor) for the trained parameters, moments,
-        states of float8 and adam_step that this rank owns. A rank owns all of a tensor that is not sharded or, with `shared`,
-        1/world of it."""
+        """name → `Run` for the trained parameters, moments, states of float8 and adam_step that this rank owns. A rank owns a
+        whole tensor if it is not sharded; with `shared`, 1/world of the tensor."""
         pieces: dict[str, Run] = {"adam_step": (self.optimizer.adam_step.view(1), 0, 1)}
         return pieces | self._shares({**self.trained, **self.optimizer.moments, **self.scales}, shared=shared)
 
@@ -121,9 +119,9 @@ class Alone:
         rank, world, pieces = self.mesh.rank, self.mesh.world, {}
         for name, x in tensors.items():
             n = x.numel()
-            low, high = (n * rank // world, n * (rank + 1) // world) if shared else (0, n)
-            if low < high:
-                pieces[name] = x.view(-1)[low:high], low, n
+            start, stop = (n * rank // world, n * (rank + 1) // world) if shared else (0, n)
+            if start < stop:
+                pieces[name] = x.view(-1)[start:stop], start, n
         return pieces
 
     def spread(self) -> None:

@@ -1,4 +1,4 @@
-"""The optimizer and the schedule of one rank on handles: the memory plan traces them, and a strategy trains by them."""
+"""The optimizer and the schedule of one rank, with handles instead of tensors, for the memory plan and for the strategies."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from ..spec import StepSpec
 
 
 def schedule_of(model: Transformer, program: Callable[[], object] | None = None) -> tuple[Touch, ...]:
-    """For each op of `program`, by default the step of the model: the parameters that it reads and the gradients that it
-    writes."""
+    """The parameters that each op of `program` reads, and the gradients that it writes. program=None: the step of the model."""
     values = {handle.name: name for name, p in model.params.items() for handle in handles(p.value)}
     grads = {handle.name: name for name, p in model.params.items() for handle in handles(p.kept_grad)}
     return touches(program or model.step, observe, values, grads)
@@ -29,19 +28,19 @@ def buckets_of(
     model: Transformer, steps: Sequence[Touch], world: int, bucket_bytes: int, muon: MuonConfig | None = None
 ) -> tuple[Bucket, ...]:
     masters = list(handles([p.master for p in in_arena_order(model.trained, muon)]))
-    whole = {p.name for p in model.trained if p.matrices} if muon is not None else ()
-    return cut(masters, steps, world, bucket_bytes, whole)
+    unsplit = {p.name for p in model.trained if p.matrices} if muon is not None else ()
+    return cut(masters, steps, world, bucket_bytes, unsplit)
 
 
 def declare_optimizer(
     model: Transformer, spec: StepSpec, adamw: AdamW | None = None, rank: int = 0
 ) -> tuple[Optimizer, Units | None]:
-    """The optimizer of one rank, and the units if everything is sharded, else None."""
+    """The optimizer of one rank, and the units if parameters are sharded, otherwise None."""
     params, units = model.trained, None
     buckets: tuple[Bucket, ...] = ()
     if spec.in_units:
-        own = [UnitParam(p.name, *handles((p.value, p.grad, p.master))) for p in params]
-        units = Units.declare(own, spec.world, torch.bfloat16 if spec.states.gradients == "bfloat16" else None)
+        unit_params = [UnitParam(p.name, *handles((p.value, p.grad, p.master))) for p in params]
+        units = Units.declare(unit_params, spec.world, torch.bfloat16 if spec.states.gradients == "bfloat16" else None)
     elif spec.world > 1 and spec.shard == "optimizer":
         buckets = buckets_of(model, schedule_of(model), spec.world, spec.bucket_bytes, spec.muon)
     optimizer = Optimizer.declare(

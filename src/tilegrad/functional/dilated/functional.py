@@ -27,8 +27,8 @@ _KERNEL = "None or a kernel other than 'reference', which recomputes o and lse"
 
 def _check_absent(**options: object) -> None:
     accepted = "None; dilated attention supports only segments, rates, causal, scale and dropout"
-    for name, given in options.items():
-        require(given is None, name, given, accepted, show=lambda x: "a tensor" if isinstance(x, Tensor) else repr(x))
+    for name, value in options.items():
+        require(value is None, name, value, accepted, show=lambda x: "a tensor" if isinstance(x, Tensor) else repr(x))
 
 
 def _checked_pattern(
@@ -67,17 +67,17 @@ def dilated_attention(
     """Attention among every r-th position of each segment of q, k, v (B, H, T, D), with exact gradients. The cost is
     linear in T.
 
-    segment_lengths   s of each branch; the last segment may be shorter; lengths above T count as T
+    segment_lengths   length of the segments of each branch; lengths above T count as T; the last segment may be shorter
     dilation_rates    r of each branch
     mode              "head_groups": one contiguous group of heads per branch; the first groups get the remainder. In
                       group g the positions g mod r, g mod r + r, … of a segment attend to each other, and the result at
                       other positions is 0. The result is divided by the number of branches.
-                      "longnet": every branch covers all heads; head h begins at position h mod r of a segment. At each
-                      position the branches are mixed by the softmax of their logsumexps. A position that no branch
-                      covers gives 0
-    causal            no position attends to a later one
+                      "longnet": every branch covers all heads; head h begins at position h mod r of a segment. The
+                      result is Σ_b softmax_b(lse_b) o_b over the branches b that cover a position, and 0 at a position
+                      that no branch covers
+    causal            no position attends to a later position
     scale             factor of the scores; None: 1/√D
-    dropout_p         drops probabilities once, after the softmax; which ones depends only on seed and shapes
+    dropout_p         drops probabilities once, after the softmax; seed and shapes determine which
     manager           an AttentionBufferManager for temporary buffers; None: torch's allocator
 
     attn_mask, bias, window and sinks are not supported and must be None. deterministic and kernel are as in
@@ -93,19 +93,19 @@ def dilated_attention(
     check_tensors(q, k, v, Mask(causal))
     segments, rates = _checked_pattern(q, k, segment_lengths, dilation_rates, mode)
     require(kernel != "reference", "kernel", kernel, _KERNEL)
-    drawn = seed_tensor(Mask(causal, dropout_p=dropout_p, seed=seed), q.device) if dropout_p else None
+    seed = seed_tensor(Mask(causal, dropout_p=dropout_p, seed=seed), q.device) if dropout_p else None
     deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
     training = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     options = Options(
         segments, rates, mode, causal, scale, float(dropout_p), deterministic, kernel, training, number_of(manager)
     )
-    if not is_traced_or_transformed() and is_plain_tensor(q, k, v, drawn):
+    if not is_traced_or_transformed() and is_plain_tensor(q, k, v, seed):
         if torch._C._is_any_autocast_enabled():
             q, k, v = autocast(q, k, v)
-        return cast(Tensor, _Eager.apply(q, k, v, drawn, options)) if training else forward(q, k, v, drawn, *options)[0]
+        return cast(Tensor, _Eager.apply(q, k, v, seed, options)) if training else forward(q, k, v, seed, *options)[0]
     from .ops import dilated_fwd
 
-    return dilated_fwd(q, k, v, drawn, *options)[0]
+    return dilated_fwd(q, k, v, seed, *options)[0]
 
 
 def check_pattern(
@@ -113,8 +113,7 @@ def check_pattern(
 ) -> tuple[list[int], list[int]]:
     """Checks the mode, the lengths and the rates. Returns lengths and rates as lists."""
     require(mode in MODES, "mode", mode, " or ".join(map(repr, MODES)))
-    given = (("segment_lengths", segment_lengths), ("dilation_rates", dilation_rates))
-    for name, values in given:
+    for name, values in (("segment_lengths", segment_lengths), ("dilation_rates", dilation_rates)):
         is_sequence = isinstance(values, Sequence) and not isinstance(values, str)
         positive = is_sequence and len(values) > 0 and all(type(n) is int and n > 0 for n in values)
         require(positive, name, values, "a sequence of ints ≥ 1, one per branch")

@@ -1,17 +1,16 @@
-"""Forward and backward of dilated attention on plain tensors. A plan, cached for each signature of a call, lists its jobs.
+"""Forward and backward of dilated attention on plain tensors. A plan lists the calls of attention; there is one per signature.
 
-"head_groups", G branches, the heads of group g:        "longnet", all heads in every branch:
+    "head_groups", G branches: y = o_g / G in the heads of group g
+    "longnet", branches b that cover a position: y = Σ_b softmax_b(lse_b) o_b in every head
 
-    y = o_g / G                                             y = Σ_b softmax_b(lse_b) o_b over the branches at a position
-
-The mix of "longnet" is one softmax over the keys of all branches: softmax_b(lse_b) exp(s − lse_b) = exp(s − lse) with
-lse = log Σ_b exp lse_b. So its exact gradient is attention's backward over each branch, with the mixed y and lse instead of o
-and lse: ds = exp(s − lse) (dy·v − dy·y). Neither o_b nor its gradient is stored. The backward of "head_groups" is attention's
+The sum of "longnet" is one softmax over the keys of all branches: softmax_b(lse_b) exp(s − lse_b) = exp(s − lse) with
+lse = log Σ_b exp lse_b. So its exact gradient is attention's backward over each branch, with y and this lse instead of o_b and
+lse_b: ds = exp(s − lse) (dy·v − dy·y). Neither o_b nor its gradient is stored. The backward of "head_groups" is attention's
 backward with do = dy / G and o = G y.
 
 Tensors that are returned or saved for the backward come from torch: y, lse (B, H, T), and the gradients. Everything else comes
-from the manager: one TEMP buffer per pass and, in a forward of "longnet", one OUTPUT buffer. Each buffer has the size that
-the largest call needs.
+from the manager: one TEMP buffer per pass and, in a forward of "longnet", one OUTPUT buffer. Both are as large as the largest
+call needs.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def _signed(n: int) -> int:
 
 
 class Options(NamedTuple):
-    """The arguments of the ops besides tensors. `training`: a backward follows."""
+    """The arguments of the ops that are not tensors. `training`: a backward follows."""
 
     segments: list[int]
     rates: list[int]
@@ -62,7 +61,7 @@ class Options(NamedTuple):
 
 
 class Job(NamedTuple):
-    """A call, its kernel in each direction, and the layouts of its buffers. A call with `added` adds to the result of earlier
+    """A call of attention: its kernels and the layouts of its buffers. `added`: the call adds to the result of earlier
     branches."""
 
     fwd: Selection
@@ -71,7 +70,7 @@ class Job(NamedTuple):
     views: dict[str, View]  # views of q, k, v, y, lse, dq, dk, dv
     forward_layout: Layout
     backward_layout: Layout
-    part_layout: Layout  # o of an added call
+    part_layout: Layout  # o of a call with `added`
     prepared: dict[object, Run]
 
     def run(self, call: Forward | Backward, temp: Tensor) -> None:
@@ -87,7 +86,7 @@ class Job(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """All jobs of a call. Forward and backward request buffers of the same size, so that a manager can reuse them."""
+    """All jobs. Forward and backward request buffers of the same sizes, so that a manager can reuse them."""
 
     branches: tuple[Branch, ...]
     jobs: tuple[Job, ...]
@@ -103,8 +102,8 @@ def _plan(qkv: Sequence[Tensor], y: Tensor, lse: Tensor, options: Options) -> Pl
     forms = [(x.shape, x.stride(), x.data_ptr() % ALIGNED_BYTES) for x in (*qkv, y)]
     patterns = (tuple(options.segments), tuple(options.rates), *options[2:-1])
     key = (*forms, y.dtype, y.device, patterns, torch.get_num_threads(), id(table.ATTENTION))
-    found = _plans.get(key)
-    return found if found is not None else remember(_plans, key, _new_plan(qkv, y, lse, options))
+    plan = _plans.get(key)
+    return plan if plan is not None else remember(_plans, key, _new_plan(qkv, y, lse, options))
 
 
 def _new_plan(qkv: Sequence[Tensor], y: Tensor, lse: Tensor, options: Options) -> Plan:
@@ -112,15 +111,15 @@ def _new_plan(qkv: Sequence[Tensor], y: Tensor, lse: Tensor, options: Options) -
         return Plan((), (), 0, 0)
     b, h, t, _ = y.shape
     strides = tuple([x.stride()[:3] for x in (*qkv, y)])
-    found = branches((b, h, t), strides, tuple(options.segments), tuple(options.rates), options.mode)
+    all_branches = branches((b, h, t), strides, tuple(options.segments), tuple(options.rates), options.mode)
     jobs = []
-    for number, branch in enumerate(found):
+    for number, branch in enumerate(all_branches):
         added = options.mode == "longnet" and number > 0
         jobs += [_job(call, qkv, y, lse, options, added=added) for call in branch.calls]
     temp = max(job.forward_layout.nbytes for job in jobs)
     if options.training:
         temp = max(temp, *(job.backward_layout.nbytes for job in jobs))
-    return Plan(found, tuple(jobs), temp, max(job.part_layout.nbytes for job in jobs))
+    return Plan(all_branches, tuple(jobs), temp, max(job.part_layout.nbytes for job in jobs))
 
 
 def _job(call: StridedCall, qkv: Sequence[Tensor], y: Tensor, lse: Tensor, options: Options, *, added: bool) -> Job:
@@ -143,7 +142,7 @@ def _job(call: StridedCall, qkv: Sequence[Tensor], y: Tensor, lse: Tensor, optio
 
 
 def _widened(y: View, d: int) -> View:
-    """The same rows as y, in a tensor of y's memory order with d columns."""
+    """The rows of `y` in a tensor with y's memory order and d columns instead of y's dv."""
     *shape, dv = y.shape
     return View((*shape, d), (*(n // dv * d for n in y.strides[:3]), 1), y.start // dv * d)
 
@@ -157,7 +156,7 @@ def _masks(options: Options, seed: Tensor | None, calls: int) -> list[Mask]:
         plain = _MASKS[options.causal] if options.scale is None else Mask(options.causal, scale=options.scale)
         return [plain] * calls
     seeds = (seed + _signed(number * WEYL) if number else seed for number in range(calls))
-    return [Mask(options.causal, scale=options.scale, dropout_p=options.dropout_p, seed=own) for own in seeds]
+    return [Mask(options.causal, scale=options.scale, dropout_p=options.dropout_p, seed=each) for each in seeds]
 
 
 def _in_order_of(q: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -174,31 +173,31 @@ def new_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def new_gradients(q: Tensor, k: Tensor, v: Tensor, wanted: Sequence[bool]) -> list[Tensor]:
-    given = zip((q, k, v), wanted, strict=True)
-    return [_in_order_of(q, x.shape, q.dtype) if want else q.new_empty(0) for x, want in given]
+    pairs = zip((q, k, v), wanted, strict=True)
+    return [_in_order_of(q, x.shape, q.dtype) if want else q.new_empty(0) for x, want in pairs]
 
 
 def _zero_where_uncovered(plan: Plan, options: Options, *tensors: Tensor) -> None:
     """Zeros the heads of branches that do not cover all positions. In "longnet" the first branch covers the most positions."""
-    found = [b.heads for b in (plan.branches[:1] if options.mode == "longnet" else plan.branches) if not b.covers_all]
-    for first, last in _runs(found):
+    heads = [b.heads for b in (plan.branches[:1] if options.mode == "longnet" else plan.branches) if not b.covers_all]
+    for start, stop in _merged(heads):
         for x in tensors:
-            x[:, first:last].zero_()
+            x[:, start:stop].zero_()
 
 
-def _runs(heads: Sequence[range]) -> list[tuple[int, int]]:
-    """(first, last + 1) of each run of adjacent ranges, so that a run takes one launch."""
-    runs: list[tuple[int, int]] = []
-    for own in heads:
-        if runs and runs[-1][1] == own.start:
-            runs[-1] = runs[-1][0], own.stop
+def _merged(ranges: Sequence[range]) -> list[tuple[int, int]]:
+    """(start, stop) of the ranges, with adjacent ranges merged, so that they take one launch."""
+    merged: list[tuple[int, int]] = []
+    for heads in ranges:
+        if merged and merged[-1][1] == heads.start:
+            merged[-1] = merged[-1][0], heads.stop
         else:
-            runs.append((own.start, own.stop))
-    return runs
+            merged.append((heads.start, heads.stop))
+    return merged
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, *given: Any) -> tuple[Tensor, Tensor]:
-    options = Options(*given)
+def forward(q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, *arguments: Any) -> tuple[Tensor, Tensor]:
+    options = Options(*arguments)
     y, lse = new_outputs(q, v)
     plan = _plan((q, k, v), y, lse, options)
     _zero_where_uncovered(plan, options, y)
@@ -214,9 +213,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, *given: Any) -
     return y, lse
 
 
-def _run_forward(job: Job, given: dict[str, Tensor], mask: Mask, factor: float, temp: Tensor, part: Tensor) -> None:
+def _run_forward(job: Job, tensors: dict[str, Tensor], mask: Mask, factor: float, temp: Tensor, part: Tensor) -> None:
     scratch = job.forward_layout.of(temp)
-    q, k, v, o, lse = (job.views[name].of(x) for name, x in given.items())
+    q, k, v, o, lse = (job.views[name].of(x) for name, x in tensors.items())
     if not job.added:
         job.run(Forward(q, k, v, mask, o, lse, (temp,)), temp)
         if factor != 1.0:
@@ -230,8 +229,8 @@ def _run_forward(job: Job, given: dict[str, Tensor], mask: Mask, factor: float, 
 def backward(
     q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, dy: Tensor, seed: Tensor | None, *rest: Any
 ) -> tuple[Tensor, ...]:
-    *given, wanted = rest
-    options = Options(*given)
+    *arguments, wanted = rest
+    options = Options(*arguments)
     grads = new_gradients(q, k, v, wanted)
     plan = _plan((q, k, v), y, lse, options)
     if not rows_aligned(dy) or any(n > 1 and a != b for n, a, b in zip(y.shape, dy.stride(), y.stride(), strict=True)):

@@ -1,14 +1,14 @@
-"""Activations in Triton: one pass.       h, a, gate, up (N, C), or all contiguous   partials (1 or 2, P, C)
+"""Activations in Triton, in one pass.       h, a, gate, up (N, C), or all contiguous   partials (1 or 2, P, C)
 
     forward    one program per tile
     backward   one program per tile; with column sums P programs per tile of columns: program p has the row tiles
                p, p + P, p + 2P, … and writes partials[:, p] = Σ dh of its rows; then dh_sum (+)= Σ_p partials
 
-The arithmetic is float32. Only outputs are rounded. Sums add the rounded numbers in the order of the grid: the same bits each
-time. σ(v) and σ(−v) are 1 / (1 + e) and e / (1 + e) with e = exp(−|v|), which neither cancel nor overflow. For float32, exp and
-division are IEEE-rounded like torch's, because the error of the fast instructions grows to |v| ulps. If outputs are bfloat16 or
-float16 and σ(−v) is added to a term of size 1, it is computed as 1 − σ(v), because a memory-bound kernel has time for only 37
-instructions per element.
+The arithmetic is float32. Only outputs are rounded. Column sums add the rounded outputs in a fixed order, so the bits are the
+same each time. For v ≥ 0, σ(v) and σ(−v) are 1 / (1 + e) and e / (1 + e) with e = exp(−v), and for v < 0 the reverse with
+e = exp(v): neither cancels or overflows. For float32, exp and division are IEEE-rounded like torch's, because the error of the
+fast instructions grows to |v| ulps. For bfloat16 and float16, σ(−v) is 1 − σ(v) where it is added to a term of size 1: a
+memory-bound kernel has time for only 37 instructions per element.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def activate(h, KIND: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def derivative(h, KIND: tl.constexpr, EXACT: tl.constexpr):
-    """gelu' = σ(v) + h σ(v) σ(−v) v', v = 2u. If σ(−|v|) is 0, so is the second term, even if h² is infinite."""
+    """gelu' = σ(v) + h σ(v) σ(−v) v', v = SLOPE (h + CUBIC h³). The second term is 0 if σ(−|v|) is, even if h² is infinite."""
     if KIND == "gelu":
         of_v, of_minus_v = sigmoids_next_to_1(SLOPE * h * (1.0 + CUBIC * h * h), EXACT)
         product = of_v * of_minus_v
@@ -180,13 +180,13 @@ def _swiglu_bwd_kernel(
 
 
 def _summed_tile(c: int) -> tuple[int, int]:
-    """(rows, columns)"""
+    """Rows and columns of a tile with column sums."""
     columns = min(COLUMNS, padded(c))
     return SUMMED_TILE // columns, columns
 
 
 def _programs(h: TensorLike) -> int:
-    """The number P of programs. It never decreases with more rows, so scratch for many rows also fits fewer."""
+    """P, which is not larger for fewer rows, so scratch for many rows is enough for fewer rows."""
     (n, c), (rows, columns) = h.shape, _summed_tile(h.shape[1])
     most = PROGRAMS * multiprocessors(h.device) // ceil_div(c, columns)
     return max(1, min(ceil_div(n, rows), most))
@@ -253,10 +253,10 @@ def _launch_backward(
 
 
 def _tiles(*tensors: Tensor | None) -> tuple[int, int, int, int, list[int]]:
-    """N, C, rows and columns of a tile, and strides. Contiguous tensors are treated as one long row."""
-    given = [t for t in tensors if t is not None]
-    if all(t.is_contiguous() for t in given):
-        return 1, given[0].numel(), 1, TILE, [0] * len(tensors)
-    n, c = given[0].shape
+    """N, C, rows and columns of a tile, and the stride of each tensor. Contiguous tensors are treated as one long row."""
+    present = [t for t in tensors if t is not None]
+    if all(t.is_contiguous() for t in present):
+        return 1, present[0].numel(), 1, TILE, [0] * len(tensors)
+    n, c = present[0].shape
     block_c = min(COLUMNS, padded(c))
     return n, c, 1 if n == 1 else TILE // block_c, block_c, [0 if t is None else t.stride(0) for t in tensors]

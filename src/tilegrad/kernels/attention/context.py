@@ -1,18 +1,18 @@
-"""Attention over T rows split among N ranks (context parallel): a rank has T / N rows of q, k and v and gathers K and V.
+"""Attention over T rows split among N ranks (context parallel): each rank has T / N rows of q, k and v and gathers all k and v.
 
     runs       2N runs of c = T / 2N rows; rank r has runs r and 2N − 1 − r, in this order ("zigzag": equal causal work)
     forward    K, V = all-gather of k, v          for each run a: o[a], lse[a] = attention(q[a], K[: (a+1)·c], V[: (a+1)·c])
     backward   K, V = all-gather of k, v          for each run a: dq[a], dK_a, dV_a
                dk, dv = reduce-scatter of Σ dK_a, Σ dV_a, summed in the accumulation dtype
 
-Rows and columns are aligned at the bottom right (mask.py), so a run needs no offset: its K and V end where the run ends. Tiles
-of columns start at column 0, as in one call on all T rows. So without a window, o and dq have the bits of that call.
+Rows and columns are aligned at the bottom right (mask.py), so a run needs no offset: the K and V of a run end where the run
+ends. Tiles of columns start at column 0, as in one call on all T rows, so without a window o and dq have the bits of that call.
 
     q (B, Hq, t, D)   k (B, Hkv, t, D)   v (B, Hkv, t, Dv)   o, do (B, Hq, t, Dv)   lse, dlse (B, Hq, t)      t = T / N = 2·c
 
-dsinks is this rank's part, to be summed over the ranks like every gradient of a parameter. A rank sends its k and v N − 1 times
-in the forward, and again in the backward. The backward also sends the gradients of k and v N − 1 times, in float32. K and V
-are needed only during an op.
+dsinks is this rank's part, to be summed over the ranks like every gradient of a parameter. Each pass sends a rank's k and v
+N − 1 times. The backward also sends their gradients N − 1 times, in the accumulation dtype. K and V are needed only during an
+op.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from .checks import require
 from .mask import Mask
 from .problem import FEW_ROWS
 
-BUFFERS = ("parts", "k", "v", "dparts", "dk", "dv", "run_dk", "run_dv")  # the buffers that are sent, received or summed
+BUFFERS = ("parts", "k", "v", "dparts", "dk", "dv", "run_dk", "run_dv")  # sent, received or summed
 
 
 class Ranks(Protocol):
-    """The `world` ranks that share a sequence, for example a group of engine/dist/mesh.py."""
+    """The ranks that share a sequence, for example a group of engine/dist/mesh.py."""
 
     @property
     def rank(self) -> int: ...
@@ -83,7 +83,7 @@ def _buffers(q: Any, k: Any, v: Any, world: int, *, backward: bool) -> Shapes:
     shapes: Shapes = {"parts": (parts, q.dtype), "k": ((*sequence, d), q.dtype), "v": ((*sequence, dv), q.dtype)}
     if backward:
         shapes |= {"dparts": (parts, acc), "dk": ((*sequence, d), acc), "dv": ((*sequence, dv), acc)}
-        shapes |= {"run_dk": ((*first_run, d), acc), "run_dv": ((*first_run, dv), acc)}  # its columns end by T / 2
+        shapes |= {"run_dk": ((*first_run, d), acc), "run_dv": ((*first_run, dv), acc)}  # for up to T / 2 columns
     return shapes
 
 
@@ -107,7 +107,7 @@ def gather_attention_workspace(
 
 
 def _pair(part: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Views of a rank's part: its rows of k, its rows of v."""
+    """Views of `part`, the rows of one rank: of k and of v."""
     n = prod(k.shape)
     return part[:n].view(k.shape), part[n:].view(v.shape)
 
@@ -122,8 +122,8 @@ def _by_run(part: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor
 def _gather(k: Tensor, v: Tensor, group: Ranks, buffers: Scratch) -> None:
     """buffers["k"], buffers["v"] = the rows of all ranks, in the order of the sequence."""
     parts, c = buffers["parts"], k.shape[2] // 2
-    for mine, x in zip(_pair(parts[group.rank], k, v), (k, v), strict=True):
-        mine.copy_(x)
+    for own, x in zip(_pair(parts[group.rank], k, v), (k, v), strict=True):
+        own.copy_(x)
     group.all_gather(parts[group.rank], out=parts.view(-1))
     for rank, part in enumerate(parts):
         for a, (pk, pv) in zip(runs_of(rank, group.world), _by_run(part, k, v), strict=True):
@@ -132,15 +132,14 @@ def _gather(k: Tensor, v: Tensor, group: Ranks, buffers: Scratch) -> None:
 
 
 def _scatter(dk: Tensor, dv: Tensor, group: Ranks, buffers: Scratch) -> None:
-    """dk, dv = the gradients of this rank's rows, summed over ranks and runs. The last run also attends to the columns
-    of the first."""
+    """dk, dv = the gradients of this rank's rows, summed over ranks and runs. Both runs attend to the first run's columns."""
     dparts, c = buffers["dparts"], dk.shape[2] // 2
     first, last = runs_of(group.rank, group.world)
     sources = ((buffers["dk"], buffers["run_dk"]), (buffers["dv"], buffers["run_dv"]))
     for rank, part in enumerate(dparts):
-        for a, pair in zip(runs_of(rank, group.world), _by_run(part, dk, dv), strict=True):
+        for a, outputs in zip(runs_of(rank, group.world), _by_run(part, dk, dv), strict=True):
             columns = slice(a * c, (a + 1) * c)
-            for out, (of_last, of_first) in zip(pair, sources, strict=True):
+            for out, (of_last, of_first) in zip(outputs, sources, strict=True):
                 if a > last:
                     out.zero_()
                     continue
@@ -148,8 +147,8 @@ def _scatter(dk: Tensor, dv: Tensor, group: Ranks, buffers: Scratch) -> None:
                 if a <= first:
                     out.add_(of_first[:, :, columns])
     group.reduce_scatter(dparts.view(-1), out=dparts[group.rank])
-    for x, mine in zip((dk, dv), _pair(dparts[group.rank], dk, dv), strict=True):
-        x.copy_(mine)
+    for x, total in zip((dk, dv), _pair(dparts[group.rank], dk, dv), strict=True):
+        x.copy_(total)
 
 
 @op()
@@ -182,7 +181,7 @@ def gather_attention_bwd(
     check_mask(mask)
     buffers = views(scratch, _buffers(q, k, v, group.world, backward=True), q.device, "gather_attention")
     _gather(k, v, group, buffers)
-    for (i, end), run in zip(_runs(q, group), ("run_", ""), strict=True):
+    for (i, end), prefix in zip(_runs(q, group), ("run_", ""), strict=True):
         q_run, o_run, lse_run, do_run, dq_run = (x[:, :, i] for x in (q, o, lse, do, dq))
         attention_bwd(
             q_run,
@@ -194,8 +193,8 @@ def gather_attention_bwd(
             None if dlse is None else dlse[:, :, i],
             mask,
             dq=dq_run,
-            dk=buffers[f"{run}dk"][:, :, :end],
-            dv=buffers[f"{run}dv"][:, :, :end],
+            dk=buffers[f"{prefix}dk"][:, :, :end],
+            dv=buffers[f"{prefix}dv"][:, :, :end],
             dsinks=dsinks,
             scratch=of("attention", scratch),
             deterministic=deterministic,

@@ -1,15 +1,14 @@
-"""Attention on the CPU in C++, in a library that does not use torch and has code for each instruction set.
+"""Attention on the CPU in C++. The library does not need torch, and has code for each instruction set (cpu/library.py).
 
 The loops over tiles are in forward.h and backward.h of cpu/csrc/attention, or in amx_forward.h and amx_backward.h for bfloat16
 on a processor with AMX. The equations are in mask.py and reference.py. A tile costs two GEMMs in the forward and five in the
 backward. Tiles that the band or a bias masks out are skipped, and so are masked-out strips of tiles on the band's edges. Sums
-are float32 (float64 for float64 inputs). Scratch is O(threads · (G·T·(2·D + Dv) + tile · D)), G = Hq / Hkv. It has a T×T matrix
-only for the gradient of a T×T bias that is broadcast over heads or sequences and whose dtype is not the dtype of sums. Results
-have the same bits on any number of threads (cpu/csrc/threads/work_queue.h). On x86, results below the smallest normal number
-are 0.
+are float32 (float64 for float64 inputs). With G = Hq / Hkv the scratch is O(threads · (G·T·(2·D + Dv) + tile · D)). The scratch
+has a T×T matrix only for a T×T bias that needs a gradient, is broadcast over heads or sequences, and has another dtype than
+sums. Results have the same bits on any number of threads (cpu/csrc/threads/work_queue.h). On x86, results below the smallest
+normal number are 0.
 
 A call uses torch.get_num_threads() of torch's own threads (cpu/csrc/threads/thread_pool.h) and releases the GIL.
-cpu/library.py chooses the instruction set, cpu/abi.py packs the arguments.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ _ABSENT = (0, 0, 0, 0, 0)  # address and strides of an absent tensor
 
 
 def exp_error(dtype: torch.dtype) -> float:
-    """The relative error of exp if it exceeds the default of bounds.py, else 0. With AMX, exp is a short polynomial (amx.h).
-    Its error is far below the rounding of p to bfloat16, but above the rounding of lse to float32."""
+    """The relative error of exp if it exceeds the default of bounds.py, else 0. With AMX, exp is a short polynomial (amx.h):
+    the error is far below the rounding of p to bfloat16, but above the rounding of lse to float32."""
     return 3e-6 if dtype == torch.bfloat16 and ISAS[isa()] == "amx" else 0.0
 
 
@@ -72,7 +71,7 @@ def size_fields(q: Any, v: Any, mask: Mask) -> dict[str, Any]:
 
 
 def workspace(q: Any, k: Any, v: Any, mask: Mask, *, backward: bool, deterministic: bool) -> Shapes:
-    """The scratch grows with every size and with the number of threads."""
+    """The scratch, which grows with every size and with the number of threads."""
     dtype, bias = accumulation_dtype(q.dtype), mask.float_bias
     sizes = pack_call(**size_fields(q, v, mask), intervals=_interval_form(mask.intervals))
     needed_bytes = native().tilegrad_native_scratch(sizes, backward)
@@ -83,7 +82,7 @@ def workspace(q: Any, k: Any, v: Any, mask: Mask, *, backward: bool, determinist
 
 
 def _has_all_pairs(bias: Any, q: Any, v: Any) -> bool:
-    """True if a bias of a dense call has an element for each pair: no axis is broadcast."""
+    """Whether a bias of a dense call is not broadcast along any axis."""
     return bool(prod(bias.shape) == prod((*q.shape[:3], v.shape[2])))
 
 
@@ -140,7 +139,7 @@ def _signed(seed: int | Tensor) -> int:
 
 
 def _fields(call: Forward | Backward) -> dict[str, Any]:
-    """The fields of `Call` that both directions have, except scratch."""
+    """The fields of `Call` that forward and backward have, except scratch."""
     q, mask = call.q, call.mask
     varlen = mask.varlen
     dropout: dict[str, Any] = {}
@@ -163,13 +162,13 @@ def _fields(call: Forward | Backward) -> dict[str, Any]:
     }
 
 
-# Offset of each field of `Call` in words of 8 bytes. Each field takes one or more whole words.
-_AT = {field[0]: getattr(Call, field[0]).offset // 8 for field in Call._fields_}
+# The index of each field of `Call`, in words of 8 bytes.
+_WORD = {field[0]: getattr(Call, field[0]).offset // 8 for field in Call._fields_}
 
 
 class NativeRun:
-    """Runs calls of one signature. Fields with the same value in all these calls are packed once. Addresses, the instruction
-    set and the seed are written at each call. fast_path.cpp does the same with `program`."""
+    """Runs calls of one signature. The fields are packed once; only addresses, the instruction set and the seed are written at
+    each call. fast_path.cpp runs such calls too, from `program`."""
 
     def __init__(self, direction: int, fields: dict[str, Any], call: Forward | Backward, views: Views) -> None:
         mask, dbias = call.mask, call.dbias if isinstance(call, Backward) else None
@@ -177,11 +176,11 @@ class NativeRun:
         tensors |= {name: getattr(mask, name) for name in MASK_TENSORS}
         tensors |= {name: getattr(call, name, None) for name in ("dq", "dk", "dv", "dbias", "dsinks")}
         fields_of = {"do": "do_", "dv": "dv_", "alibi_slopes": "slopes"}
-        self._places = [_AT[fields_of.get(name, name)] for name, x in tensors.items() if isinstance(x, Tensor)]
+        self._indices = [_WORD[fields_of.get(name, name)] for name, x in tensors.items() if isinstance(x, Tensor)]
         self._direction, self._words = direction, array("Q", pack_call(**fields))
         self._run = native().tilegrad_native_run
         function = ctypes.cast(self._run, ctypes.c_void_p).value
-        self.program = (function, direction, list(self._words), self._places, _AT["scratch"])
+        self.program = (function, direction, list(self._words), self._indices, _WORD["scratch"])
         self._views, self._dropout = views, bool(mask.dropout_p)
         self._scratch_bytes = views(*call.memory)["native"].nbytes
         self._zero_dbias = dbias is not None and (
@@ -190,18 +189,18 @@ class NativeRun:
 
     def __call__(self, call: Forward | Backward) -> None:
         words, dbias, sums = self._words[:], None, None
-        for i, x in zip(self._places, call.tensors, strict=False):  # the seed's address is replaced below by its value
+        for i, x in zip(self._indices, call.tensors, strict=False):  # the value of the seed replaces its address below
             words[i] = x.data_ptr()
         if self._dropout and call.mask.seed is not None:
-            words[_AT["seed"]] = _signed(call.mask.seed) % 2**64
+            words[_WORD["seed"]] = _signed(call.mask.seed) % 2**64
         if isinstance(call, Backward) and call.dbias is not None:
             dbias = call.dbias
             sums = self._views(*call.memory).get("dbias", dbias)
-            words[_AT["dbias"]] = sums.data_ptr()
+            words[_WORD["dbias"]] = sums.data_ptr()
             if self._zero_dbias:
                 sums.zero_()
-        words[_AT["scratch"]], words[_AT["scratch_bytes"]] = from_cache_line(call.memory[0], self._scratch_bytes)
-        words[_AT["isa"]] = isa()
+        words[_WORD["scratch"]], words[_WORD["scratch_bytes"]] = from_cache_line(call.memory[0], self._scratch_bytes)
+        words[_WORD["isa"]] = isa()
         self._run(words.tobytes(), self._direction)
         if dbias is not None and sums is not None and sums is not dbias:
             dbias.copy_(sums)

@@ -1,4 +1,4 @@
-"""The table of attention's kernels: the first row that takes a call runs it."""
+"""The table of attention's kernels. The first kernel that does not refuse a call runs it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ SHORT, MANY_SEQUENCES = 64, 256
 def _triton_refuses(problem: Problem) -> str | None:
     if problem.k.shape[1] > MOST_HEADS:
         return f"takes up to {MOST_HEADS} kv heads (limit of an axis of a CUDA grid), not {problem.k.shape[1]}"
-    return gpu.refusal(problem.q) or _too_wide(problem)
+    return gpu.refusal(problem.q) or _too_wide_for_float32(problem)
 
 
-def _too_wide(problem: Problem) -> str | None:
-    """Why tiles of a float32 head do not fit in shared memory: the backward needs 128 KiB, or 192 KiB with products in
+def _too_wide_for_float32(problem: Problem) -> str | None:
+    """Why the tiles of a float32 call do not fit in shared memory. The backward needs 128 KiB, or 192 KiB with products in
     float64."""
     q, widest = problem.q, max(problem.q.shape[-1], problem.v.shape[-1])
     if q.device.type != "cuda" or q.dtype != torch.float32 or widest <= WIDEST_FLOAT32:
@@ -39,10 +39,10 @@ def _too_wide(problem: Problem) -> str | None:
     )
 
 
-def _other_order(problem: Problem) -> str | None:
+def _invariant_refusal(problem: Problem) -> str | None:
     """Why a kernel cannot run an invariant problem. On a CPU the engine requires the native kernels, which are invariant."""
-    other_order = "adds in another order than attention over a cache, and the problem is invariant"
-    return other_order if problem.invariant and problem.q.device.type != "cpu" else None
+    reason = "adds in another order than attention over a cache, and the problem is invariant"
+    return reason if problem.invariant and problem.q.device.type != "cpu" else None
 
 
 def _hopper_refuses(problem: Problem) -> str | None:
@@ -54,9 +54,8 @@ def _hopper_refuses(problem: Problem) -> str | None:
         return "is written in Gluon, which has no interpreter (unset TRITON_INTERPRET)"
     if q.device.type != "cuda":
         return f"needs a Hopper GPU, not {q.device.type}"
-    unknown = triton_version.gluon_refusal()
-    if unknown:
-        return unknown
+    if refusal := triton_version.gluon_refusal():
+        return refusal
     major, minor = torch.cuda.get_device_capability(q.device)
     if (major, minor) != (9, 0):
         return f"needs compute capability 9.0, and {q.device} has {major}.{minor}"
@@ -81,16 +80,16 @@ def _hopper_refuses(problem: Problem) -> str | None:
         return (
             f"leaves more than {MANY_SEQUENCES} packed sequences of up to {SHORT} rows to triton, which is faster there"
         )
-    if _other_order(problem):
-        return _other_order(problem)
+    if refusal := _invariant_refusal(problem):
+        return refusal
     tensors = {"q": q, "k": k, "v": v} | problem.others
-    reasons = (tma_refusal(name, x, varlen=mask.varlen) for name, x in tensors.items())
-    return next((reason for reason in reasons if reason), None)
+    refusals = (tma_refusal(name, x, varlen=mask.varlen) for name, x in tensors.items())
+    return next(filter(None, refusals), None)
 
 
 def _native_refuses(problem: Problem) -> str | None:
-    huge = max(*problem.q.shape, *problem.k.shape) >= 2**31
-    return library.refusal(problem.q.device) or ("takes fewer than 2³¹ rows and columns" if huge else None)
+    too_long = max(*problem.q.shape, *problem.k.shape) >= 2**31
+    return library.refusal(problem.q.device) or ("takes fewer than 2³¹ rows and columns" if too_long else None)
 
 
 ATTENTION = Table(
@@ -99,11 +98,11 @@ ATTENTION = Table(
         Kernel("hopper", "attention.hopper", _hopper_refuses),
         Kernel("triton", "attention.triton", _triton_refuses),
         Kernel("native", "attention.cpu", _native_refuses),
-        Kernel("tiled", "attention.tiled", _other_order),
+        Kernel("tiled", "attention.tiled", _invariant_refusal),
         Kernel(
             "reference",
             "attention.reference",
-            _other_order,
+            _invariant_refusal,
             by_name_only="is the oracle, with whole T×T matrices: runs only by name",
         ),
     ),

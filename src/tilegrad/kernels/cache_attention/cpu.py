@@ -1,8 +1,8 @@
-"""Attention over a cache in C++: the forward of attention/cpu.py, which takes the lengths from `positions` and appends the new
-rows.
+"""Attention over a cache in C++, by the forward of attention/cpu.py. The C++ appends the new rows of k and v to the caches at
+`positions`, and each query attends up to its position.
 
-The loops run in the order of the training forward (cpu/csrc/attention/forward.h and amx_forward.h), so the bits are the same. A
-thread computes the query heads of one kv head of one sequence.
+The loops have the order of the forward of training (cpu/csrc/attention/forward.h and amx_forward.h), so the bits are the same.
+A thread computes the query heads of one kv head of one sequence.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def workspace(cache: TensorLike, n_head: int, rows: int | None = None) -> Shapes
 
 @functools.lru_cache
 def _workspace(shape: tuple[int, ...], n_head: int, dtype: torch.dtype, _threads: int) -> Shapes:
-    """Grows with the number of threads."""
+    """The scratch of `fwd`. It grows with the number of threads, so the cache of this function needs that number."""
     b, _, _, d = shape
     q, k = (Form(size, dtype, torch.device("cpu")) for size in ((b, n_head, 1, d), shape))
     acc = accumulation_dtype(dtype)
-    decoding = pack_call(**size_fields(q, k, _CAUSAL), positions=1)  # positions is not read: any address but 0
+    decoding = pack_call(**size_fields(q, k, _CAUSAL), positions=1)  # any address but 0; it is not read
     needed_bytes = native().tilegrad_native_scratch(decoding, _FORWARD)
     return {"native": (((needed_bytes + 64) // acc.itemsize,), acc)}  # 64: room to align to a cache line
 
@@ -46,11 +46,11 @@ def fwd(
 ) -> NativeCall:
     k_cache, v_cache = caches
     memory = scratch["native"]
-    place, nbytes = from_cache_line(memory, memory.nbytes)
+    address, nbytes = from_cache_line(memory, memory.nbytes)
     call = pack_call(
         **size_fields(q[:, :, None], v_cache, mask),
         positions=positions.data_ptr(),
-        scratch=place,
+        scratch=address,
         scratch_bytes=nbytes,
         q=_row(q),
         k=(k_cache.data_ptr(), *k_cache.stride()),
@@ -65,7 +65,7 @@ def fwd(
 
 
 def _row(x: Tensor) -> tuple[int, ...]:
-    """`View` of (B, H, D) as (B, H, 1, D)."""
+    """The fields of `View` (cpu/abi.py) for x (B, H, D) as (B, H, 1, D)."""
     return x.data_ptr(), x.stride(0), x.stride(1), 0, 1
 
 

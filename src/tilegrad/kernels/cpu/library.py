@@ -66,13 +66,13 @@ def library() -> ctypes.CDLL | str:
 def refusal(device: torch.device) -> str | None:
     """Why native kernels cannot run on tensors of this device; None if they can."""
     if device != _CPU and device.type != "cpu":
-        return _runs_not_on(device)
+        return _not_a_cpu(device)
     loaded = library()
     return loaded if isinstance(loaded, str) else None
 
 
 @functools.cache
-def _runs_not_on(device: torch.device) -> str:
+def _not_a_cpu(device: torch.device) -> str:
     return f"runs on the CPU, not on {device.type}"
 
 
@@ -92,9 +92,9 @@ def native() -> ctypes.CDLL:
     runtime = openmp()
     if runtime is not None:
         loaded.tilegrad_native_use_openmp(ctypes.cast(runtime.GOMP_parallel, ctypes.c_void_p))
-    torchs = blas()
-    if not isinstance(torchs, str):
-        functions = (torchs.sgemm_, torchs.omp_get_max_threads, torchs.omp_set_num_threads)
+    linked = blas()
+    if not isinstance(linked, str):
+        functions = (linked.sgemm_, linked.omp_get_max_threads, linked.omp_set_num_threads)
         loaded.tilegrad_native_use_blas(*(ctypes.cast(function, ctypes.c_void_p) for function in functions))
     return loaded
 
@@ -103,7 +103,7 @@ def native() -> ctypes.CDLL:
 def blas() -> ctypes.CDLL | str:
     """The libraries that torch is linked with, if they include OpenBLAS on OpenMP threads; otherwise the reason why not.
 
-    Names are resolved as for torch itself, so `sgemm_` is the function that torch's matrix products call."""
+    The system resolves names as it does for torch, so `sgemm_` is the function that torch's matrix products call."""
     linked = ctypes.CDLL(torch._C.__file__)
     if not hasattr(linked, "openblas_get_parallel"):
         return "needs a torch with OpenBLAS; this torch uses another BLAS"
@@ -120,10 +120,10 @@ def openmp() -> ctypes.CDLL | None:
     maps = Path("/proc/self/maps")
     lines = maps.read_text(encoding="utf-8").splitlines() if maps.exists() else []
     paths = {line[line.index("/") :] for line in lines if re.search(r"/lib(gomp|iomp5|omp)\b[^/]*\.so", line)}
-    torchs = sorted(path for path in paths if "torch" in path) or sorted(paths)
-    if len(torchs) != 1:
+    candidates = sorted(path for path in paths if "torch" in path) or sorted(paths)
+    if len(candidates) != 1:
         return None
-    runtime = ctypes.CDLL(torchs[0])
+    runtime = ctypes.CDLL(candidates[0])
     return runtime if hasattr(runtime, "GOMP_parallel") else None
 
 
@@ -146,8 +146,8 @@ def run_native(function: Callable[[bytes], None], structure: bytes) -> NativeCal
 
 
 def merge_native(calls: Calls) -> Calls:
-    """Merges successive native calls into one, because after a product with large weights a call from Python takes about
-    50 µs, and the kernel of a norm only 8 µs."""
+    """Merges successive native calls into one call. A call from Python takes about 50 µs after a product with large weights;
+    the kernel of a norm takes only 8 µs."""
     merged: Calls = []
     for _, group in itertools.groupby(calls, lambda call: isinstance(call, NativeCall)):
         listed = list(group)
@@ -165,7 +165,7 @@ def _run_all(calls: Sequence[NativeCall]) -> Callable[[], object]:
 
 @functools.cache
 def supported() -> tuple[str, ...]:
-    """Instruction sets that both the library and this processor have, the best last."""
+    """The instruction sets that the library and this processor have; the best is last."""
     bits = native().tilegrad_native_supported()
     return tuple(name for n, name in enumerate(ISAS) if bits >> n & 1)
 
@@ -180,7 +180,7 @@ def isa() -> int:
 
 @functools.cache
 def _isa(encoded: bytes | None) -> int:
-    asked = None if encoded is None else os.fsdecode(encoded)
-    if asked and asked not in supported():
-        raise ValueError(f"TILEGRAD_ISA: got {asked!r}; accepted on this machine: {', '.join(map(repr, supported()))}")
-    return ISAS.index(asked or supported()[-1])
+    name = None if encoded is None else os.fsdecode(encoded)
+    if name and name not in supported():
+        raise ValueError(f"TILEGRAD_ISA: got {name!r}; accepted on this machine: {', '.join(map(repr, supported()))}")
+    return ISAS.index(name or supported()[-1])

@@ -1,6 +1,6 @@
 """The softcap of logits for sampling and log-probabilities, as in the loss: y = c · tanh(x / c).
 
-The op `activation` computes the tanh, so an invariant problem has the same bits wherever an element is.
+The op `activation` computes the tanh. With `invariant`, the bits of an element do not depend on its position in the tensor.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The norm in Triton: the sums of squares of parts, then one program that adds them.
+"""The norm in Triton: the sum of squares of each part of the gradients, then one program that adds the sums.
 
-A program reads PART numbers, TILE at a time. The kernels take as long as reading the 4 · P bytes of grads. The order of every
-sum depends only on P, so the bits are the same each time.
+A program reads PART gradients, TILE at a time. The kernels take as long as reading the gradients. The order of every sum
+depends only on the lengths of the ranges, so the bits are the same each time.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -17,8 +17,8 @@ from torch import Tensor
 from ..gpu import ceil_div, launch
 from ..scratch import Scratch, Shapes, TensorLike
 
-PART, TILE = 1 << 15, 1 << 12  # elements of a program, and of a tile
-SUM = 1024  # parts added in parallel
+PART, TILE = 1 << 15, 1 << 12  # gradients per program, and per tile
+SUM = 1024  # sums that the second kernel reads at a time
 
 
 @triton.jit

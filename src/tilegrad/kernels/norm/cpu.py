@@ -1,5 +1,5 @@
-"""Norms in C++, in one pass over memory; torch ops need five to ten. The loops are in cpu/csrc/rows/norm_gelu.cpp. dx_sum and
-the recomputed y are separate passes over cached data."""
+"""Norms in C++ (cpu/csrc/rows/norm_gelu.cpp), in one pass over memory. Torch ops need five to ten passes. dx_sum and the
+recomputed y take one more pass each, over data that is in the caches of the processor."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def bwd(
 
 
 def _normalise(x: Tensor, f: Tensor | None, w: Tensor, b: Tensor | None, eps: float, out: Outputs) -> NativeCall:
-    """eps = 0: mean and rstd are inputs."""
+    """y from x, and mean and rstd too, unless eps is 0: mean and rstd are then read."""
     vectors = map(address, (w, b, out.mean, out.rstd))
     matrices = rows(x), rows(out.y), rows(None), rows(None)
     call = pack_norm(*shared(x, w.dtype), *matrices, *vectors, eps=eps, f=rows(f), x1=rows(out.x1))

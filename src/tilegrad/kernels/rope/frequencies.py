@@ -4,9 +4,9 @@ default   f_i = theta^(−2i/D)
 linear    f_i / factor
 llama3    f/factor for wavelengths 2π/f longer than original/low, f for wavelengths shorter than original/high;
           between: (1 − m) · f/factor + m · f,  m = (original/wavelength − low) / (high − low)
-yarn      f for i ≤ ⌊fast⌋, f/factor for i ≥ ⌈slow⌉, linear in i between. frequency[fast] makes beta_fast rotations in
-          `original` tokens, and frequency[slow] makes beta_slow. cos and sin are multiplied by attention_factor, which
-          defaults to 0.1 · ln(factor) + 1
+yarn      f for i ≤ ⌊fast⌋, f/factor for i ≥ ⌈slow⌉, linear in i between. In `original` tokens, frequency[fast] makes
+          beta_fast rotations and frequency[slow] makes beta_slow. cos and sin are multiplied by attention_factor, by
+          default 0.1 · ln(factor) + 1
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class RopeScaling:
 
 
 def rope_frequencies(theta: float, d: int, scaling: RopeScaling | None) -> tuple[list[float], float]:
-    """(the frequencies, the factor of cos and sin)"""
+    """The D/2 frequencies, and the factor of cos and sin."""
     plain = [theta ** (-2.0 * i / d) for i in range(d // 2)]
     if scaling is None:
         return plain, 1.0
@@ -65,10 +65,10 @@ def rope_frequencies(theta: float, d: int, scaling: RopeScaling | None) -> tuple
         return [f / s.factor for f in plain], 1.0
     if s.kind == "llama3":
         return [_llama3(f, s) for f in plain], 1.0
-    first, last = (_index_of(rotations, theta, d, s.original) for rotations in (s.beta_fast, s.beta_slow))
-    first, last = max(math.floor(first), 0), min(math.ceil(last), d - 1)
-    width = (last - first) or 0.001
-    shares = [min(max((i - first) / width, 0.0), 1.0) for i in range(d // 2)]
+    fast, slow = (_index_of(rotations, theta, d, s.original) for rotations in (s.beta_fast, s.beta_slow))
+    fast, slow = max(math.floor(fast), 0), min(math.ceil(slow), d - 1)
+    width = (slow - fast) or 0.001
+    shares = [min(max((i - fast) / width, 0.0), 1.0) for i in range(d // 2)]
     blended = [f / s.factor * share + f * (1.0 - share) for f, share in zip(plain, shares, strict=True)]
     return blended, 0.1 * math.log(s.factor) + 1.0 if s.attention_factor is None else s.attention_factor
 

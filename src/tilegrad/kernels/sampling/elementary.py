@@ -5,8 +5,8 @@
     log(x), x > 0:   x = 2ᵏ m, √½ ≤ m < √2    s = (m − 1) / (m + 1)    q = s²
                      log(x) = ((2 s · (q (1/3 + q (1/5 + …))) + k · LN2_LOW) + 2 s) + k · LN2_HIGH
 
-x must be a normal number in log. k · LN2_HIGH and n · LN2_HIGH are exact. The last bit of torch's own exp and log depends on
-the device, and on whether vector instructions compute the element. triton_ops.py and cpu/csrc/rows/sampling.cpp have the same
+log takes only normal numbers. k · LN2_HIGH and n · LN2_HIGH are exact. The last bit of torch's exp and log depends on the
+device, and on whether vector instructions compute the element. triton_ops.py and cpu/csrc/rows/sampling.cpp have the same
 functions.
 """
 
@@ -22,8 +22,8 @@ LOG2E = math.log2(math.e)
 
 
 class Constants(NamedTuple):
-    """exp_terms and log_terms: 1/i! and 1/(2 i + 1), from the highest i down. root: the bits of √½. exp(x) is 0 below
-    `least`."""
+    """exp_terms and log_terms: 1/i! and 1/(2 i + 1), from the highest i down. root: the bits of √½. least: the smallest x whose
+    exp is not set to 0. mantissa: the number of mantissa bits; bias: the exponent bias."""
 
     integer: torch.dtype
     mantissa: int
@@ -56,7 +56,7 @@ CONSTANTS = {
 
 
 def mass_bits(v: int) -> int:
-    """s of a mass floor(e · 2ˢ + ½), chosen so that the masses of v tokens sum to less than 2⁶³."""
+    """s, with which v masses floor(e · 2ˢ + ½), e ≤ 1, have a sum below 2⁶³."""
     return 62 - (v - 1).bit_length()
 
 
@@ -78,10 +78,10 @@ def exp_(x: Tensor, work: Tensor, bits: Tensor, small: Tensor) -> Tensor:
 def log_(x: Tensor, work: Tensor, bits: Tensor) -> Tensor:
     """x ← log(x), x > 0 and normal.       work (2, …) of x's dtype   bits (…) of its integer dtype"""
     c, (k, q) = CONSTANTS[x.dtype], work
-    own = x.view(c.integer)
-    torch.sub(own, c.root, out=bits).bitwise_right_shift_(c.mantissa)
+    x_bits = x.view(c.integer)
+    torch.sub(x_bits, c.root, out=bits).bitwise_right_shift_(c.mantissa)
     k.copy_(bits)
-    own.sub_(bits.bitwise_left_shift_(c.mantissa))  # x = m
+    x_bits.sub_(bits.bitwise_left_shift_(c.mantissa))  # x = m
     torch.add(x, 1.0, out=q)
     s = x.sub_(1.0).div_(q)
     torch.mul(s, s, out=q)

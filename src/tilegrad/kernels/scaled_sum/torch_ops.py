@@ -1,7 +1,7 @@
-"""The scaled sum by torch ops on blocks of rows, in the accumulation dtype: any device and dtype.
+"""The scaled sum y = a x + b x0 by torch ops on blocks of rows, in the accumulation dtype, on any device.
 
-The forward's products and their sum are separate ops, because torch may use fused multiply-adds in some places of a tensor and
-not in others. A row is summed by one thread, so the sums do not depend on the number of threads.
+Products and their sum are separate ops in the forward, because torch may use fused multiply-adds for only some elements. A row
+is summed by one thread, so the sums do not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ def workspace(x: TensorLike, *, backward: bool) -> Shapes:
     return shapes
 
 
-def _wide(x: Tensor, name: str, scratch: Scratch) -> Tensor:
+def _in_accumulation_dtype(x: Tensor, name: str, scratch: Scratch) -> Tensor:
     """x itself if it has the accumulation dtype, otherwise a copy in the scratch."""
     return scratch[name][: x.shape[0]].copy_(x) if name in scratch else x
 
 
 def _scalars(a: Tensor, b: Tensor | None, scratch: Scratch) -> tuple[Tensor, Tensor]:
-    wide = scratch["b"]
-    return scratch["a"].copy_(a), wide.fill_(1.0) if b is None else wide.copy_(b)
+    b_copy = scratch["b"]
+    return scratch["a"].copy_(a), b_copy.fill_(1.0) if b is None else b_copy.copy_(b)
 
 
 def fwd(x: Tensor, x0: Tensor, a: Tensor, b: Tensor | None, *, y: Tensor, scratch: Scratch) -> None:
     a, b = _scalars(a, b, scratch)
     for i in blocks(x.shape[0], rows_per_block(x, BLOCK)):
         work = scratch["work"][: i.stop - i.start]
-        torch.mul(_wide(rows_of(x, i), "wide", scratch), a, out=work)
-        scaled = _wide(rows_of(x0, i), "wide", scratch)
+        torch.mul(_in_accumulation_dtype(rows_of(x, i), "wide", scratch), a, out=work)
+        scaled = _in_accumulation_dtype(rows_of(x0, i), "wide", scratch)
         into = scaled if "wide" in scratch else rows_of(y, i)
         torch.mul(scaled, b, out=into).add_(work)
         if "wide" in scratch:
@@ -63,14 +63,14 @@ def bwd(
         if total is not None and not accumulate:
             total.zero_()
     for i in blocks(x.shape[0], rows_per_block(x, BLOCK)):
-        g, work = _wide(rows_of(dy, i), "dy", scratch), scratch["work"][: i.stop - i.start]
+        g, work = _in_accumulation_dtype(rows_of(dy, i), "dy", scratch), scratch["work"][: i.stop - i.start]
         for total, factor in ((da, x), (db, x0)):
             if total is not None and factor is not None:
-                torch.mul(g, _wide(rows_of(factor, i), "wide", scratch), out=work)
+                torch.mul(g, _in_accumulation_dtype(rows_of(factor, i), "wide", scratch), out=work)
                 row_sums = torch.sum(work, -1, out=scratch["row_sums"][: len(work)])
                 total.add_(torch.sum(row_sums, 0, keepdim=True, out=scratch["sum"]))
         if dx0 is not None and "wide" in scratch:
-            rows_of(dx0, i).copy_(_wide(rows_of(dx0, i), "wide", scratch).addcmul_(g, b))
+            rows_of(dx0, i).copy_(_in_accumulation_dtype(rows_of(dx0, i), "wide", scratch).addcmul_(g, b))
         elif dx0 is not None:
             rows_of(dx0, i).addcmul_(g, b)
         if "wide" in scratch:

@@ -1,8 +1,8 @@
 """Attention's forward on Hopper (sm_90a), in Gluon: persistent CTAs of one producer warp and one to three MMA warpgroups.
 
 ../triton/forward.py has the equations. A warpgroup owns 64 rows of a work tile and loops over the blocks of columns
-from last to first, so that the blocks on the causal diagonal come first. Only blocks that an edge of the band crosses are
-masked, and a warpgroup skips blocks that none of its rows attends to:
+from last to first, so that the blocks on the causal diagonal come first; with intervals, over a list of blocks, masked blocks
+first. Only blocks with a masked-out pair are masked, and a warpgroup skips blocks that none of its rows attends to:
 
     s = q kᵀ of the first block        p = softmax step of s
     for each further block of columns:
@@ -12,27 +12,25 @@ masked, and a warpgroup skips blocks that none of its rows attends to:
 
 **Pipelines** (pipeline.py) run from the producer warp (forward_load.py) to the warpgroups. A stage of q has the rows of one
 warpgroup. A stage of k or v has one block of columns, and every thread of the warpgroups releases it at a named barrier. With
-two stages of q, o is staged in the stage of its own q once q has been read. That stage is released in the next work tile,
-after TMA has read o. With one stage (D 256), q is released after its last scores, so that the next q is loaded while this tile
-ends; o then has a separate stage and is stored in two halves of D.
+two stages of q, a warpgroup writes o to the stage of its q once it has read q, and TMA stores o from there. That stage is
+released in the next work tile, after TMA has read o. With one stage of q (D 256), the stage is released after the last scores,
+so that the next q is loaded while this work tile ends. o then has a separate stage and is stored in two halves of D.
 
-**Turns.** Up to D 128 the warpgroups issue their MMAs in turn (one named barrier each), so that the softmax of one
-overlaps the MMAs of the others: FlashAttention-3's ping-pong. A warpgroup that skips a block passes its turn.
+**Turns.** Up to D 128 the warpgroups issue their MMAs in turn (one named barrier each), so that the softmax of a warpgroup
+overlaps the MMAs of the other warpgroups: FlashAttention-3's ping-pong. A warpgroup that skips a block passes its turn.
 
 **Head dimensions** 96 and 192 are two pieces of columns (pieces.py): q, k, v, o and acc are tuples of one piece or two.
 
-**q in registers.** Full attention without a softcap keeps q in registers at D 96, 128 and 192: a block then reads a third less
-shared memory. Under a causal mask this is 1 % slower. At D 256 shared memory bandwidth is the limit, and a quarter of q is kept
-in registers: 2 to 3 % faster. Half of q is slower, and windows and packed sequences leave no registers for q. The host decides
-(launch_forward.q_columns_in_registers).
-
-forward_scheduler.py says which work tiles a CTA computes.
+**q in registers.** In full attention without a softcap, warpgroups keep q in registers at D 96, 128 and 192, if ptxas leaves
+enough: a block then reads a third less shared memory. Under a causal mask this is 1 % slower. At D 256 shared memory bandwidth
+is the limit, and a quarter of q in registers is 2 to 3 % faster; half of q is slower. Windows and packed sequences leave no
+registers for q at D 256. The host decides (launch_forward.q_columns_in_registers).
 
 **Masking.** If the host knows that an edge crosses only a warpgroup's first block, the loop has no mask and no branch, and
-ptxas keeps the exponentials before the wait for acc. The first tile of a sequence may start before row 0; those rows are zeros
-or belong to the previous sequence. They are not written: the first tile uses predicated stores for o, because TMA can't clip at
-the start of a sequence. Columns beyond the end are masked. In packed sequences they belong to the next sequence, and their v is
-set to 0.
+ptxas keeps the exponentials before the wait for acc. The first tile of a sequence may start before row 0. Rows before row 0 are
+zeros or belong to the previous sequence, so they are not written: this tile uses predicated stores for o, because TMA can't
+clip at the start of a sequence. Columns after the last are masked; in packed sequences they belong to the next sequence, and
+their v is set to 0.
 """
 
 from __future__ import annotations
@@ -93,14 +91,13 @@ LOWEST = gl.constexpr(-1e38)
 HIGH_BITS = gl.constexpr(0x80808080 - 2**32)  # the high bit of each byte, as int32
 START_BITS = gl.constexpr(0x00800080)  # the high bits of the bytes of starts
 
-# `stages`: staging buffers for half of o, one per warpgroup; None: o is staged in q's stages. `d_eighths` is D / 8 if the head
-# dimension is padded.
+# `stages`: a buffer for a half of o per warpgroup; None: the stages of q are these buffers. `d_eighths`: D / 8 if D is padded.
 Out = namedtuple("Out", "stages o_descs o lse o_b o_h o_t lse_b lse_h lse_t d_eighths")
 
 
 @gluon.jit
 def _scores(q, q_in_regs, kv_state, pipelines, S: gl.constexpr):
-    """Issues q kᵀ with the k of a state."""
+    """Issues q kᵀ with the k in the stage of kv_state."""
     STAGES: gl.constexpr = pipelines.k.full.shape[0]
     consumer_wait(pipelines.k, kv_state)
     k = tile_of(pipelines.k.stages, kv_state % STAGES)
@@ -110,8 +107,8 @@ def _scores(q, q_in_regs, kv_state, pipelines, S: gl.constexpr):
 
 @gluon.jit
 def _add_values(p, acc, kv_state, rows, pipelines, VARLEN: gl.constexpr):
-    """Issues acc + p v with the v of a state. Rows of v from `rows` on belong to the next packed sequence. p is 0 there, but
-    0 · NaN is NaN, so these rows are set to 0."""
+    """Issues acc + p v with the v in the stage of kv_state. Rows of v from `rows` on belong to the next packed sequence. They
+    are set to 0, because their p is 0, but 0 · NaN is NaN."""
     STAGES: gl.constexpr = pipelines.v.full.shape[0]
     consumer_wait(pipelines.v, kv_state)
     v = tile_of(pipelines.v.stages, kv_state % STAGES)
@@ -139,7 +136,7 @@ def _clear_rows(v, rows):
 
 @gluon.jit
 def _mask_out(x, at, diagonal, tk, params, BLOCK_N: gl.constexpr):
-    """x, −inf where the band masks out a column of block `at`. `diagonal` is the column on the diagonal of row 0."""
+    """x, and −inf where the band masks out a column of block `at`. `diagonal` is the column on the diagonal of row 0."""
     diagonal = diagonal + gl.arange(0, ROWS, layout=gl.SliceLayout(1, x.type.layout))
     last = diagonal * 0 + (tk - 1)
     if params.right is not None:
@@ -152,10 +149,10 @@ def _mask_out(x, at, diagonal, tk, params, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def _mask_out_intervals(x, at, start, tile, params, BLOCK_N: gl.constexpr):
-    """x, −inf where an interval of a column of block `at` has the row; row 0 of x is row `start`.
+    """x, and −inf where an interval of a column of block `at` has the row; row 0 of x is row `start`.
 
-    Each column has its starts and ends, counted from row `start` and limited to 0 … ROWS, in the bytes of one word. If
-    this word is subtracted from a word with 128 + i in each byte, the high bit remains in each byte whose start or end
+    The bytes of one word are the starts and ends of a column's intervals, counted from row `start` and limited to 0 … ROWS.
+    If this word is subtracted from a word with 128 + i in each byte, the high bit remains in each byte whose start or end
     is ≤ i. So a thread needs one register for each of its columns."""
     COLUMNS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     NUMBERS: gl.constexpr = 2 if params.second is None else 4  # numbers of a column
@@ -263,7 +260,7 @@ def _write(acc, row_max, row_sum, tile, start, stages, stage, out, VARLEN: gl.co
 
 @gluon.jit
 def _store_rows(o, tile, start, out, COLUMN: gl.constexpr):
-    """Stores the rows of o from row 0 on, columns from COLUMN on, 16 bytes per thread."""
+    """Stores the rows of o from row 0 on to columns from COLUMN on, 16 bytes per thread."""
     BLOCK_D: gl.constexpr = o.shape[1]
     AT_ONCE: gl.constexpr = 2048 // BLOCK_D
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
@@ -294,7 +291,7 @@ def _pass_turn(W: gl.constexpr, WARPGROUPS: gl.constexpr, pipelines, TURNS: gl.c
 
 @gluon.jit
 def _skip_blocks(blocks, kv_state, pipelines, W: gl.constexpr, WARPGROUPS: gl.constexpr, TURNS: gl.constexpr):
-    """Releases blocks that no row of this warpgroup attends to, each in its turn. Returns the next state."""
+    """Releases `blocks` blocks to which no row of this warpgroup attends, each in its turn. Returns the next state."""
     for _ in range(blocks):
         _wait_for_turn(W, pipelines, TURNS)
         _pass_turn(W, WARPGROUPS, pipelines, TURNS)
@@ -308,7 +305,7 @@ def _skip_blocks(blocks, kv_state, pipelines, W: gl.constexpr, WARPGROUPS: gl.co
 
 @gluon.jit
 def _block_of(kv_state, pipelines):
-    """(index of the block in a state of k, whether an edge of an interval crosses it); only with intervals."""
+    """(index of the block in the stage of kv_state, whether an edge of an interval crosses the block); only with intervals."""
     word = read_word(pipelines.block_info, kv_state % pipelines.k.full.shape[0])
     return word >> 1, word & 1 != 0
 
@@ -424,7 +421,7 @@ def _attend(
     tma.store_wait(0)
 
 
-# Without o, which TMA requires to be aligned.
+# Addresses are not specialized, except the address of o, which TMA requires to be aligned.
 TENSORS = ["cu_seqlens_q", "cu_seqlens_k", "sinks", "intervals", "edges", "runs", "lse", "tile_counter"]
 STRIDES = ["o_b", "o_h", "o_t", "lse_b", "lse_h", "lse_t", "sinks_h"]
 SIZES = ["batch", "heads", "group", "row_tiles", "heads_per_section", "tq", "tk", "left", "right", "d_eighths"]
@@ -496,7 +493,7 @@ def _attention_fwd_kernel(
         o_stages = new_stages((o_desc,), WARPGROUPS)
     o_descs = None if o is None else pieces_of(o_desc, o_desc2)
     out = Out(o_stages, o_descs, o, lse, o_b, o_h, o_t, lse_b, lse_h, lse_t, d_eighths)
-    MORE: gl.constexpr = BLOCK_D > 128  # more registers per thread: otherwise ptxas spills a little
+    MORE: gl.constexpr = BLOCK_D > 128  # ptxas spills a little without more registers per thread
     if WARPGROUPS == 1:
         gl.warp_specialize([
             (_attend, (0, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, Q_IN_REGS, NEGATIVE, VARLEN, EDGES)),

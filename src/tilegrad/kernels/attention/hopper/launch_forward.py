@@ -1,4 +1,4 @@
-"""The host side of the forward: tile configs, the order of tiles, and the launch of forward.py. Nothing is allocated."""
+"""The host side of the forward: tile configs, the order of tiles, and the launch of forward.py, without any allocation."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from .launch import L2_BYTES, current, launches_of, prepare, right_of
 from .pieces import columns_of, width_of
 from .tma import tile_descriptor
 
-LONG_ROWS = 5120  # least rows with which causal calls take tiles from a counter; with 4,096, rounds were faster (D 256)
-TOGETHER = 4  # least number of heads whose tiles a counter hands out together
-SINGLE_WG_COST = 1.35  # relative time of a tile with one active warpgroup: no softmax/MMA overlap
+LONG_ROWS = 5120  # causal calls with fewer rows do not use a tile counter, which was slower at 4,096 rows (D 256)
+TOGETHER = 4  # smallest L2 section, in heads, with a tile counter
+SINGLE_WG_COST = 1.35  # a tile with one active warpgroup takes as long as with 1.35: no softmax overlaps MMAs
 
 
 class TileConfig(NamedTuple):
@@ -46,9 +46,9 @@ WINDOW_CONFIG = TileConfig(3, 64, 4, 4, 2)  # for D 96 and 128: narrow blocks wa
 
 
 def tile_config(sizes: Sizes, programs: int, *, softcap: bool = False) -> TileConfig:
-    """The config of the head dimension, or WINDOW_CONFIG for windows at D 96 and 128. With so few rows that each tile of 64
-    rows can have its own CTA, a CTA has one warpgroup. At D 64, registers suffice for only two warpgroups with a softcap, and
-    with intervals in a window. With intervals and a softcap, they do not suffice for WINDOW_CONFIG."""
+    """The config of the head dimension, or WINDOW_CONFIG for windows at D 96 and 128. A CTA has one warpgroup if there are so
+    few rows that each tile of 64 rows can have its own CTA. At D 64, a softcap, or intervals in a window, leave registers for
+    only two warpgroups. Intervals with a softcap leave too few registers for WINDOW_CONFIG."""
     width = width_of(sizes.d)
     config = TILE_CONFIGS[width]
     if softcap or (sizes.intervals and sizes.left is not None):
@@ -62,19 +62,19 @@ def tile_config(sizes: Sizes, programs: int, *, softcap: bool = False) -> TileCo
 
 
 def q_columns_in_registers(sizes: Sizes, *, softcap: bool) -> int:
-    """How many columns of q a warpgroup keeps in registers: all at D 96, 128 and 192 in full attention without a softcap, if
-    the compiler leaves enough registers; a quarter at D 256, without a window or packed sequences; otherwise 0."""
+    """How many columns of q a warpgroup keeps in registers. In full attention without a softcap: all at D 128, and at D 96 and
+    192 if ptxas leaves enough registers. At D 256: a quarter without a window or packed sequences. Otherwise 0."""
     width = width_of(sizes.d)
     full = sizes.left is None and sizes.right is None and not sizes.varlen and not sizes.intervals
     if width == 256:
         return 64 if sizes.left is None and not sizes.varlen else 0
-    spared = (128,) if takes_more_registers() else (96, 128, 192)
-    return width if full and width in spared and not softcap else 0
+    widths = (128,) if takes_more_registers() else (96, 128, 192)
+    return width if full and width in widths and not softcap else 0
 
 
 def edges_in_the_loop(sizes: Sizes) -> bool:
-    """Whether a warpgroup may need a mask for blocks after its first, which has its last columns. The causal diagonal of 64
-    rows spans 64 columns. They are in one block if the first of these columns is a multiple of 64."""
+    """Whether a warpgroup may need a mask for blocks after its first block, which has its last columns. The causal diagonal of
+    64 rows spans 64 columns, which are in one block if the first of these columns is a multiple of 64."""
     if sizes.intervals:  # the masked blocks have a loop of their own
         return False
     aligned = sizes.right is None or (not sizes.varlen and (sizes.tk + sizes.right) % ROWS.value == 0)
@@ -83,20 +83,20 @@ def edges_in_the_loop(sizes: Sizes) -> bool:
 
 def counts_tiles(sizes: Sizes) -> bool:
     """Whether CTAs take work tiles from a counter in memory instead of in rounds. They do for packed sequences and intervals,
-    because the host doesn't know how many blocks a tile has, and for long causal calls, whose tiles differ most. In long
-    causal calls a counter is 1 to 2 % faster at D 128 and 256, but slower at D 64."""
+    because the host doesn't know how many blocks a tile has. They also do for long causal calls, whose tiles differ most: a
+    counter is 1 to 2 % faster at D 128 and 256, but slower at D 64."""
     causal = sizes.right is not None and sizes.left is None
     return sizes.varlen or sizes.intervals or (causal and width_of(sizes.d) >= 128 and sizes.tq >= LONG_ROWS)
 
 
 def workspace(sizes: Sizes) -> Shapes:
-    """The tile counter, if this call or a shorter one needs it. In a shorter call, a window that covers all columns is none."""
+    """The tile counter, if this call or a shorter call needs it: a window that covers all columns of a call is no window."""
     return {"tile_counter": ((1,), torch.int32)} if counts_tiles(sizes._replace(left=None)) else {}
 
 
 def heads_per_section(sizes: Sizes, row_tiles: int, programs: int, config: TileConfig) -> int:
-    """The number of heads whose tiles are scheduled together, longest tiles first. With a window: as many heads as
-    fit into L2 with their k and v."""
+    """The number of heads whose tiles are scheduled together, longest tiles first: as many as fit into L2 with their k and v
+    for a window or few tiles, at least TOGETHER with a tile counter, and otherwise the balanced number."""
     heads = sizes.batch * sizes.hq
     window = sizes.tk if sizes.left is None else min(sizes.tk, sizes.left + ROWS.value * config.warpgroups)
     most = min(heads, max(1, L2_BYTES // max(1, 4 * window * sizes.d * sizes.hkv // sizes.hq)))
@@ -110,8 +110,8 @@ def heads_per_section(sizes: Sizes, row_tiles: int, programs: int, config: TileC
 def _balanced_section(
     tq: int, tk: int, right: int | None, row_tiles: int, heads: int, most: int, programs: int, config: TileConfig
 ) -> int:
-    """The number of heads per section with which the last CTA finishes earliest, in the order of forward_scheduler.py: 1 …
-    `most`, or all heads if there are so many causal rows that k and v need not stay in L2."""
+    """The number of heads per section with which the last CTA finishes earliest, in the order of forward_scheduler.py:
+    1 … `most`, or all heads if a causal call has so many row tiles that k and v need not stay in L2."""
     steps = tile_steps(tq, tk, right, row_tiles, config)
     rounds = ceil_div(row_tiles * heads, programs)
     sections = {max(1, most * part // 16) for part in range(17)}
@@ -128,12 +128,12 @@ def _balanced_section(
 
 
 def tile_steps(tq: int, tk: int, right: int | None, row_tiles: int, config: TileConfig) -> Tensor:
-    """The time of each row tile of a head, last rows first, in units of one block of columns with all warpgroups active. A tile
-    takes 1 for prologue and epilogue, and for each block the share of its warpgroups that are active."""
+    """The time of each row tile of a head, last rows first. The unit is the time of a block of columns with all warpgroups
+    active. Prologue and epilogue take 1; each block takes the share of the warpgroups that are active."""
     end = tq - ROWS.value * config.warpgroups * torch.arange(row_tiles, device="cpu")
     attended = torch.full_like(end, tk) if right is None else (end + (tk - tq + right)).clamp(1, tk)
-    at_work = (end / ROWS.value).ceil().clamp(SINGLE_WG_COST, config.warpgroups) if config.warpgroups > 1 else 1
-    return 1 + (attended / config.columns).ceil() * at_work / config.warpgroups
+    active = (end / ROWS.value).ceil().clamp(SINGLE_WG_COST, config.warpgroups) if config.warpgroups > 1 else 1
+    return 1 + (attended / config.columns).ceil() * active / config.warpgroups
 
 
 def prepare_fwd(call: Forward, views: Views) -> Callable[[Forward], None]:

@@ -1,21 +1,21 @@
-"""Producer/consumer pipelines through shared memory, and the named barriers of both kernels.
+"""Producer/consumer pipelines through shared memory, and the named barriers of the forward and the backward.
 
 A pipeline is a circular buffer of stages, each with two mbarriers:
 
     full     the producer has written the stage      consumers wait for it
     empty    every consumer has read the stage       the producer waits for it
 
-The state of a pipeline is one integer, the number of stages passed: stage = state % STAGES, phase = state // STAGES & 1. Each
-warp counts its own state. A separate index and phase would take a second register. All stages start empty: waiting for the
-phase before the first returns at once.
+The state of a pipeline is one integer, the number of stages that a warp has used: stage = state % STAGES,
+phase = state // STAGES & 1. A separate stage and phase would take a second register. Each warp has its own state. All stages
+start empty, so the first wait for `empty` of each stage returns at once.
 
     producer    producer_acquire(pipeline, state)    issue TMA loads into the stage, or store, fence and producer_commit
     consumer    consumer_wait(pipeline, state)       read, then consumer_release
 
 **Named barriers** replace an mbarrier where warpgroups signal in their main loop. One thread arrives at an mbarrier, so the
 partition must synchronise first. At a named barrier every thread arrives and continues. A named barrier has a number, a thread
-count and no phase: no thread may arrive again before all have arrived once, and an arrival that nobody waits for is an error.
-Triton uses barriers 0 … 2 here (more only for partitions of several warps).
+count and no phase: no thread may arrive again before all have arrived once, and some thread must wait for every arrival.
+Triton itself uses the named barriers 0 … 2 in these kernels.
 
     forward     5 …      one per stage of k, then of v     MMA warpgroups → producer warp    the stage is empty
                 then     one per warpgroup                 warpgroup → next warpgroup        its turn to issue MMAs
@@ -53,7 +53,7 @@ def kv_threads(warpgroups):
     return 128 * warpgroups + 32
 
 
-# `full` or `empty` is None where a named barrier replaces it. `stages` of a tile is a tuple of pieces (pieces.py).
+# `full` or `empty` is None if a named barrier replaces it. `stages` of tiles are a tuple of pieces (pieces.py).
 Pipeline = namedtuple("Pipeline", "stages full empty")
 
 
@@ -68,15 +68,15 @@ def mbarriers(N: gl.constexpr, COUNT: gl.constexpr):
 
 @gluon.jit
 def stage_of(state, STAGES: gl.constexpr):
-    """state % STAGES for addresses; STAGES is a power of two. A signed remainder is a division, and addresses derived from it
-    in a loop take registers."""
+    """state % STAGES for addresses; STAGES is a power of two. A signed remainder would be a division, and the addresses that
+    follow from a division in a loop take registers."""
     gl.static_assert(STAGES & (STAGES - 1) == 0)
     return state & (STAGES - 1)
 
 
 @gluon.jit
 def only_stage(state):
-    """0, but the compiler doesn't know: otherwise it would keep the address of each MMA of the stage in registers."""
+    """0. A compiler that knew this would keep the address of each MMA of the stage in registers."""
     return state >> 30
 
 
@@ -141,7 +141,7 @@ def named_wait(barrier, THREADS: gl.constexpr):
 
 @gluon.jit
 def named_acquire(pipeline, state, BARRIER: gl.constexpr, THREADS: gl.constexpr):
-    """producer_acquire where consumers release stage n at the named barrier BARRIER + n."""
+    """producer_acquire if consumers release stage n at the named barrier BARRIER + n."""
     STAGES: gl.constexpr = pipeline.full.shape[0]
     if state >= STAGES:
         named_wait(BARRIER + state % STAGES, THREADS)

@@ -40,25 +40,25 @@ def edge_shapes(sizes: Sizes, mask: Mask, least: int) -> Shapes:
 def list_calls(
     scratch: Scratch, sizes: Sizes, mask: Mask, m: int, n: int, *, columns: bool, first_row: int = 0
 ) -> list[KernelCall]:
-    """The calls that list the tiles that each tile of m rows visits or, with `columns`, each tile of n columns. Tiles
-    of rows begin at first_row ≤ 0. There is no call without intervals."""
+    """The calls that list the tiles of columns which each tile of m rows visits or, with `columns`, the tiles of rows for each
+    tile of n columns; none without intervals. The first tile of rows begins at first_row ≤ 0."""
     if mask.intervals is None:
         return []
-    row_tiles, own = ceil_div(sizes.tq - first_row, m), mask.intervals.shape[:2].numel()
+    row_tiles, heads = ceil_div(sizes.tq - first_row, m), mask.intervals.shape[:2].numel()
     shared = _tile_arguments(scratch, sizes, mask, m, n, row_tiles)
-    lists = shared | {"runs": scratch["runs"], "first_row": first_row, "COLUMNS": columns}
-    programs = own * (ceil_div(sizes.tk, n) if columns else row_tiles)
-    return [*edges_calls(scratch, sizes, mask, n), KernelCall(_list_kernel, (programs,), lists, {})]
+    arguments = shared | {"runs": scratch["runs"], "first_row": first_row, "COLUMNS": columns}
+    programs = heads * (ceil_div(sizes.tk, n) if columns else row_tiles)
+    return [*edges_calls(scratch, sizes, mask, n), KernelCall(_list_kernel, (programs,), arguments, {})]
 
 
 def last_calls(scratch: Scratch, sizes: Sizes, mask: Mask, m: int, n: int) -> list[KernelCall]:
-    """The call that writes the last tile of n columns that each tile of m rows visits, after `edges_calls`; none without
-    intervals."""
+    """The call that writes the index of the last tile of n columns that each tile of m rows visits; none without intervals. The
+    call reads the results of `edges_calls`."""
     if mask.intervals is None:
         return []
-    row_tiles, own = ceil_div(sizes.tq, m), mask.intervals.shape[:2].numel()
-    last = _tile_arguments(scratch, sizes, mask, m, n, row_tiles) | {"last_tiles": scratch["last_tiles"]}
-    return [KernelCall(_last_kernel, (own * row_tiles,), last, {})]
+    row_tiles, heads = ceil_div(sizes.tq, m), mask.intervals.shape[:2].numel()
+    arguments = _tile_arguments(scratch, sizes, mask, m, n, row_tiles) | {"last_tiles": scratch["last_tiles"]}
+    return [KernelCall(_last_kernel, (heads * row_tiles,), arguments, {})]
 
 
 def _tile_arguments(scratch: Scratch, sizes: Sizes, mask: Mask, m: int, n: int, row_tiles: int) -> Arguments:
@@ -77,7 +77,7 @@ def _tile_arguments(scratch: Scratch, sizes: Sizes, mask: Mask, m: int, n: int, 
 
 
 def edges_calls(scratch: Scratch, sizes: Sizes, mask: Mask, n: int) -> list[KernelCall]:
-    """The call that writes the edges of tiles of n columns; none without columns."""
+    """The call that writes the edges of tiles of n columns; none without intervals or columns."""
     if mask.intervals is None or not sizes.tk:
         return []
     (batch, heads), col_tiles = mask.intervals.shape[:2], ceil_div(sizes.tk, n)
