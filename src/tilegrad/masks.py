@@ -198,7 +198,7 @@ def _intervals_of(
     """The intervals of a bool matrix (B, H, Tq, Tk), from its parts attends(columns) (B, H, Tq, N).
 
     With causal, no pair above the diagonal needs an interval. So causal is tried first, and False only after a pair above the
-    diagonal attends. A column has at least as many runs without causal, so a matrix that causal refuses has no intervals."""
+    diagonal attends. A column has at least as many runs without causal, so a refusal with causal is final."""
     *_, tq, tk = shape
     last = torch.arange(tq, device=device)[:, None] + (tk - tq)  # the last column that causal lets a row attend to
     for causal in (True, False):
