@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.chats import CHATML, LLAMA, MISTRAL
+from support.chats import BARE, CHATML, GEMMA, LLAMA, MISTRAL
 
 from tilegrad.data.chat_template import ChatTemplate, Message, load_chat_template
 from tilegrad.data.conversations import detect_format, plain_conversation, read_messages, trained_tokens
@@ -54,6 +54,38 @@ def said(source: str, messages: list[Message] = TALK) -> list[str]:
 )
 def test_spans_are_the_assistants_text_and_the_end_of_its_turn(source: str, expected: list[str]) -> None:
     assert said(source) == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (CHATML, "Hello<|im_end|>\n"),  # after a system message that the template writes
+        (LLAMA, "Hello<|eot_id|>"),
+        (GEMMA, "Hello<end_of_turn>\n"),
+        (BARE, "Hello\n"),
+        (BARE.replace("if add_", "if messages[-1].role == 'user' and add_"), "Hello\n"),
+        (MARKED, "Hello</s>"),
+    ],
+)
+def test_the_header_of_a_first_message_of_the_assistant_is_no_target(source: str, expected: str) -> None:
+    assert said(source, TALK[1:2]) == [expected]
+    assert said(source, TALK[1:])[0] == expected
+
+
+def test_a_first_message_of_the_assistant_without_the_generation_prompt_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"messages\[0\]: the chat template does not write the generation prompt"):
+        said(OPENS_A_THOUGHT, TALK[1:2])
+
+
+@pytest.mark.parametrize("role", ["user", "assistant"])
+def test_a_list_that_a_template_writes_as_python_is_refused(role: str) -> None:
+    talk: list[Message] = [dict(message) for message in TALK[:2]]
+    i = ["user", "assistant"].index(role)
+    talk[i]["content"] = [{"type": "text", "text": "Hello"}]
+    with pytest.raises(ValueError, match=rf"messages\[{i}\]\.content: got a list, which the chat template writes as"):
+        said(BARE.replace("m.content", "m.content | string"), talk)
+    parts = BARE.replace("m.content", "(m.content if m.content is string else m.content[0].text)")
+    assert said(parts, talk) == ["Hello\n"]
 
 
 @pytest.mark.parametrize("source", [CHATML, LLAMA, MISTRAL, MARKED])

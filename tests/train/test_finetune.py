@@ -250,6 +250,8 @@ BAD: list[tuple[str, str, list[Any], str]] = [
     ("chatml", "auto", ['{"prompt": "a"}'], "line 1: got the keys 'prompt'; accepted: an object with a string in 'text'"),
     ("chatml", "messages", [""], "got no line; accepted: .jsonl with a conversation in each line"),
     ("chatml", "messages", ["[1]"], "line 1: got list; accepted: an object"),
+    ("chatml", "auto", [line("messages", "a", "b"), "[1]"], "line 2: got list; accepted: an object"),
+    ("chatml", "auto", [line("messages", "a", "b"), '{"text": "a"}'], "line 2: got the format text; accepted: messages, as in"),
     ("chatml", "auto", [r'{"prompt": "a", "completion": "\ud800"}'], "line 1: got half of a surrogate pair"),
     ("raises", "auto", [line("messages", "a", "b")], "line 1: the chat template refuses this conversation: no talk today"),
     ("loops", "auto", [line("messages", "a", "b")],
@@ -301,7 +303,10 @@ def test_a_bad_line_is_one_sentence_with_its_file_and_number(
             ["--data.too_long", "refuse", "--seq-len", "8"],
             "too_long: got 24 documents longer than seq_len, 8; the longest is",
         ),
-        (["--data.too_long", "drop", "--seq-len", "4"], "files: got no document with a target"),
+        (
+            ["--data.too_long", "drop", "--seq-len", "4"],
+            "files: got no document with a target within seq_len, 4; accepted: ",
+        ),
         (
             ["--train.epochs", "1", "--train.warmup_steps", "500"],
             "epochs: got 1, which is 3 steps, with warmup_steps 500",

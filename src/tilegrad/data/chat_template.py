@@ -3,8 +3,10 @@
 The span of an assistant message i is found by rendering prefixes of the conversation. Let R(n) be the text of the first n
 messages, and G(n) the same text with the generation prompt, which ends where the model begins to write. The span begins where
 G(i) and the whole text first differ, or at the end of G(i), but not before the end of R(i). It ends at the end of R(i + 1).
-R(i) and R(i + 1) must be prefixes of the whole text. If a template writes earlier messages differently once later messages
-follow, it is refused, unless it marks the assistant's text with {% generation %}. Then the marks give the spans.
+R(i) and R(i + 1) must be prefixes of the whole text. The span of the first message (i = 0) begins after the generation
+prompt in R(1); this prompt is what the template adds to a conversation of one message of the user. If a template writes
+earlier messages differently once later messages follow, it is refused, unless it marks the assistant's text with
+{% generation %}. Then the marks give the spans.
 
 A template is untrusted code, which runs in a sandbox (sandbox.py).
 """
@@ -75,6 +77,12 @@ class ChatTemplate:
             raise ValueError(f"the chat template makes a value that is too large for memory ({self.name})") from error
         except RecursionError as error:
             raise ValueError(f"the chat template calls itself endlessly ({self.name})") from error
+        for i, message in enumerate(messages):
+            if isinstance(message.get("content"), list) and str(message["content"]) in text:
+                raise ValueError(
+                    f"messages[{i}].content: got a list, which the chat template writes as Python writes it; accepted: text "
+                    f"({self.name})"
+                )
         return _without_marks(text, begin, end)
 
     def conversation(self, messages: Sequence[Message]) -> Conversation:
@@ -89,7 +97,6 @@ class ChatTemplate:
             if message["role"] != "assistant":
                 continue
             before = self.render(messages[:i]).text if i else ""
-            prompt = self.render(messages[:i], generation_prompt=True).text if i else ""
             after = self.render(messages[: i + 1]).text
             if after == before and message.get("content"):
                 raise ValueError(f"messages[{i}]: the chat template writes nothing of this message ({self.name})")
@@ -100,8 +107,24 @@ class ChatTemplate:
                     "only assistant message, a template with {% generation %} marks, or data.train_on = 'all' "
                     f"({self.name})"
                 )
+            if i == 0:
+                yield self._first_begin(message, after), len(after)
+                continue
+            prompt = self.render(messages[:i], generation_prompt=True).text
             same = next((n for n, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(prompt))
             yield max(len(before), same), len(after)
+
+    def _first_begin(self, message: Message, after: str) -> int:
+        """Where the span of a first message begins in `after`, its text."""
+        asked = [message | {"role": "user"}]
+        added = self.render(asked, generation_prompt=True).text.removeprefix(self.render(asked).text)
+        if added not in after:
+            raise ValueError(
+                "messages[0]: the chat template does not write the generation prompt before a first message of the "
+                "assistant, so the assistant's part of the text is not known; accepted: conversations in which another "
+                f"message is before it, a template with {{% generation %}} marks, or data.train_on = 'all' ({self.name})"
+            )
+        return after.index(added) + len(added)
 
 
 def load_chat_template(folder: Path) -> ChatTemplate | None:

@@ -206,28 +206,28 @@ def find_format(paths: Sequence[Path], text_field: str) -> str:
 def _format_of(file: Path, text_field: str) -> str:
     if _suffix(file) not in LINES:
         return "text"
-    found = "text"
+    found: str | None = None
     for number, line in enumerate(_first_lines(file), 1):
         if not line.strip():
             continue
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
-            return found  # the error is raised when the whole file is read
-        if not isinstance(record, dict) or text_field in record:
-            return "text"
-        format = detect_format(record)
+            break  # the error is raised when the whole file is read
+        if not isinstance(record, dict):
+            break  # so is this one
+        format = "text" if text_field in record else detect_format(record)
         if format is None:
             raise ValueError(
                 f"{file}, line {number}: got the keys {shown_keys(record)}; accepted: an object with a string in "
                 f"{text_field!r}, or with messages, with prompt and completion or response, or with instruction and output"
             )
-        if found not in ("text", format):
+        if found not in (None, format):
             raise ValueError(
                 f"{file}, line {number}: got the format {format}; accepted: {found}, as in the lines before it"
             )
         found = format
-    return found
+    return found or "text"
 
 
 def _first_lines(file: Path) -> Iterator[str]:

@@ -153,7 +153,10 @@ class PackedRows:
 
     def __init__(self, tokens: Tokens, file: DocumentFile, pieces: Pieces, seq_len: int, documents: int) -> None:
         if not len(pieces):
-            raise ValueError(f"files: got no document with a target; accepted: at least one ({file.path})")
+            raise ValueError(
+                f"files: got no document with a target within seq_len, {seq_len}; accepted: at least one; use a larger "
+                "seq_len, or too_long 'split'"
+            )
         self.tokens, self.file, self.pieces = tokens, file, pieces
         self.seq_len, self.documents = seq_len, documents
 
