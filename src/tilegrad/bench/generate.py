@@ -208,7 +208,7 @@ def bench_generate(
 ) -> int:
     where = torch.device(device_or_default(device))
     check_device(str(where))
-    kind: torch.dtype = getattr(torch, dtype)
+    torch_dtype: torch.dtype = getattr(torch, dtype)
     if repeats < 2:
         raise ValueError(f"repeats: got {repeats}; accepted: at least 2")
     if preset not in SHAPES:
@@ -222,15 +222,15 @@ def bench_generate(
     if not 0 <= prefill <= config.block_size:
         raise ValueError(f"prefill: got {prefill}; accepted: 0 (none) … {config.block_size}, the block_size")
     modes = (False, True) if invariant else (False,)
-    params = random_params(config, where, kind)
-    about = environment(where, kind)
+    params = random_params(config, where, torch_dtype)
+    about = environment(where, torch_dtype)
     speed = bandwidth(where, repeats)
     looked_up = {"wpe.weight"} if config.tie_embeddings else {"wpe.weight", "wte.weight"}  # a step reads single rows
     read = sum(x.nbytes for name, x in params.items() if name not in looked_up)
     lines, rows = [], []
     for batch_size in batch_sizes:
         times = measure(
-            config, params, batch_size, max_tokens, repeats, device=where, dtype=kind, peers=peers, modes=modes
+            config, params, batch_size, max_tokens, repeats, device=where, dtype=torch_dtype, peers=peers, modes=modes
         )
         for name in times:
             row = result(name, times, batch_size * max_tokens, speed / read if batch_size == 1 else None)
@@ -240,7 +240,7 @@ def bench_generate(
     prefills = []
     if prefill:
         shape = (PREFILL_PROMPTS, prefill)
-        times = measure_prefill(config, params, shape, repeats, device=where, dtype=kind, modes=modes)
+        times = measure_prefill(config, params, shape, repeats, device=where, dtype=torch_dtype, modes=modes)
         for name in times:
             row = result(name, times, shape[0] * shape[1], None)
             lines.append(json_format.dumps({"preset": preset, "prompts": shape[0], "length": shape[1]} | row | about))

@@ -160,25 +160,25 @@ def _with_eos(parts: Iterable[Tokens], eos: int | None) -> Iterator[Tokens]:
 
 
 def _prepare_conversations(
-    read: Records, folder: Path, kind: str, vocab_size: int, show: Show, format: Format, train_on: TrainOn
+    records: Records, folder: Path, kind: str, vocab_size: int, show: Show, format: Format, train_on: TrainOn
 ) -> tuple[TokenFile, Tokenizer]:
-    source = _source(kind, vocab_size, documents=read.count)
+    source = _source(kind, vocab_size, documents=records.count)
     if kind == "bpe" and source.eos is None and vocab_size > 256:
         source = replace(source, eos=vocab_size - 1)
     template = source.template
-    described = [format, train_on, source.eos, template and [template.source, template.special_tokens], read.sha256]
+    described = [format, train_on, source.eos, template and [template.source, template.special_tokens], records.sha256]
     digest = _sha256(json.dumps(described))
-    found = _reusable(folder, digest, source, kind, separate=True)
-    if found is None:
-        show("prepare", {"doing": f"turning {read.count:,} conversations into tokens"})
-        made = _tokenizer(source, ("\n\n" * (n > 0) + text for n, text in enumerate(_contents(read, format))))
-        found = _write(folder, digest, made, source, _conversations(read, made, source, format, train_on))
-    file, made = found
-    counts: Numbers = {"files": len(read.files), "documents": read.count, "left_out": read.left_out}
-    counts |= {"bytes": read.bytes, "tokens": len(file.tokens), "format": format}
+    prepared = _reusable(folder, digest, source, kind, separate=True)
+    if prepared is None:
+        show("prepare", {"doing": f"turning {records.count:,} conversations into tokens"})
+        trained = _tokenizer(source, ("\n\n" * (n > 0) + text for n, text in enumerate(_contents(records, format))))
+        prepared = _write(folder, digest, trained, source, _conversations(records, trained, source, format, train_on))
+    file, trained = prepared
+    counts: Numbers = {"files": len(records.files), "documents": records.count, "left_out": records.left_out}
+    counts |= {"bytes": records.bytes, "tokens": len(file.tokens), "format": format}
     counts |= {"template": template.name if template else None}
-    show("data", counts | {"eos": made.decode([source.eos]) if source.eos is not None else None})
-    return found
+    show("data", counts | {"eos": trained.decode([source.eos]) if source.eos is not None else None})
+    return prepared
 
 
 def _messages(read: Records, format: Format) -> Iterator[tuple[Place, list[Message]]]:
@@ -202,10 +202,10 @@ def _conversations(
 
     def rendered(one: list[Message]) -> Conversation:
         if template is None:
-            found = plain_conversation(one, format, end)
+            conversation = plain_conversation(one, format, end)
         else:
-            found = template.conversation(one) if train_on == "assistant" else template.render(one)
-        return found if train_on == "assistant" else Conversation(found.text, ())
+            conversation = template.conversation(one) if train_on == "assistant" else template.render(one)
+        return conversation if train_on == "assistant" else Conversation(conversation.text, ())
 
     messages = _messages(read, format)
     while batch := [*islice(messages, _TOGETHER)]:
@@ -318,10 +318,10 @@ def load_prepared(folder: Path, *, documents: bool = False) -> tuple[TokenFile, 
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder / name}: no such file; put the run's own file back, or start a new run")
     file = _open(folder, documents=documents)
-    found = sha256_of(folder / "tokenizer.json")
-    if found != file.tokenizer_sha256:
+    sha256 = sha256_of(folder / "tokenizer.json")
+    if sha256 != file.tokenizer_sha256:
         raise ValueError(
-            f"{folder / 'tokenizer.json'}: got a tokenizer of sha256 {found[:12]}…; accepted: the tokenizer of tokens.bin, "
+            f"{folder / 'tokenizer.json'}: got a tokenizer of sha256 {sha256[:12]}…; accepted: the tokenizer of tokens.bin, "
             f"{file.tokenizer_sha256[:12]}…"
         )
     return file, load_tokenizer(folder / "tokenizer.json")

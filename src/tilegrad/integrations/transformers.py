@@ -168,12 +168,12 @@ def mask(
             allow_is_causal_skip=False,
             allow_is_bidirectional_skip=False,
         )
-        return bias if moving else Attends(bias=bias, columns=kv_length)
+        return bias if static_cache else Attends(bias=bias, columns=kv_length)
 
     tracing = torch.compiler.is_compiling()
     band_and_ids = _band_when_compiling(function, **kwargs) if tracing else _band_and_ids(function)
-    moving = isinstance(q_offset, Tensor) or isinstance(kv_offset, Tensor)  # a static cache has tensors as offsets
-    if band_and_ids is None or moving and (tracing or q_length == 1):
+    static_cache = isinstance(q_offset, Tensor) or isinstance(kv_offset, Tensor)
+    if band_and_ids is None or static_cache and (tracing or q_length == 1):
         return dense_mask()
     (band, ids), used, before = band_and_ids, kv_length, 0
     if band != (None, None):  # the last row and the last column in use are the same token
@@ -184,17 +184,17 @@ def mask(
     padding = None if attention_mask is None else _columns(attention_mask, kv_offset, kv_length, used)
     if padding is not None and not tracing and bool(padding.all()):
         padding = None
-    form: dict[str, Any] = {"band": band, "before": before if used < kv_length else None, "columns": kv_length}
+    options: dict[str, Any] = {"band": band, "before": before if used < kv_length else None, "columns": kv_length}
     if ids is not None:
-        return dense_mask() if padding is not None else Attends(**form, runs=_packed(ids))
+        return dense_mask() if padding is not None else Attends(**options, runs=_packed(ids))
     if padding is None:
-        return Attends(**form)
+        return Attends(**options)
     every_row, square = band == (None, None), q_length == used and q_offset == kv_offset == 0
     if not (every_row or square):
-        return Attends(**form, bias=padding[:, None, None])
+        return Attends(**options, bias=padding[:, None, None])
     if _is_split(padding, tracing=tracing):
-        return Attends(**form, bias=padding[:, None, None])
-    return Attends(**form, runs=_padded(padding, q_length if every_row else None), bias=padding[:, None, None])
+        return Attends(**options, bias=padding[:, None, None])
+    return Attends(**options, runs=_padded(padding, q_length if every_row else None), bias=padding[:, None, None])
 
 
 def _warn_of_probabilities() -> None:
@@ -267,16 +267,16 @@ def attention_forward(
         return o.unflatten(0, (query.shape[0], query.shape[2])), None
     if runs is not None and bias is None:
         raise ValueError("position_bias: got a tensor with packed sequences; accepted: None, or use 'eager'")
-    found = None if bias is None or position_bias is not None else _intervals(bias, query, key)
-    if found is not None:
-        options |= {"intervals": found["intervals"].to(query.device), "causal": found["causal"]}
+    converted = None if bias is None or position_bias is not None else _intervals(bias, query, key)
+    if converted is not None:
+        options |= {"intervals": converted["intervals"].to(query.device), "causal": converted["causal"]}
     elif bias is not None:
         bias = bias.to(query.device)[..., : key.shape[2]]
     if position_bias is not None:
         bias = _with_position_bias(bias, position_bias[..., : key.shape[2]])
     if bias is not None and bias.dtype not in (torch.bool, torch.float32):
         bias = bias.to(query.dtype)
-    if found is None:
+    if converted is None:
         options["bias"] = bias
     return functional.attention(query, key, value, **options).transpose(1, 2).contiguous(), None
 
@@ -374,19 +374,19 @@ def _intervals(bias: Tensor, q: Tensor, k: Tensor) -> IntervalMask | None:
     tensors), or only by waiting for a GPU; if heads share k but not the bias; or if the call has few rows.
     """
     global _read_bias
-    form = (bias.dtype, bias.shape[2:]) == (torch.bool, (q.shape[2], k.shape[2])) and bias.ndim == 4
-    if not form or q.shape[2] <= FEW_ROWS or bias.shape[1] != 1 and not bias.shape[1] == q.shape[1] == k.shape[1]:
+    fits = (bias.dtype, bias.shape[2:]) == (torch.bool, (q.shape[2], k.shape[2])) and bias.ndim == 4
+    if not fits or q.shape[2] <= FEW_ROWS or bias.shape[1] != 1 and not bias.shape[1] == q.shape[1] == k.shape[1]:
         return None
     if bias.is_inference() or is_traced_or_transformed() or not is_plain_tensor(bias):
         return None
     if bias.device.type != "cpu":
         return None
-    read, version, found = _read_bias  # one read, because another thread may replace the tuple
+    read, version, intervals = _read_bias  # one read, because another thread may replace the tuple
     if read() is not bias or version != bias._version:
-        new = intervals_of_bool(bias)
-        found = None if isinstance(new, str) else new
-        _read_bias = weakref.ref(bias), bias._version, found
-    return found
+        computed = intervals_of_bool(bias)
+        intervals = None if isinstance(computed, str) else computed
+        _read_bias = weakref.ref(bias), bias._version, intervals
+    return intervals
 
 
 _last_restarts: tuple[Callable[[], Tensor | None], int, Runs | None] = (lambda: None, -1, None)
@@ -404,8 +404,8 @@ def _restarts(positions: Tensor | None, q: Tensor) -> Runs | None:
     version = -1 if positions.is_inference() else positions._version
     read, read_version, runs = _last_restarts  # one read, because another thread may replace the tuple
     if read() is not positions or read_version != version or version < 0:
-        new = positions.diff(dim=1) != 1
-        ids = pad(new.cumsum(1), (1, 0)).expand(q.shape[0], -1)
-        runs = _packed(ids) if bool(new.any()) else None
+        restarts = positions.diff(dim=1) != 1
+        ids = pad(restarts.cumsum(1), (1, 0)).expand(q.shape[0], -1)
+        runs = _packed(ids) if bool(restarts.any()) else None
         _last_restarts = weakref.ref(positions), version, runs
     return runs

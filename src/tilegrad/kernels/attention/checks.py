@@ -41,18 +41,18 @@ def _shape(x: Any) -> str:
     return f"shape {tuple(x.shape)}"
 
 
-def _shapes(pair: tuple[Any, str, Any]) -> str:
-    x, other, y = pair
-    return f"{_shape(x)}, and {other} is {tuple(y.shape)}"
+def _shapes(x_and_other: tuple[Any, str, Any]) -> str:
+    x, name, other = x_and_other
+    return f"{_shape(x)}, and {name} is {tuple(other.shape)}"
 
 
-def _dtypes(pair: tuple[Any, Any]) -> str:
-    x, q = pair
+def _dtypes(x_and_q: tuple[Any, Any]) -> str:
+    x, q = x_and_q
     return f"{x.dtype}, and q is {q.dtype}"
 
 
-def _devices(pair: tuple[Any, Any]) -> str:
-    x, q = pair
+def _devices(x_and_q: tuple[Any, Any]) -> str:
+    x, q = x_and_q
     return f"{x.device}, and q is on {q.device}"
 
 
@@ -214,8 +214,8 @@ def _check_intervals(k: Any, mask: Mask) -> None:
     shape = tuple(x.shape)
     fits = len(shape) == 4 and shape[0] in (1, b) and shape[1] in (1, hkv) and shape[2] == tk and shape[3] in (2, 4)
     require(fits, "intervals", f"shape {shape} for B = {b}, Hkv = {hkv}, Tk = {tk}", _INTERVALS, show=str)
-    together = not isinstance(x, Tensor) or x.stride(3) == 1 and (tk <= 1 or x.stride(2) == shape[3])
-    require(together, "intervals", x, _TOGETHER, show=_strides)
+    contiguous_rows = not isinstance(x, Tensor) or x.stride(3) == 1 and (tk <= 1 or x.stride(2) == shape[3])
+    require(contiguous_rows, "intervals", x, _TOGETHER, show=_strides)
 
 
 def check_values(q: Tensor, k: Tensor, mask: Mask) -> None:

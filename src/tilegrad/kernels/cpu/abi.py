@@ -128,13 +128,13 @@ pack_gemm, pack_fixed_order = packer(Gemm), packer(FixedOrder)
 pack_sample, pack_cache_write, pack_lean_adamw = packer(Sample), packer(CacheWrite), packer(LeanAdamW)
 
 
-class _Place(ctypes.Structure):
+class _Offset(ctypes.Structure):
     """The offset of a field or, with an empty name, the size of the structure. `Place` of csrc/layout.h."""
 
     _fields_ = [("structure", ctypes.c_char_p), ("field", ctypes.c_char_p), ("offset", ctypes.c_int64)]
 
 
-def _places() -> Iterator[tuple[tuple[str, str], int]]:
+def _offsets() -> Iterator[tuple[tuple[str, str], int]]:
     for structure in STRUCTURES:
         for field in structure._fields_:
             yield (structure.__name__, field[0]), getattr(structure, field[0]).offset
@@ -143,15 +143,15 @@ def _places() -> Iterator[tuple[tuple[str, str], int]]:
 
 def mismatch(library: ctypes.CDLL) -> str | None:
     """The first field whose offset in the library differs from these definitions; None if all agree."""
-    library.tilegrad_native_layout.restype = ctypes.POINTER(_Place)
-    places = itertools.takewhile(lambda place: place.structure, iter(library.tilegrad_native_layout()))
-    theirs = {(place.structure.decode(), place.field.decode()): place.offset for place in places}
-    ours = dict(_places())
+    library.tilegrad_native_layout.restype = ctypes.POINTER(_Offset)
+    offsets = itertools.takewhile(lambda entry: entry.structure, iter(library.tilegrad_native_layout()))
+    theirs = {(entry.structure.decode(), entry.field.decode()): entry.offset for entry in offsets}
+    ours = dict(_offsets())
     for structure, field in ours | theirs:
-        there, here = theirs.get((structure, field)), ours.get((structure, field))
-        if there != here:
+        in_library, in_python = theirs.get((structure, field)), ours.get((structure, field))
+        if in_library != in_python:
             what = f"field {field}" if field else "its end"
-            return f"a different layout of {structure}: {what} {_at(there)} in the library, {_at(here)} in Python"
+            return f"a different layout of {structure}: {what} {_at(in_library)} in the library, {_at(in_python)} in Python"
     return None
 
 
