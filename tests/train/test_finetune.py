@@ -22,7 +22,7 @@ from tilegrad.data.chat_template import Conversation
 from tilegrad.data.conversations import trained_tokens
 from tilegrad.data.documents import find_format
 from tilegrad.data.prepare import load_prepared, prepare
-from tilegrad.data.tokenizer import Encoded, eos_token_ids, find_eos, load_tokenizer
+from tilegrad.data.tokenizer import BpeTokenizer, Encoded, eos_token_ids, find_eos, load_tokenizer
 from tilegrad.training import generation, loop
 from tilegrad.training.checkpoint import latest_checkpoint, load_checkpoint
 from tilegrad.training.schedule import learning_rate
@@ -533,3 +533,19 @@ def test_patience_without_validation_and_init_without_adapters_are_refused(
     assert "patience: got 1, but validation_fraction 0.1 of this data holds out nothing" in capsys.readouterr().err
     assert main(["generate", init, "--init", init, "--max-tokens", "1"]) == 2
     assert "init: got" in capsys.readouterr().err
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused_by_the_preview_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, file = tmp_path / "model", chats(tmp_path / "chats.jsonl")
+    write_chat_model(model, TEMPLATES["chatml"])
+    tokenizer = load_tokenizer(model / "tokenizer.json")
+    size = tokenizer.vocab_size
+    assert isinstance(tokenizer, BpeTokenizer)
+    tokenizer.inner.add_special_tokens(["<|more|>"])
+    (model / "tokenizer.json").write_text(tokenizer.inner.to_str(), encoding="utf-8")
+    words = f"vocab_size: got {size} of the weights in {model}; accepted: at least the tokenizer's size, {size + 1}"
+    for command in (["data", str(file)], ["train", "--data", str(file), "--out", str(tmp_path / "run")]):
+        assert main([*command, "--init", str(model)]) == 2
+        assert words in capsys.readouterr().err

@@ -15,7 +15,7 @@ from ..data.documents import Numbers, Show
 from ..data.packing import PackedRows
 from ..data.tokenizer import Tokenizer
 from ..data.tokens import Tokens
-from .config import RunConfig
+from .config import RunConfig, check_vocab_size
 from .dataset import Dataset, kept_counts, prepare_data
 
 _EXAMPLE = 4000  # tokens of the first document that are shown
@@ -39,6 +39,7 @@ def preview(config: RunConfig, show: Show) -> Preview:
     counts: Numbers = {}
     with TemporaryDirectory(prefix="tilegrad-data-") as folder:
         file, tokenizer = prepare_data(config, Path(folder), kept_counts(show, counts), documents=True)
+        check_vocab_size(config, file.vocab_size)
         documents = file.documents
         assert documents is not None
         dataset = Dataset.split(file, tokenizer, config, counts)
