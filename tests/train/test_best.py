@@ -125,6 +125,16 @@ def test_generate_uses_the_best_checkpoint_on_request(printed: str, capsys: pyte
     assert texts[0] != texts[1] == texts[2]
 
 
+def test_the_folders_of_checkpoints_are_refused_by_the_name_of_their_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evaluations(monkeypatch, dict.fromkeys((2, 4, 6, 8, 10), 2.0))
+    train(RUN, Path("run"))
+    for folder, remedy in (("run/best", "run with --best"), ("run/checkpoints", "run")):
+        assert main(["generate", folder, "--max-tokens", "1"]) == 2
+        assert capsys.readouterr().err.endswith(f"or a folder of weights, such as {remedy}\n")
+
+
 def test_the_best_checkpoint_is_exported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     evaluations(monkeypatch, {2: 3.0, 4: 2.0, 6: 2.5, 8: 2.2, 10: 2.3})
     train(RUN, Path("run"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import codecs
 import gzip
 import hashlib
 import io
@@ -55,6 +56,19 @@ def test_the_error_for_bad_text_names_the_byte(tmp_path: Path) -> None:
         read_documents([bad])
     with pytest.raises(FileNotFoundError, match=r"none\.txt: no such text file"):
         read_documents([tmp_path / "none.txt"])
+
+
+def test_a_byte_order_mark_is_not_part_of_the_text(tmp_path: Path) -> None:
+    text, lines, bad = tmp_path / "a.txt", tmp_path / "a.jsonl", tmp_path / "bad.txt"
+    text.write_bytes(codecs.BOM_UTF8 + "one\ufeff".encode())
+    lines.write_bytes(codecs.BOM_UTF8 + b'{"text": "two"}\n')
+    assert "".join(read_documents([text]).text()) == "one\ufeff"
+    assert "".join(read_documents([lines]).text()) == "two\n\n"
+    lines.write_bytes(codecs.BOM_UTF8 + b'{"messages": []}\n')
+    assert find_format([lines], "text") == "messages"
+    bad.write_bytes(codecs.BOM_UTF8 + b"na\xefve")
+    with pytest.raises(ValueError, match=r"bad\.txt: is not UTF-8 at byte 5, 0xef"):
+        read_documents([bad])
 
 
 def test_a_folder_is_read_in_order_with_lines_and_gzip(tmp_path: Path) -> None:

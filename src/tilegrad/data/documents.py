@@ -242,7 +242,7 @@ def _first_lines(file: Path) -> Iterator[str]:
                     f"{file}, line {number}: got a line of more than {human(_LONGEST)}; accepted: shorter lines, or "
                     "data.format text, messages, prompt or instruction"
                 )
-            yield line.decode("utf-8", errors="replace")
+            yield line.decode("utf-8-sig" if number == 1 else "utf-8", errors="replace")
 
 
 @contextmanager
@@ -323,12 +323,12 @@ def _content(file: Path) -> Iterator[bytes]:
 
 
 def _decoded(file: Path, content: Iterable[bytes]) -> Iterator[str]:
-    decoder, read = codecs.getincrementaldecoder("utf-8")(), 0
+    decoder, read = codecs.getincrementaldecoder("utf-8-sig")(), 0  # drops a byte order mark at the beginning
     for part in chain(content, [b""]):  # the empty part ends the text
-        begin = read - len(decoder.getstate()[0])  # a character may begin in the part before
         try:
             text = decoder.decode(part, final=not part)
         except UnicodeDecodeError as error:
+            begin = read + len(part) - len(error.object)  # a character may begin in the part before
             raise ValueError(
                 f"{file}: is not UTF-8 at byte {begin + error.start}, 0x{error.object[error.start]:02x} ({error.reason}); "
                 "convert the file, for instance with iconv -t utf-8"

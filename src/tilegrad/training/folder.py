@@ -135,7 +135,8 @@ def weights_of(run: Path, *, best: bool, average: int | None = None) -> Chosen:
     average=n: the newest n checkpoints."""
     folder, given = locate(run, accepted=_MODELS)
     if given is None and not best and not holds_a_run(folder):
-        raise ValueError(f"{folder}: got neither checkpoints/ nor config.json in it; accepted: {_MODELS}")
+        hint = f", such as {folder.parent}{' with --best' * (folder.name == 'best')}" * holds_a_run(folder.parent)
+        raise ValueError(f"{folder}: got neither checkpoints/ nor config.json in it; accepted: {_MODELS}{hint}")
     if given is not None and best:
         raise ValueError(f"best: got True with the checkpoint {run}; accepted: True with a run's folder")
     path = given or latest_checkpoint(folder / "best" if best else _newest(folder).parent)
