@@ -210,7 +210,7 @@ def test_correct_shards_give_the_weights_of_the_run(originals: list[Path]) -> No
 def test_50_false_checkpoints_are_refused_by_name(originals: list[Path], tmp_path: Path) -> None:
     found, faults = attack_all(originals, tmp_path, range(50), resume_every=10)
     assert not faults, f"{len(faults)} of 50:\n" + "\n".join(faults)
-    assert found["refused"] > 30 and found["resume 2"] > 1 and found["export 2"] > 25, found
+    assert found["refused"] >= 30 and found["resume 2"] > 1 and found["export 2"] > 25, found
 
 
 def test_a_data_position_with_a_different_seq_len_is_refused_by_name(originals: list[Path], tmp_path: Path) -> None:

@@ -102,12 +102,13 @@ DECLARED: dict[str, str] = {
         "v_t 120"
     ),
     "cache_attention": (
-        "acc 32, alpha 4, below 1 bool, column 4 int64, distance 4, empty 4 bool, far 4 bool, gap 4 int64, hidden 4 bool, "
-        "inside 1 bool, k 64, new 16 bfloat16, new_max 4, place 1 int64, q 32, row_max 4, row_sum 4, s 16, slopes 4, v 64"
+        "acc 32, alpha 4, below 1 bool, column 4 int64, distance 4, empty 4 bool, far 4 bool, gap 4 int64, "
+        "inside 1 bool, k 64, masked 4 bool, new 16 bfloat16, new_max 4, place 1 int64, q 32, row_max 4, row_sum 4, s 16, "
+        "slopes 4, v 64"
     ),
     "cache_attention, prefill": (
-        "below 5 bool, chosen 5 int64, heads 2 int64, index 10 int64, inside 5 bool, last 1 int64, new 80 bfloat16, "
-        "old 80 bfloat16, row 5 int64, slot 5 int64"
+        "below 5 bool, heads 2 int64, index 10 int64, inside 5 bool, last 1 int64, new 80 bfloat16, "
+        "old 80 bfloat16, row 5 int64, slot 5 int64, source 5 int64"
     ),
     "column_sum": "ones 30, part 7",
     "column_sum, bfloat16": "ones 30, part 7, tile 16·4",
@@ -121,8 +122,10 @@ DECLARED: dict[str, str] = {
     "dropout": "counter 2 int64, dropped 5·7 bool, index 30 int64, philox 6·5·7 int64",
     "embedding": "x32 5·7",
     "embedding, float32": "",
-    "embedding_mse": "chosen 5·7 bfloat16, chosen32 5·7, e 5·7, ignored 5 bool, index 5 int64, part 1, statistics 2·5",
-    "embedding_mse, float32": "chosen 5·7, e 5·7, ignored 5 bool, index 5 int64, part 1, statistics 2·5",
+    "embedding_mse": (
+        "e 5·7, ignored 5 bool, index 5 int64, part 1, statistics 2·5, target_rows 5·7 bfloat16, target_rows32 5·7"
+    ),
+    "embedding_mse, float32": "e 5·7, ignored 5 bool, index 5 int64, part 1, statistics 2·5, target_rows 5·7",
     "mix": "mixed 4·6·8, part 4·6·8, share 4·6",
     "mix, float32": "mixed 4·6·8, share 4·6",
     "norm": "b 7, w 7, x 5·7, y 5·7",
@@ -132,8 +135,8 @@ DECLARED: dict[str, str] = {
         "sum_g 5, sum_gx 5, w 7, work 5·7"
     ),
     "norm backward, float32": "centred 5·7, column_sum.ones 30, column_sum.part 7, ones 5, sum 7, sum_g 5, sum_gx 5, work 5·7",
-    "rope": "kept 1·3·4, rotated 1·3·8",
-    "rope, float32": "kept 1·3·4",
+    "rope": "old_x1 1·3·4, rotated 1·3·8",
+    "rope, float32": "old_x1 1·3·4",
     "scaled_sum": "a 1, b 1, wide 5·7, work 5·7",
     "scaled_sum backward": "a 1, b 1, dy 5·7, row_sums 5, sum 1, wide 5·7, work 5·7",
     "scaled_sum backward, float32": "a 1, b 1, row_sums 5, sum 1, work 5·7",
