@@ -222,8 +222,7 @@ def bench_generate(
     if not 0 <= prefill <= config.block_size:
         raise ValueError(f"prefill: got {prefill}; accepted: 0 (none) … {config.block_size}, the block_size")
     modes = (False, True) if invariant else (False,)
-    params = random_params(config, where, torch_dtype)
-    about = environment(where, torch_dtype)
+    params, about = random_params(config, where, torch_dtype), environment(where, torch_dtype)
     speed = bandwidth(where, repeats)
     looked_up = {"wpe.weight"} if config.tie_embeddings else {"wpe.weight", "wte.weight"}  # a step reads single rows
     read = sum(x.nbytes for name, x in params.items() if name not in looked_up)
