@@ -284,12 +284,12 @@ def test_adamw_compiles(architecture: int, on_device: bool, lean: tuple[str, ...
 @pytest.mark.parametrize("architecture", [slowly(80), 90])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, slowly(torch.float32)])
 def test_embeddings_compile(architecture: int, dtype: torch.dtype, tmp_path: Path) -> None:
-    from tilegrad.kernels.embedding import Gradients, triton_ops
+    from tilegrad.kernels.embedding import Gradients, Inputs, triton_ops
 
     x, w, dw = torch.empty(2048, 768, dtype=dtype), torch.empty(100, 768, dtype=dtype), torch.empty(1024, 768)
     tokens, scratch = torch.zeros(2, 1024, dtype=torch.int64), poisoned(triton_ops.workspace(x))
     with compiling(architecture, tmp_path) as found:
-        triton_ops.fwd(tokens, w, w, None, 50.0, x=x, scratch={})
+        triton_ops.fwd(Inputs(tokens, w, w, None, 50.0), x=x, scratch={})
         triton_ops.bwd(x, tokens, None, 50.0, out=Gradients(dw, dw, accumulate=True), scratch=scratch)
     backward = {"_dwpe_kernel", "_runs_kernel", "_join_kernel"}
     check(found, architecture, {"_embedding_kernel"} | backward)
@@ -370,7 +370,7 @@ def test_attention_over_a_cache_compiles(
 
 
 def test_positions_of_packed_rows_compile(tmp_path: Path) -> None:
-    from tilegrad.kernels.embedding import Gradients
+    from tilegrad.kernels.embedding import Gradients, Inputs
     from tilegrad.kernels.embedding import triton_ops as embedding
     from tilegrad.kernels.rope import triton_ops as rope
 
@@ -380,7 +380,7 @@ def test_positions_of_packed_rows_compile(tmp_path: Path) -> None:
     tokens, table = torch.zeros(2, 32, dtype=torch.int64), torch.empty(32, 32)
     heads, scratch = x.view(2, 32, 12, 64), poisoned(embedding.workspace(x))
     with compiling(90, tmp_path) as found:
-        embedding.fwd(tokens, w, w, tokens, 1.0, x=x, scratch={})
+        embedding.fwd(Inputs(tokens, w, w, tokens, 1.0), x=x, scratch={})
         embedding.bwd(x, tokens, tokens, 1.0, out=Gradients(None, dw, accumulate=False), scratch=scratch)
         rope.rotate(heads, table, table, tokens, 1.0, y=heads, scratch={})
     check(found, 90, {"_embedding_kernel", "_runs_kernel", "_join_kernel", "_rotate_kernel"})
@@ -391,6 +391,7 @@ def test_the_kernels_of_a_step_compile_for_sizes_of_1(tmp_path: Path) -> None:
     from tilegrad.kernels.cross_entropy import triton_ops as cross_entropy
     from tilegrad.kernels.dropout import triton_ops as dropout
     from tilegrad.kernels.embedding import Gradients
+    from tilegrad.kernels.embedding import Inputs as EmbeddingInputs
     from tilegrad.kernels.embedding import triton_ops as embedding
     from tilegrad.kernels.global_norm import triton_ops as global_norm
     from tilegrad.kernels.rope import triton_ops as rope
@@ -400,7 +401,7 @@ def test_the_kernels_of_a_step_compile_for_sizes_of_1(tmp_path: Path) -> None:
     with compiling(90, tmp_path) as found:
         scratch = poisoned(cross_entropy.workspace(x, table, backward=True))
         cross_entropy.run(Inputs(x, table, token[0], one), out=Outputs(one, x, table), scratch=scratch)
-        embedding.fwd(token, table, table, None, 1.0, x=x, scratch={})
+        embedding.fwd(EmbeddingInputs(token, table, table, None, 1.0), x=x, scratch={})
         scratch = poisoned(embedding.workspace(x))
         embedding.bwd(x, token, None, 1.0, out=Gradients(table, table, accumulate=True), scratch=scratch)
         global_norm.fwd([x[0]], norm=one, scratch=poisoned(global_norm.workspace(x[0])))

@@ -4,8 +4,8 @@
                                                (accumulate=False: dwte and dwpe are overwritten; rows without a token become 0)
     packed rows   positions (B, T) int64 replace t: x[n] = s · wte[tokens[n]] + wpe[positions[n]]  dwpe[positions[n]] += dx[n]
 
-Sums are in the gradients' dtype (float32; float64 for float64) and in a fixed order, so the bits are the same each time.
-`EMBEDDING` is the table of kernels: each module offers `workspace`, `fwd` and `bwd`.
+s is `scale`. Sums are in the gradients' dtype (float32; float64 for float64) and in a fixed order, so the bits are the same
+each time. `EMBEDDING` is the table of kernels: each module offers `workspace`, `fwd` and `bwd`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,16 @@ from ..scratch import Shapes, TensorLike, accumulation_dtype
 from ..table import Problem, Where
 
 EMBEDDING = gpu.triton_else_torch("embedding")
+
+
+class Inputs(NamedTuple):
+    """The inputs of a forward. positions: of packed rows; None: t."""
+
+    tokens: Tensor
+    wte: Tensor
+    wpe: Tensor | None
+    positions: Tensor | None
+    scale: float
 
 
 class Gradients(NamedTuple):
@@ -64,7 +74,8 @@ def embedding_fwd(
     if positions is not None:
         check_positions(positions, tokens.shape, x)
     options = {"converts": wte.dtype != x.dtype, "packed": wpe is not None and positions is not None}
-    EMBEDDING.run("fwd", Problem(x), tokens, wte, wpe, positions, scale, options=options, x=x, **where)
+    inputs = Inputs(tokens, wte, wpe, positions, scale)
+    EMBEDDING.run("fwd", Problem(x), inputs, options=options, x=x, **where)
 
 
 @op(accumulates=("dwte", "dwpe"))

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..scratch import Scratch, Shapes, TensorLike, accumulation_dtype, blocks, rows_per_block
 
 if TYPE_CHECKING:
-    from . import Gradients
+    from . import Gradients, Inputs
 
 BLOCK = {"cpu": 1 << 20, "cuda": 1 << 24}  # elements of dx converted at once
 
@@ -25,16 +25,8 @@ def workspace(x: TensorLike, *, converts: bool = True, packed: bool = False, sca
     return dict.fromkeys(names, ((rows_per_block(x, BLOCK), x.shape[1]), acc))
 
 
-def fwd(
-    tokens: Tensor,
-    wte: Tensor,
-    wpe: Tensor | None,
-    positions: Tensor | None,
-    scale: float,
-    *,
-    x: Tensor,
-    scratch: Scratch,
-) -> None:
+def fwd(inputs: Inputs, *, x: Tensor, scratch: Scratch) -> None:
+    tokens, wte, wpe, positions, scale = inputs
     (b, t), c = tokens.shape, x.shape[1]
     if wpe is not None and positions is not None:
         _fwd_packed(tokens.view(-1), wte, wpe, positions.view(-1), scale, x=x, scratch=scratch)

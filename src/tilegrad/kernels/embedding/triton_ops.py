@@ -25,7 +25,7 @@ from ..gpu import ceil_div, launch, padded
 from ..scratch import Scratch, Shapes, TensorLike
 
 if TYPE_CHECKING:
-    from . import Gradients
+    from . import Gradients, Inputs
 
 RUN = 32  # sorted tokens per program
 WARPS = 4
@@ -112,16 +112,8 @@ def workspace(x: TensorLike, *, converts: bool = True, packed: bool = False, sca
     return shapes | {"parts": ((ceil_div(n, RUN), c), torch.float32)}
 
 
-def fwd(
-    tokens: Tensor,
-    wte: Tensor,
-    wpe: Tensor | None,
-    positions: Tensor | None,
-    scale: float,
-    *,
-    x: Tensor,
-    scratch: Scratch,
-) -> None:
+def fwd(inputs: Inputs, *, x: Tensor, scratch: Scratch) -> None:
+    tokens, wte, wpe, positions, scale = inputs
     n, c = x.shape
     numbers = (scale, wte.stride(0), 0 if wpe is None else wpe.stride(0), x.stride(0), tokens.shape[1], c)
     launch(_embedding_kernel, (n,), tokens, wte, wpe, positions, x, *numbers, BLOCK_C=padded(c), num_warps=WARPS)
