@@ -64,7 +64,7 @@ SIZES = {
     "tiny": Size(2, 2, 32, batch_size=4, seq_len=16, dtype="float32"),
 }
 ADAMW_RATE = 1e-3
-MUON_RATE = 4e-3  # the peak for the parameters that AdamW updates in `muon`; the matrices have MATRIX_RATE
+MUON_RATE = 8e-3  # the peak for the parameters that AdamW updates in `muon`; the matrices have MATRIX_RATE
 EMBEDDING_SCALE = 50.0  # the stream begins with a deviation of 1; a step of AdamW changes it by 50 times the rate
 MUON_ADAMW = AdamW(betas=(0.8, 0.95), eps=1e-10, weight_decay=0.0, max_norm=math.inf)  # as in nanochat.py
 
