@@ -58,7 +58,7 @@ _BACKWARD = re.compile(r"_(bwd|backward|dq|dkdv|dkv|delta|dbias|dsinks|preproces
 _GEMM = re.compile(r"gemm|nvjet|cutlass|wgmma|gemv|_matmul|_mm_kernel", re.IGNORECASE)
 _LAYOUT = re.compile(r"_([tn]{2})[tn]{0,2}(?=_|\W|$)", re.IGNORECASE)
 _LAYOUTS = {"tn": "forward", "nn": "dgrad", "tt": "dgrad", "nt": "wgrad"}
-_NEXT_TO_A_GEMM = re.compile(r"^memset|splitk.?reduce|split_k_reduce", re.IGNORECASE)
+_NEXT_TO_A_GEMM = re.compile(r"^memset|splitk.?reduce|split_k_reduce|^_add_splits_kernel$", re.IGNORECASE)
 _NEXT_TO = "next to a GEMM"
 _PASSED = ("loss", "copies", _NEXT_TO, OTHER)  # groups that may run between the forward of the head and the loss
 _WORDS = (  # words in the names of torch's kernels; the first match counts
@@ -129,14 +129,14 @@ def our_kernels() -> Mapping[str, str]:
 def group_of(name: str, *, backward: bool) -> str:
     """The group of a kernel by its name alone. `backward`: whether the kernel runs after the loss. A GEMM counts as a GEMM of
     the blocks."""
+    if _NEXT_TO_A_GEMM.search(name):
+        return _NEXT_TO
     own = our_kernels().get(name)
     if own == "linear":
         return _gemm(name, backward=backward)
     if own is not None:
         groups = _HOMES.get(own, (OTHER,))
         return groups[-1] if _BACKWARD.search(name) else groups[0]
-    if _NEXT_TO_A_GEMM.search(name):
-        return _NEXT_TO
     if _GEMM.search(name) and not re.search(r"fmha|flash|attention", name, re.IGNORECASE):
         return _gemm(name, backward=backward)
     for words, groups in _WORDS:
