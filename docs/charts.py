@@ -1,11 +1,12 @@
-"""The README's two charts, and two of docs/training.md, drawn from the dated results: python docs/charts.py
+"""The README's two charts, and three of the docs, drawn from the dated results: python docs/charts.py
 
 docs/figures/training.svg    tokens/s and memory of a training step, against compiled PyTorch
 docs/figures/attention.svg   speed of attention by head dimension, against FlashAttention-4 and cuDNN
 docs/figures/schedules.svg   the learning rate over the steps, by schedule
 docs/figures/float8.svg      losses with float8 and with bfloat16
+docs/figures/five-minutes.svg    bits per byte over seconds of training
 
-python docs/charts.py five-minutes PICTURE RUNS…    bits per byte over seconds, from files of `benchmarks.five_minutes --out`
+python docs/charts.py five-minutes PICTURE RUNS…    the last one from other files of `benchmarks.five_minutes --out`
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ class Plot:
         parts, bottom = [], self.top + self.tall + 16
         for i in range(5):
             value, y = self.high - (self.high - self.low) * i / 4, self.top + self.tall * i / 4
-            x, label = self.left + self.wide * i / 4, f"{self.end * i / 4:g}{unit}"
+            x, label = self.left + self.wide * i / 4, f"{self.end * i / 4:.4g}{unit}"
             parts.append(
                 f'<text class="small" x="{self.left - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.3f}</text>'
             )
@@ -174,21 +175,21 @@ def key(x: int, y: int, color: str, label: str) -> list[str]:
 
 
 def five_minutes(paths: list[Path]) -> str:
-    """A curve for each run, without its first tenth, which is too steep to be seen next to the rest."""
+    """A curve for each run, without its first fifth, which is too steep to be seen next to the rest."""
     rows = [json.loads(line) for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
     runs = [row for row in rows if "curve" in row]
     if not runs:
         raise ValueError(f"runs: got {', '.join(map(str, paths))} without a run; accepted: files of --out")
     end = max(run["seconds"] for run in runs)
-    shown = [p["bits_per_byte"] for run in runs for p in run["curve"] if p["seconds"] >= end / 10]
-    plot = Plot(62, 44, 640, 320, end, min(shown), max(shown))
-    title = f"Validation bits per byte over seconds of training, {runs[0]['size']}, {len(runs)} runs"
+    shown = [p["bits_per_byte"] for run in runs for p in run["curve"] if p["seconds"] >= end / 5]
+    plot = Plot(62, 44, 600, 320, end, min(shown), max(shown))
+    title = f"Validation bits per byte over seconds of training on one device, {runs[0]['size']}, {len(runs)} runs"
     parts = [f'<text class="head" x="8" y="20">{html.escape(title)}</text>', *plot.axes(" s")]
     present = [name for name in CONTENDERS if any(run["contender"] == name for run in runs)]
     for i, name in enumerate(present):
         label, color = CONTENDERS[name]
         for run in (run for run in runs if run["contender"] == name):
-            points = [(p["seconds"], p["bits_per_byte"]) for p in run["curve"] if p["seconds"] >= end / 10]
+            points = [(p["seconds"], p["bits_per_byte"]) for p in run["curve"] if p["seconds"] >= end / 5]
             parts.append(plot.curve(points, color))
         parts += key(plot.left + plot.wide + 16, plot.top + 14 + ROW * i, color, label)
     ends = {name: [run["curve"][-1]["bits_per_byte"] for run in runs if run["contender"] == name] for name in present}
@@ -273,3 +274,4 @@ if __name__ == "__main__":
         (HERE / "figures" / "attention.svg").write_text(attention(), encoding="utf-8")
         (HERE / "figures" / "schedules.svg").write_text(schedules(), encoding="utf-8")
         (HERE / "figures" / "float8.svg").write_text(float8(), encoding="utf-8")
+        (HERE / "figures" / "five-minutes.svg").write_text(five_minutes([RESULTS / TRAINING]), encoding="utf-8")
