@@ -14,7 +14,7 @@ Every function returns options of `tilegrad.attention`. Pass them with two stars
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from torch import Tensor
@@ -57,6 +57,7 @@ def documents(cu_seqlens: Integers, *, causal: bool = True, device: torch.device
     >>> torch.allclose(o[:1, :, 4:], alone, atol=1e-6)
     True
     """
+    require(isinstance(causal, bool), "causal", causal, "True or False", TypeError)
     ends = _integers("cu_seqlens", cu_seqlens, device)
     t = _total("cu_seqlens", ends)
     accepted = "numbers that start at 0, never decrease, and end at one T in all sequences"
@@ -118,7 +119,9 @@ def shared_question(lengths: Integers, *, device: torch.device | str | None = No
 
 def from_bool(mask: Tensor) -> IntervalMask:
     """The exact intervals of a bool matrix, True = attends, as in a bool bias. Raises an error that names the first column with
-    more than two runs of rows that do not attend. mask is (Tq, Tk), (H, Tq, Tk) or (B, H, Tq, Tk), with all Tq rows.
+    more than two runs of rows that do not attend. mask is (Tq, Tk), (H, Tq, Tk) or (B, H, Tq, Tk), where B and H may be 1.
+    H is otherwise the number of kv heads, because query heads that share a kv head share its intervals. Rows are not broadcast:
+    expand a mask of columns, (B, 1, 1, Tk), with mask.expand(-1, -1, Tq, -1).
 
     causal is True in the result if no row attends to a later token. A column may then have two runs below the diagonal. One run
     is enough for a tree in depth-first order, and for a window with tokens at the start that are never evicted:
@@ -277,13 +280,21 @@ def _blocks(count: Tensor, indices: Tensor) -> Tensor:
 
 def _integers(name: str, x: Integers, device: torch.device | str | None) -> Tensor:
     """x as (B, N) int64. A tensor with one dimension has B = 1."""
-    numbers: Any = torch.as_tensor(x, device=device)
-    kinds = (torch.int32, torch.int64)
-    require(numbers.dtype in kinds, name, numbers.dtype, "integers (int32, int64, or a list of ints)", TypeError)
+    kinds = "integers (int32, int64, a list of ints, or lists of ints with one length)"
+    try:
+        given = torch.as_tensor(x)
+    except (
+        TypeError,
+        ValueError,
+        RuntimeError,
+    ):  # None, a str, lists of different lengths, an int of more than 64 bits
+        raise TypeError(f"{name}: got {x!r}; accepted: {kinds}") from None
+    require(given.dtype in (torch.int32, torch.int64), name, given.dtype, kinds, TypeError)
+    numbers = given.to(device)
     accepted = "(N,), or (B, N) for each sequence of a batch, N ≥ 1"
     fits = numbers.ndim in (1, 2) and numbers.numel()
     require(fits, name, f"shape {tuple(numbers.shape)}", accepted, show=str)
-    return numbers.long().reshape(-1, numbers.shape[-1])  # type: ignore[no-any-return]
+    return numbers.long().reshape(-1, numbers.shape[-1])
 
 
 def _total(name: str, ends: Tensor) -> int:

@@ -419,6 +419,7 @@ X = torch.randn(1, 4, 8, 4)
         ({"bias": X}, "bias: got .*accepted: None"),
         ({"window": (3, 0)}, r"window: got \(3, 0\); accepted: None"),
         ({"sinks": X}, "sinks: got .*accepted: None"),
+        ({"intervals": X}, "intervals: got a tensor; accepted: None; dilated attention supports only"),
         ({"k": X[:, :, :5], "v": X[:, :, :5]}, "k: got 5 positions, but q has 8; accepted: as many as q"),
         ({"k": X[:, :2], "v": X[:, :2]}, "k: got 2 heads, but q has 4; accepted: as many as q"),
         ({"q": X[:, :1], "k": X[:, :1], "v": X[:, :1]}, "q: got 1 heads for 2 branches; accepted: at least as many"),

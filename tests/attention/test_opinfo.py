@@ -38,6 +38,7 @@ AXES: dict[str, tuple[object, ...]] = {
     "bias": (None, "bhqk", "qk", "BHQK"),
     "alibi": (False, True),
     "sinks": (False, True),
+    "intervals": ("", "2", "bh4"),  # which axes of "bh" they have, then how many numbers a column has
     "dropout_p": (0.0, 0.25),
     "return_lse": (False, True),
     "kernel": (None, "tiled"),
@@ -62,6 +63,10 @@ def sample_of(spec: Spec, dtype: torch.dtype, device: str, *, requires_grad: boo
         options["alibi_slopes"] = torch.rand(hq, dtype=dtype, device=device, generator=draw)
     if spec["sinks"]:
         options["sinks"] = randn(hq)
+    if spec["intervals"]:
+        form = (B, hkv) if "bh" in spec["intervals"] else (1, 1)
+        ends = torch.randint(0, tq + 1, (*form, tk, int(spec["intervals"][-1]) // 2, 2), generator=draw, device=device)
+        options["intervals"] = ends.sort(-1).values.flatten(3).int()
     if spec["dropout_p"]:
         options |= {"dropout_p": spec["dropout_p"], "seed": torch.tensor(3, device=device)}
     options |= {"return_lse": spec["return_lse"], "kernel": spec["kernel"]}

@@ -482,7 +482,12 @@ def test_errors_of_bad_arguments_say_what_is_accepted() -> None:
     for change, error, match in (
         ({"x": x.tolist()}, TypeError, "x: got list; accepted: a tensor"),
         ({"bias": 1.0}, TypeError, "bias: got float; accepted: a tensor"),
-        ({"x": x.int()}, ValueError, r"x: got torch.int32, shape \(4, 3\); accepted: \(…, C\) of float32"),
+        ({"x": x.int()}, ValueError, r"x: got torch.int32, shape \(4, 3\); accepted: \(…, C\), C ≥ 1, of float32"),
+        (
+            {"x": x[:, :0], "w": w[:, :0]},
+            ValueError,
+            r"x: got torch.float32, shape \(4, 0\); accepted: \(…, C\), C ≥ 1",
+        ),
         ({"x": x.half(), "w": w.half(), "bias": None}, ValueError, "x: got float16 on a CPU; accepted: bfloat16"),
         ({"w": w[:, :2]}, ValueError, r"w: got shape \(5, 2\); accepted: \(V, 3\)"),
         ({"w": w[:0], "bias": None}, ValueError, r"w: got shape \(0, 3\); accepted: \(V, 3\), V ≥ 1"),
@@ -507,6 +512,7 @@ def test_errors_of_bad_arguments_say_what_is_accepted() -> None:
         ({"z_loss": float("nan")}, ValueError, "z_loss: got nan; accepted: a finite number"),
         ({"reduction": "avg"}, ValueError, "reduction: got 'avg'; accepted: 'mean', 'sum', 'none'"),
         ({"ignore_index": None}, TypeError, "ignore_index: got None; accepted: an int"),
+        ({"ignore_index": 2**63}, ValueError, f"ignore_index: got {2**63}; accepted: an int of 64 bits"),
     ):
         arguments = given | change
         with pytest.raises(error, match=match):

@@ -84,9 +84,9 @@ def _check_tensors(x: Tensor, w: Tensor, targets: Tensor, bias: Tensor | None) -
             raise ValueError(
                 f"{name}: got {tensor.device}; accepted: {x.device}, where x is (call .to({x.device.type!r}))"
             )
-    if x.ndim < 1 or x.dtype not in DTYPES:
+    if x.ndim < 1 or x.shape[-1] < 1 or x.dtype not in DTYPES:
         accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-        raise ValueError(f"x: got {x.dtype}, shape {tuple(x.shape)}; accepted: (…, C) of {accepted}")
+        raise ValueError(f"x: got {x.dtype}, shape {tuple(x.shape)}; accepted: (…, C), C ≥ 1, of {accepted}")
     if w.ndim != 2 or w.shape[1] != x.shape[-1] or w.shape[0] < 1:
         raise ValueError(
             f"w: got shape {tuple(w.shape)}; accepted: (V, {x.shape[-1]}), V ≥ 1, because x has {x.shape[-1]} columns"
@@ -120,3 +120,4 @@ def _check_options(
     require(reduction in get_args(Reduction), "reduction", reduction, ", ".join(map(repr, get_args(Reduction))))
     is_int = isinstance(ignore_index, int) and not isinstance(ignore_index, bool)
     require(is_int, "ignore_index", ignore_index, "an int", TypeError)
+    require(-(2**63) <= ignore_index < 2**63, "ignore_index", ignore_index, "an int of 64 bits, as targets have")

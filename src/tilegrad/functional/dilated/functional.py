@@ -60,6 +60,7 @@ def dilated_attention(
     bias: None = None,
     window: None = None,
     sinks: None = None,
+    intervals: None = None,
     deterministic: bool | None = None,
     kernel: str | None = None,
     manager: AttentionBufferManager | None = None,
@@ -80,15 +81,15 @@ def dilated_attention(
     dropout_p         drops probabilities once, after the softmax; seed and shapes determine which
     manager           an AttentionBufferManager for temporary buffers; None: torch's allocator
 
-    attn_mask, bias, window and sinks are not supported and must be None. deterministic and kernel are as in
-    `tilegrad.attention`, but kernel="reference" raises, because it recomputes o and lse. The result has q's memory layout.
+    attn_mask, bias, window, sinks and intervals are not supported and must be None. deterministic and kernel are as
+    in `tilegrad.attention`, but kernel="reference" raises, because it recomputes o and lse. The result has q's memory layout.
 
     >>> import torch, tilegrad
     >>> q, k, v = torch.randn(3, 1, 6, 4096, 64)
     >>> tilegrad.dilated_attention(q, k, v, (1024, 4096), (1, 4), causal=True).shape
     torch.Size([1, 6, 4096, 64])
     """
-    _check_absent(attn_mask=attn_mask, bias=bias, window=window, sinks=sinks)
+    _check_absent(attn_mask=attn_mask, bias=bias, window=window, sinks=sinks, intervals=intervals)
     check_options(q, k, v, Mask(causal, scale=scale, dropout_p=dropout_p, seed=seed))
     check_tensors(q, k, v, Mask(causal))
     segments, rates = _checked_pattern(q, k, segment_lengths, dilation_rates, mode)
