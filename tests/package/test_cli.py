@@ -733,6 +733,8 @@ def test_plan_of_generation_has_the_bytes_of_the_decoder(capsys: pytest.CaptureF
         (["--generate", "--world-size", "2"], "world-size: got 2 with --generate; accepted: 1"),
         (["--generate", "--memory-budget", "1000000"], "memory-budget: got 1000000 with --generate; accepted: None"),
         (["--max-tokens", "5"], "max-tokens: got 5 without --generate; give both"),
+        (["--repetition-penalty", "1.2"], "repetition-penalty: got 1.2 without --generate; give both"),
+        (["--generate", "--repetition-penalty", "0"], "repetition_penalty: got 0.0; accepted: a finite number > 0"),
     ):
         assert main(["plan", "--preset", "tiny", *more]) == 2
         assert words in capsys.readouterr().err

@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 from support.decoders import ScriptedDecoder, scripted
+from support.pairwise import covering
 
 import tilegrad
+from tilegrad.cli import build_parser, main
 from tilegrad.cli import generation as command
-from tilegrad.cli import main
+from tilegrad.engine.decoder import Decoder
+from tilegrad.kernels.cpu import library
 from tilegrad.training import generation
 
 SMALL: dict[str, dict[str, Any]] = {
@@ -166,3 +169,81 @@ def test_stop_strings_end_a_text_and_slides_of_the_window_are_reported(capsys: p
         "tilegrad: prompt: got 40 tokens, and only the last 32 are read; 42 tokens are more than block_size, 32: the window "
         "slides, and a token attends to the last 16 to 32 before it\n"
     )
+
+
+FLAGS: dict[str, tuple[object, ...]] = {  # flag of `generate` → some of its values; None: the flag is not given
+    "text": (("the",), ("a longer prompt", "the"), ("a", "b", "c", "d")),
+    "max_tokens": (1, 9, 40),
+    "num_samples": (1, 3),
+    "batch_size": (None, 1, 2),
+    "temperature": (0.0, 0.8),
+    "top_k": (None, 5),
+    "top_p": (1.0, 0.9),
+    "min_p": (0.0, 0.1),
+    "repetition_penalty": (None, 1.0, 0.5, 1.5),
+    "seed": (0, 7),
+    "dtype": (None, "float32", "float64", "bfloat16"),
+    "invariant": (False, True),
+    "stop": (None, "e"),
+    "no_eos": (False, True),
+    "json": (False, True),
+    "logprobs": (False, True),
+    "verbose": (False, True),
+    "averaged": (True, False),
+}
+NOT_DRAWN = {"help", "run_folder", "prompt", "prompt_file", "best", "init", "average", "device"}
+
+
+def has_bytes_of_a_plan(spec: dict[str, Any]) -> bool:
+    """Whether `generate` takes this combination of values on this machine."""
+    without_library = isinstance(library.library(), str)
+    invariant = spec.get("invariant") and (without_library or spec.get("dtype") == "float64")
+    return not invariant and not (spec.get("logprobs") and not spec.get("json", True))
+
+
+def flags_of(command: Any, spec: dict[str, Any]) -> list[str]:
+    """The values of a specification as a command line."""
+    words = []
+    for action in command._actions:
+        value = spec.get(action.dest)
+        if not action.option_strings or value is None or value is action.default:
+            continue
+        words += [action.option_strings[0], *([] if action.nargs == 0 else [str(value)])]
+    return words
+
+
+def test_a_plan_has_the_bytes_that_generate_allocates(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoders: list[Decoder] = []
+
+    def recorded(*given: Any, **options: Any) -> Decoder:
+        decoders.append(Decoder(*given, **options))
+        return decoders[-1]
+
+    monkeypatch.setattr(generation, "Decoder", recorded)
+    command = build_parser().parse_args(["generate", "run"]).parser
+    assert {action.dest for action in command._actions} == {*FLAGS} | NOT_DRAWN
+    model = tilegrad.load("run")
+    keys = [word for name, value in SMALL["model"].items() for word in (f"--model.{name}", str(value))]
+    keys += ["--model.vocab_size", str(model.config.vocab_size)]
+    for spec in covering(FLAGS, has_bytes_of_a_plan):
+        assert main(["generate", "run", *spec["text"], *flags_of(command, spec), "--device", "cpu"]) == 0, spec
+        sequences = len(spec["text"]) * spec["num_samples"]
+        planned = {
+            "--batch-size": min(sequences, spec["batch_size"] or 32),
+            "--max-tokens": spec["max_tokens"],
+            "--prompt-tokens": max(len(model.tokenizer.encode(text)) for text in spec["text"]),
+            "--repetition-penalty": spec["repetition_penalty"],
+            "--dtype": spec["dtype"] or "float32",
+            "--train.invariant": str(spec["invariant"]).lower(),
+        }
+        words = [str(word) for pair in planned.items() for word in pair if pair[1] is not None]
+        capsys.readouterr()
+        assert main(["plan", "--generate", *keys, "--device", "cpu", *words, "--json"]) == 0, capsys.readouterr().err
+        found = json.loads(capsys.readouterr().out)
+        in_place = {"frozen"} - decoders[-1].plan.arenas.keys()  # the weights of the model, which are not copied
+        rows = [row["at_most_bytes"] for row in found["roles"] if row["name"] in in_place]
+        assert len(rows) == len(in_place)
+        assert found["peak_bytes"] - sum(rows) == decoders[-1].arenas.nbytes, spec
+    assert len(decoders) > 10

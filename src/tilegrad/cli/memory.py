@@ -56,7 +56,7 @@ def _plan(args: argparse.Namespace) -> int:
     check_device(t.device)
     if args.generate:
         return _plan_decoder(args, run, where or content.get("model", {}).get("preset", "tiny"), page)
-    for name in ("max_tokens", "prompt_tokens"):
+    for name in ("max_tokens", "prompt_tokens", "repetition_penalty"):
         if getattr(args, name) is not None:
             raise ValueError(f"{name.replace('_', '-')}: got {getattr(args, name)} without --generate; give both")
     if args.world_size < 1:
@@ -113,6 +113,7 @@ def _plan_decoder(args: argparse.Namespace, run: RunConfig, name: str, page: Pat
     import torch
 
     from ..engine.decoder import decoder_spec, largest_batch, plan_decoder
+    from ..engine.sampling import Sampling
     from ..memory.managed import pressure
     from ..memory.planned.report import memory_report
     from ..training.config import DTYPES
@@ -132,8 +133,12 @@ def _plan_decoder(args: argparse.Namespace, run: RunConfig, name: str, page: Pat
     # The decoder does not read the last new token.
     capacity = size if args.max_tokens is None else min(size, prompt + args.max_tokens - 1)
     device, dtype = torch.device(t.device), DTYPES[t.dtype]
-    spec = decoder_spec(run.model, t.batch_size, capacity, device=device, dtype=dtype, invariant=t.invariant)
-    title = f"{name}, generation of {t.batch_size} × {capacity} tokens, {t.dtype}{', invariant' * t.invariant}"
+    penalties = args.repetition_penalty is not None and Sampling(repetition_penalty=args.repetition_penalty).has_penalty
+    spec = decoder_spec(
+        run.model, t.batch_size, capacity, device=device, dtype=dtype, penalties=penalties, invariant=t.invariant
+    )
+    title = f"{name}, generation of {t.batch_size} × {capacity} tokens, {t.dtype}"
+    title += ", repetition penalty" * penalties + ", invariant" * t.invariant
     largest, sentence = largest_batch(spec, pressure.memory_available(device)) if args.fit else ({}, "")
     _print(args, memory_report(plan_decoder(spec), title), device, page, [], largest, sentence)
     return 0
@@ -170,6 +175,8 @@ def add_memory(commands: Commands) -> None:
     plan.add_argument(
         "--prompt-tokens", type=int, metavar="N", help="with --generate: tokens of the longest prompt (default: 1)"
     )
+    text = "with --generate: if not 1, also plan the memory of the tokens that each sequence contains"
+    plan.add_argument("--repetition-penalty", type=float, metavar="X", help=text)
     plan.add_argument("--world-size", type=int, default=1, metavar="N", help="plan one of N ranks (default: 1)")
     add_ranks(plan)
     add_keys(plan)

@@ -411,7 +411,7 @@ class Decoder:
         for name, number, limit in (("sequence", prompt.sequence, 1 << 63), ("draws", prompt.draws, 1 << 32)):
             if not 0 <= number < limit:
                 raise ValueError(f"{name}: got {number}; accepted: 0 … {limit - 1}")
-        if prompt.sampling.repetition_penalty != 1.0 and not self.spec.penalties:
+        if prompt.sampling.has_penalty and not self.spec.penalties:
             got = prompt.sampling.repetition_penalty
             raise ValueError(f"repetition_penalty: got {got}; accepted: 1.0, or any with Decoder(penalties=True)")
         return torch.from_numpy(tokens.astype(np.int64))

@@ -57,6 +57,11 @@ class Sampling:
         return temperature, top_k, top_p, float(np.float32(self.min_p)), penalty
 
     @property
+    def has_penalty(self) -> bool:
+        """Whether sampling reads which tokens a sequence contains."""
+        return self.repetition_penalty != 1.0
+
+    @property
     def seed_word(self) -> int:
         """The seed as an int64 with the same bits: seeds from 2⁶³ on become negative."""
         return self.seed - (1 << 64) if self.seed >= 1 << 63 else self.seed

@@ -232,7 +232,7 @@ def draw(
     _check_count("max_tokens", max_tokens)
     request = Request(prompt, max_tokens, Sampling(**sampling), eos=eos)
     capacity = min(config.block_size, len(prompt) + max_tokens - 1)
-    decoder = Decoder(config, params, 1, capacity, penalties=request.settings.repetition_penalty != 1.0, lora=lora)
+    decoder = Decoder(config, params, 1, capacity, penalties=request.settings.has_penalty, lora=lora)
     for piece in write(decoder, [request], None):
         if piece.finish != "eos":
             yield piece.token
@@ -355,7 +355,7 @@ def open_decoder(
         device=device,
         dtype=dtype,
         invariant=invariant,
-        penalties=settings.repetition_penalty != 1.0,
+        penalties=settings.has_penalty,
     )
 
 
