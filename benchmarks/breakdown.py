@@ -1,4 +1,5 @@
-"""`python -m benchmarks.training --breakdown`: the milliseconds of a step by group, compared with the floor of each group.
+"""The milliseconds of a training step by group, compared with the floor of each group: `python -m benchmarks.training
+--breakdown`, and `python -m benchmarks.finetune --breakdown` for a step with adapters.
 
     floor of an op       max(FLOPs / FLOP rate, bytes / byte rate)          rates measured on an H200 (`Rates`)
     floor of a group     the sum over its ops (step_cost.py)
@@ -15,15 +16,20 @@ none. So the group of a kernel follows from its name:
     a kernel of torch            a word in its name decides
 
 All other kernels are in the group "other", and the report lists their names.
+
+The GEMMs of adapters have the same names as the GEMMs of the layers that they adapt. So the groups of the GEMMs of a step with
+adapters follow from its ops, which a trace on handles lists in the order of the step (`products_of`). A product of joined
+matrices, y = [x, u] [W, B]', counts as a product of the adapted layer, and joining them as "copies".
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from heapq import nlargest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,6 +38,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tilegrad import kernels
 from tilegrad.bench.timing import Thunk
+from tilegrad.kernels.op import Call, observe
 from tilegrad.text.table import table
 
 from .step_cost import Demand
@@ -39,16 +46,17 @@ from .step_cost import Demand
 OTHER = "other"
 PRODUCTS = "all products"
 GROUPS = (
-    PRODUCTS, "GEMM forward", "GEMM dgrad", "GEMM wgrad", "head forward", "head dgrad", "head wgrad", "attention forward",
-    "attention backward", "rope", "norms forward", "norms backward", "activation forward", "activation backward", "loss",
-    "optimizer", "embeddings", "bias sums", "fp8 scaling", "dropout", "copies", OTHER,
+    PRODUCTS, "GEMM forward", "GEMM dgrad", "GEMM wgrad", "head forward", "head dgrad", "head wgrad", "adapters forward",
+    "adapters backward", "attention forward", "attention backward", "rope", "norms forward", "norms backward",
+    "activation forward", "activation backward", "loss", "optimizer", "embeddings", "bias sums", "fp8 scaling", "dropout",
+    "copies", OTHER,
 )  # fmt: skip
 _HOMES = {  # op of tilegrad → its group, or its groups forward and backward
     "activation": ("activation forward", "activation backward"), "adamw": ("optimizer",),
     "attention": ("attention forward", "attention backward"), "cache_attention": ("attention forward",),
     "column_sum": ("bias sums",), "cross_entropy": ("loss",),
     "dropout": ("dropout",), "embedding": ("embeddings",), "embedding_mse": ("loss",), "fp8_linear": ("fp8 scaling",),
-    "global_norm": ("optimizer",), "low_rank": ("GEMM wgrad",), "mix": ("attention forward", "attention backward"),
+    "global_norm": ("optimizer",), "low_rank": ("adapters backward",), "mix": ("attention forward", "attention backward"),
     "norm": ("norms forward", "norms backward"),
     "linear": ("GEMM forward",), "sampling": ("loss",),
     "optimizer": ("optimizer",), "residual": ("norms forward", "norms backward"),
@@ -108,6 +116,7 @@ class Breakdown:
     gaps_ms: float
     unknown: dict[str, float]  # name → ms, for the group "other"
     kernels: dict[str, dict[str, float]]  # group → name → ms
+    note: str = ""
 
     @property
     def floor_ms(self) -> float:
@@ -153,8 +162,51 @@ def _gemm(name: str, *, backward: bool) -> str:
     return f"GEMM {_LAYOUTS[layouts[-1].lower()] if layouts else 'dgrad'}"
 
 
-def groups_of(names: Sequence[str]) -> list[str]:
-    """The group of each kernel of a step, in the order of the device.
+def products_of(step: Callable[[], object]) -> list[str]:
+    """The groups of the GEMMs that a step of a model on handles launches, in order, without those of the head. Only products of
+    one matrix for all heads are known."""
+    found: list[str] = []
+
+    def see(call: Call) -> None:
+        of_adapter = any(buffer.name.endswith((".u", ".du")) for buffer in (*call.reads, *call.writes))
+        terms = sum("lora_b" in buffer.name for buffer in call.reads)
+        if call.name == "linear_fwd":
+            found.append("adapters forward" if of_adapter else "GEMM forward")
+        elif call.name == "low_rank_linear_fwd":
+            found.extend(["GEMM forward", *["adapters forward"] * terms])
+        elif call.name == "joined_linear_fwd":
+            found.append("GEMM forward")
+        elif call.name == "linear_bwd_input":
+            found.append("adapters backward" if of_adapter else "GEMM dgrad")
+        elif call.name == "low_rank_linear_bwd_input":
+            found.extend(["GEMM dgrad", "adapters backward"])
+        elif call.name == "joined_linear_bwd_input":
+            found.append("GEMM dgrad")
+        elif call.name == "linear_bwd_weight":
+            found.append("GEMM wgrad")
+
+    with observe(see):
+        step()
+    return found
+
+
+def groups_of(names: Sequence[str], products: Sequence[str] = ()) -> list[str]:
+    """The group of each kernel of a step, in the order of the device. products: the groups of its GEMMs in order, without those
+    of the head. If there are not as many GEMMs, their groups follow from their names."""
+    groups = _groups_by_name(names)
+    gemms = _gemms(groups)
+    if len(products) == len(gemms):
+        for i, product in zip(gemms, products, strict=True):
+            groups[i] = product
+    return _with_their_gemm(names, groups)
+
+
+def _gemms(groups: Sequence[str]) -> list[int]:
+    return [i for i, group in enumerate(groups) if group.startswith("GEMM ")]
+
+
+def _groups_by_name(names: Sequence[str]) -> list[str]:
+    """The groups by name and order. Kernels next to a GEMM have a group of their own.
 
     A chunk of the head runs a forward GEMM, loss kernels, dgrad and wgrad. So the last forward GEMM before a loss kernel
     belongs to the head, and so do the first dgrad and wgrad after it. A loss kernel after a backward sums the results of the
@@ -178,7 +230,7 @@ def groups_of(names: Sequence[str]) -> list[str]:
         elif group in ("embeddings", "optimizer"):  # these groups end a backward and a step
             seen_loss, expected = False, set()
         groups.append(group)
-    return _with_their_gemm(names, groups)
+    return groups
 
 
 def _with_their_gemm(names: Sequence[str], groups: list[str]) -> list[str]:
@@ -208,10 +260,20 @@ def _is_product(group: str) -> bool:
     return group.startswith(("GEMM ", "head "))
 
 
-def break_down(launches: Sequence[Launch], floors_ms: Mapping[str, float], steps: int = 1) -> Breakdown:
-    """The time of each group per step, from the launches of `steps` back-to-back steps."""
+def break_down(
+    launches: Sequence[Launch], floors_ms: Mapping[str, float], steps: int = 1, products: Sequence[str] = ()
+) -> Breakdown:
+    """The time of each group per step, from the launches of `steps` back-to-back steps. products: `products_of` a step with
+    adapters."""
     ordered = sorted(launches, key=lambda launch: launch.start_us)
-    groups = groups_of([launch.name for launch in ordered])
+    kernels = [launch.name for launch in ordered]
+    groups, note = groups_of(kernels, [*products] * steps), ""
+    gemms = len(_gemms(_groups_by_name(kernels)))
+    if products and gemms != steps * len(products):
+        note = (
+            f"{gemms / steps:g} GEMMs in a step, but its ops have {len(products)} products: the GEMMs of adapters are in the "
+            "groups GEMM forward and GEMM dgrad"
+        )
     if PRODUCTS in floors_ms:
         groups = [PRODUCTS if _is_product(group) else group for group in groups]
     ms: defaultdict[str, float] = defaultdict(float)
@@ -233,6 +295,7 @@ def break_down(launches: Sequence[Launch], floors_ms: Mapping[str, float], steps
         gaps_ms=span_ms - busy_us / 1e3 / steps,
         unknown=dict(sorted(names[OTHER].items(), key=lambda item: -item[1])),
         kernels={group: dict(of_group) for group, of_group in names.items()},
+        note=note,
     )
 
 
@@ -249,9 +312,11 @@ def report(breakdown: Breakdown, rates: Rates) -> str:
         table(("group", "ms", "floor ms", "of floor", "kernels"), rows),
         f"floor = Σ over ops of max(FLOPs / {rates.flops / 1e12:g} TFLOP/s, bytes / {rates.bytes / 1e12:g} TB/s)",
     ]
-    names = Counter({name: ms for of_group in breakdown.kernels.values() for name, ms in of_group.items()})
+    if breakdown.note:
+        text.append(breakdown.note)
+    each = [(ms, group, name) for group, of_group in breakdown.kernels.items() for name, ms in of_group.items()]
     text.append("the largest kernels:")
-    text += [f"  {ms:8.3f} ms  {name[:LONGEST_NAME]}" for name, ms in names.most_common(LARGEST_KERNELS)]
+    text += [f"  {ms:8.3f} ms  {group}: {name[:LONGEST_NAME]}" for ms, group, name in nlargest(LARGEST_KERNELS, each)]
     if breakdown.unknown:
         text.append("other, by name:")
         text += [f"  {ms:8.3f} ms  {name}" for name, ms in breakdown.unknown.items()]
@@ -260,6 +325,10 @@ def report(breakdown: Breakdown, rates: Rates) -> str:
 
 def launches_of(step: Thunk, steps: int) -> list[Launch]:
     """The kernels of the device in `steps` calls of `step`, by torch's profiler."""
+    if not torch.cuda.is_available():
+        raise ValueError(
+            "breakdown: got a machine without a GPU; accepted: a GPU, because the profiler lists its kernels"
+        )
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         for _ in range(steps):

@@ -17,6 +17,9 @@ separate rounds.
     tokens/s          the median over rounds          ratio       the median over rounds of (our tokens/s) / (the peer's)
     peak GiB          torch.cuda.max_memory_allocated in the process of the contender
 
+--breakdown instead gives the milliseconds of a step of `ours` and of `ours, weights` by group of kernels, next to the floor of
+each group (breakdown.py). --only names other contenders of ours.
+
 The peer needs transformers, liger_kernel and peft; without them, or on a CPU, it does not run. --tiny is a quick test on a CPU.
 """
 
@@ -29,24 +32,40 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
 from tilegrad import Engine, LoraConfig, ModelConfig
+from tilegrad.bench.timing import sustained
 from tilegrad.model.layer import States
+from tilegrad.text.atomic import check_replaceable
 from tilegrad.text.table import table
 
+from .breakdown import Breakdown, Launch, Rates, break_down, floors, launches_of, products_of
+from .breakdown import report as breakdown_report
+from .contenders import PROFILED_STEPS, WARM_SECONDS
+from .step_cost import adapter_count, step_demands
+from .training import about_run, parameter_count, write_results
+
 Step = Callable[[], object]
+Results = tuple[str, list[dict[str, Any]], list[str]]  # a report, its rows, errors
+Workers = dict[str, tuple[Connection, BaseProcess]]
 RANK, ALPHA = 16, 32
+LORA = LoraConfig(RANK, ALPHA)
+READY, PROFILE = "ready", "profile"  # an answer and a request of `serve`
+TITLE = "# Fine-tuning"  # the first line of the file --out
 PEER_PACKAGES = ("transformers", "liger_kernel", "peft")
 HEADER = ("shape", "contender", "tokens/s", "peak GiB", "ratio")
 WARM_STEPS = 4
+PROFILED = ("ours", "ours, all saved", "ours, budget", "ours, weights")  # contenders with floors
 EVERYTHING = 1000.0  # GiB: a budget with which nothing is recomputed
 UNPLANNED_BYTES = 40 << 20  # the workspace of cuBLAS and the staged batch, which a budget does not count
 _GIB = 1 << 30
@@ -81,12 +100,23 @@ SHAPES = {
 }
 
 
-def ours(shape: Shape, device: str, budget: float | None, lora: LoraConfig | None, states: States) -> Step:
-    engine = Engine(
-        shape.config(), shape.batch_size, shape.seq_len, device=device, dtype=torch.bfloat16, lora=lora, states=states,
-        memory_budget=None if budget is None else int(budget * _GIB) - (UNPLANNED_BYTES if device == "cuda" else 0),
+def engine_of(name: str, shape: Shape, device: str, budget: float) -> Engine:
+    """The engine of a contender of ours. budget: GiB of `ours, budget`."""
+    limit = EVERYTHING if "all saved" in name else budget if "budget" in name else None
+    return Engine(
+        shape.config(), shape.batch_size, shape.seq_len, device=device, dtype=torch.bfloat16,
+        lora=LORA if has_adapters(name) else None,
+        states=States("bfloat16", "none", "bfloat16") if "lean" in name else States(),
+        memory_budget=None if limit is None else int(limit * _GIB) - (UNPLANNED_BYTES if device == "cuda" else 0),
         accumulate=False,
     )  # fmt: skip
+
+
+def has_adapters(name: str) -> bool:
+    return not name.endswith(("weights", "lean"))
+
+
+def ours(engine: Engine, shape: Shape, device: str) -> Step:
     tokens = torch.randint(0, shape.vocab_size, (shape.batch_size, shape.seq_len), device=device)
 
     def step() -> None:
@@ -128,27 +158,25 @@ def peer(shape: Shape, device: str, *, adapters: bool, checkpoint: bool) -> Step
     return step
 
 
-def contender(name: str, shape: Shape, device: str, budget: float) -> Step:
-    adapters = not name.endswith(("weights", "lean"))
-    if name.startswith("ours"):
-        limit = EVERYTHING if "all saved" in name else budget if "budget" in name else None
-        states = States("bfloat16", "none", "bfloat16") if "lean" in name else States()
-        return ours(shape, device, limit, LoraConfig(RANK, ALPHA) if adapters else None, states)
-    return peer(shape, device, adapters=adapters, checkpoint="checkpoint" in name)
-
-
 def serve(pipe: Connection, name: str, shape: Shape, device: str, budget: float) -> None:
-    """Build a contender. Then read numbers of seconds from the pipe, and answer each with (tokens/s, peak bytes), or with the
-    text of an error."""
+    """Build a contender. Then read requests from the pipe and answer each: a number of seconds with (tokens/s, peak bytes),
+    PROFILE with `profile_of` the step. An error is answered with its text."""
     try:
-        step = contender(name, shape, device, budget)
+        engine = engine_of(name, shape, device, budget) if name.startswith("ours") else None
+        if engine is None:
+            step = peer(shape, device, adapters=has_adapters(name), checkpoint="checkpoint" in name)
+        else:
+            step = ours(engine, shape, device)
         for _ in range(WARM_STEPS):
             step()
         _wait(device)
-        pipe.send("ready")
-        while (seconds := pipe.recv()) is not None:
+        pipe.send(READY)
+        while (asked := pipe.recv()) is not None:
+            if asked == PROFILE and engine is not None:
+                pipe.send(profile_of(engine, step, device))
+                continue
             began, count = time.perf_counter(), 0
-            while time.perf_counter() - began < seconds:
+            while time.perf_counter() - began < asked:
                 step()
                 step()
                 _wait(device)
@@ -159,40 +187,65 @@ def serve(pipe: Connection, name: str, shape: Shape, device: str, budget: float)
         pipe.send(traceback.format_exc(limit=3))
 
 
+def profile_of(engine: Engine, step: Step, device: str) -> tuple[list[Launch], list[str]]:
+    """The kernels of PROFILED_STEPS steps, and the groups of the products of a step with adapters."""
+    sustained(step, WARM_SECONDS, torch.device(device))
+    return launches_of(step, PROFILED_STEPS), products_of(engine.spec.declare().step) if engine.spec.lora else []
+
+
 def _wait(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
+
+
+def start(shape: Shape, device: str, names: list[str], budget: float) -> tuple[Workers, dict[str, str]]:
+    """The processes of the contenders, and contender that failed → its error. All start at once."""
+    spawn, workers, failed = multiprocessing.get_context("spawn"), Workers(), {}
+    for name in names:
+        mine, theirs = spawn.Pipe()
+        process = spawn.Process(target=serve, args=(theirs, name, shape, device, budget), daemon=True)
+        process.start()
+        theirs.close()  # so that `answer_of` sees the end of the process
+        workers[name] = mine, process
+    for name in names:
+        answer = answer_of(workers[name][0])
+        if answer != READY:
+            failed[name] = answer
+            workers.pop(name)
+    return workers, failed
+
+
+def answer_of(pipe: Connection) -> Any:
+    """The answer of a process, or a sentence if the process has ended."""
+    try:
+        return pipe.recv()
+    except EOFError:
+        return "the process ended without an answer"
+
+
+def stop(workers: Workers) -> None:
+    for pipe, process in workers.values():
+        pipe.send(None)
+        process.join()
 
 
 def measure(
     shape: Shape, device: str, names: list[str], rounds: int, seconds: float, budget: float
 ) -> tuple[dict[str, list[tuple[float, int]]], dict[str, str]]:
     """(contender → (tokens/s, peak bytes) of each round, contender that failed → its error)"""
-    spawn, workers, failed = multiprocessing.get_context("spawn"), {}, {}
-    for name in names:
-        mine, theirs = spawn.Pipe()
-        process = spawn.Process(target=serve, args=(theirs, name, shape, device, budget), daemon=True)
-        process.start()
-        workers[name] = mine, process
-    for name in names:
-        answer = workers[name][0].recv()
-        if answer != "ready":
-            failed[name] = answer
-            workers.pop(name)
+    workers, failed = start(shape, device, names, budget)
     found: dict[str, list[tuple[float, int]]] = {name: [] for name in workers}
     for i in range(rounds):
         for name in list(workers)[:: -1 if i % 2 else 1]:
             pipe, _ = workers[name]
             pipe.send(seconds)
-            answer = pipe.recv()
+            answer = answer_of(pipe)
             if isinstance(answer, str):
                 failed[name] = answer
                 workers.pop(name)
             else:
                 found[name].append(answer)
-    for pipe, process in workers.values():
-        pipe.send(None)
-        process.join()
+    stop(workers)
     return {name: rows for name, rows in found.items() if name in workers}, failed
 
 
@@ -208,6 +261,33 @@ def rows_of(name: str, found: dict[str, list[tuple[float, int]]]) -> list[dict[s
     return rows
 
 
+def breakdowns(
+    shape: Shape, device: str, names: list[str], budget: float
+) -> tuple[dict[str, Breakdown], dict[str, str]]:
+    """(contender of ours → a step by group, contender that failed → its error)"""
+    workers, failed = start(shape, device, names, budget)
+    found = {}
+    for name, (pipe, _) in list(workers.items()):
+        pipe.send(PROFILE)
+        answer = answer_of(pipe)
+        if isinstance(answer, str):
+            failed[name] = answer
+            workers.pop(name)
+        else:
+            launches, products = answer
+            found[name] = break_down(launches, floors_of(name, shape), PROFILED_STEPS, products)
+    stop(workers)
+    return found, failed
+
+
+def floors_of(name: str, shape: Shape) -> dict[str, float]:
+    """group → its floor in milliseconds, for a contender of ours with float32 states."""
+    config, lora = shape.config(), LORA if has_adapters(name) else None
+    trained = parameter_count(config) if lora is None else adapter_count(config, lora)
+    element_bytes = torch.bfloat16.itemsize
+    return floors(step_demands(config, shape.batch_size, shape.seq_len, element_bytes, trained, lora), Rates())
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.finetune", description=__doc__.split("\n")[0])
     parser.add_argument("shapes", nargs="*", choices=[*SHAPES, []], help="0.5B, 1.5B or tiny; default: 0.5B and 1.5B")
@@ -217,10 +297,29 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--budget", type=float, help="GiB of `ours, budget`; default: `checkpointed_gib` of the shape")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="contenders, such as 'ours, weights'; default: all")
     parser.add_argument("--no-peer", action="store_true")
+    parser.add_argument("--breakdown", action="store_true", help="our step by group, against each group's floor")
     parser.add_argument("--tiny", action="store_true", help="a small shape, 0.2 s for each contender in a round")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the tables and the JSON to a file too")
     args = parser.parse_args(arguments)
     _check(args.rounds, args.seconds, args.budget, args.device)
+    if args.out is not None:
+        check_replaceable(args.out, TITLE)
+    names = ["tiny"] if args.tiny else args.shapes or ["0.5B", "1.5B"]
+    run = breakdown_shapes if args.breakdown else compare_shapes
+    text, rows, errors = run(names, args)
+    lines = json.dumps(rows, indent=1)
+    print(lines if args.json else text, flush=True)
+    if args.out is not None:
+        given = sys.argv[1:] if arguments is None else arguments
+        write_results(args.out, TITLE, about_run(args.device, "finetune", given), text, lines)
+    for error in errors:
+        print(error, file=sys.stderr)
+    return int(bool(errors))
+
+
+def compare_shapes(names: list[str], args: argparse.Namespace) -> Results:
+    """The speed and memory of the contenders."""
     missing = [package for package in PEER_PACKAGES if find_spec(package) is None]
     with_peer = not args.no_peer and args.device == "cuda" and not missing
     if missing and not args.no_peer:
@@ -232,26 +331,40 @@ def main(arguments: list[str] | None = None) -> int:
     rounds, seconds = (2, 0.2) if args.tiny else (args.rounds, args.seconds)
     rows: list[dict[str, Any]] = []
     errors: list[str] = []
-    for name in ["tiny"] if args.tiny else args.shapes or ["0.5B", "1.5B"]:
+    for name in names:
         shape = SHAPES[name]
-        budget = args.budget if args.budget is not None else shape.checkpointed_gib
         for group in groups:
-            names = [who for who in group if with_peer or not who.startswith("peer")]
-            names = [who for who in names if args.only is None or who in args.only]
-            if not names:
+            chosen = [who for who in group if with_peer or not who.startswith("peer")]
+            chosen = [who for who in chosen if args.only is None or who in args.only]
+            if not chosen:
                 continue
-            found, failed = measure(shape, args.device, names, rounds, seconds, budget)
+            found, failed = measure(shape, args.device, chosen, rounds, seconds, _budget(args.budget, shape))
             new = rows_of(name, found)
             print(table(HEADER, [_cells(row) for row in new]), file=sys.stderr, flush=True)
             rows += new
             errors += [f"{name}, {who}: {why}" for who, why in failed.items()]
-    if args.json:
-        print(json.dumps(rows, indent=1), flush=True)
-    else:
-        print(table(HEADER, [_cells(row) for row in rows]), flush=True)
-    for error in errors:
-        print(error, file=sys.stderr)
-    return int(bool(errors))
+    return table(HEADER, [_cells(row) for row in rows]), rows, errors
+
+
+def breakdown_shapes(names: list[str], args: argparse.Namespace) -> Results:
+    """A step of each contender of ours by group of kernels."""
+    chosen = args.only or ["ours", "ours, weights"]
+    unknown = [who for who in chosen if who not in PROFILED]
+    if unknown:
+        raise ValueError(f"only: got {unknown[0]!r} with breakdown; accepted: {', '.join(map(repr, PROFILED))}")
+    parts: list[str] = []
+    rows: list[dict[str, Any]] = []
+    errors: list[str] = []
+    for name in names:
+        found, failed = breakdowns(SHAPES[name], args.device, chosen, _budget(args.budget, SHAPES[name]))
+        parts += [f"{name}, {who}: one step\n{breakdown_report(each, Rates())}" for who, each in found.items()]
+        rows += [{"shape": name, "contender": who} | asdict(each) for who, each in found.items()]
+        errors += [f"{name}, {who}: {why}" for who, why in failed.items()]
+    return "\n\n".join(parts), rows, errors
+
+
+def _budget(given: float | None, shape: Shape) -> float:
+    return shape.checkpointed_gib if given is None else given
 
 
 def _check(rounds: int, seconds: float, budget: float | None, device: str) -> None:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from tilegrad.bench.cost import attention_bytes, attention_flops
 from tilegrad.model.config import ModelConfig
+from tilegrad.model.lora import AdapterParts, LoraConfig, adapter_parts
 
 
 class Demand(NamedTuple):
@@ -34,8 +35,38 @@ def step_flops(config: ModelConfig, batch_size: int, seq_len: int) -> int:
     return 3 * (2 * n * products + config.n_layer * attention)
 
 
+def adapter_count(config: ModelConfig, lora: LoraConfig) -> int:
+    """The number of trained parameters of a model with adapters."""
+    of_block = sum(
+        lora.rank * (len(each.widths) * each.inputs + sum(each.widths.values())) for each in adapter_parts(config, lora)
+    )
+    return config.n_layer * of_block
+
+
+def adapter_demands(adapter: AdapterParts, rank: int, n: int, e: int) -> dict[str, Demand]:
+    """The least work of the ops of one adapter.     N rows   e bytes of an element   R = P·rank columns of u   W = Σ widths
+
+    u and dA read x, and one pass over dy computes du and dB. The terms that an adapter adds to y and to dx cost FLOPs and the
+    bytes of their factors, but no pass over y or dx, because a product of joined matrices adds them: y = [x, u] [W, B]'.
+    """
+    i, w, r = adapter.inputs, sum(adapter.widths.values()), rank * len(adapter.widths)
+    a, b = r * i, w * rank  # elements of A, and of all B
+    return {
+        "u = s x A'": Demand(2 * n * a, e * (n * i + a + n * r)),
+        "y += u B'": Demand(2 * n * b, e * (n * r + b)),
+        "du, dB": Demand(4 * n * b, e * (n * w + 2 * n * r + b) + 4 * b),
+        "dx += du A": Demand(2 * n * a, e * (n * r + a)),
+        "dA": Demand(2 * n * a, e * (n * i + n * r) + 4 * a),
+    }
+
+
 def step_demands(
-    config: ModelConfig, batch_size: int, seq_len: int, element_bytes: int, n_params: int
+    config: ModelConfig,
+    batch_size: int,
+    seq_len: int,
+    element_bytes: int,
+    n_params: int,
+    lora: LoraConfig | None = None,
 ) -> dict[str, list[Demand]]:
     """The least work of each op of a step, in the groups of breakdown.py.     N = B·T rows   e = element_bytes
 
@@ -43,7 +74,12 @@ def step_demands(
     next norm are one pass. The backward of a norm or of an activation writes the output of the forward again. The gradient of
     the logits overwrites the logits. AdamW reads w, g, m, v and writes w, m, v and the copy of w in the compute dtype; clipping
     reads g. Bias gradients are not counted.
+
+    n_params is the number of trained parameters. With adapters (`lora`, on all layers and without dropout) no other parameter
+    has a gradient, and nothing needs dx of the first projections of block 0, although our step computes it.
     """
+    if lora is not None and (lora.layers != "all" or lora.dropout):
+        raise ValueError(f"lora: got {lora}; accepted: adapters on all layers, without dropout")
     n, e, layers = batch_size * seq_len, element_bytes, config.n_layer
     c, f, v, d = config.n_embd, config.ffn, config.vocab_size, config.head_dim
     forward, weight = [], []
@@ -62,7 +98,7 @@ def step_demands(
     norms = 2 * layers + 1
     rope = 2 * e * n * (config.n_head + config.kv_heads) * d if config.position == "rope" else 0
     copy = 0 if e == 4 else e  # bytes of the copy of a parameter in the compute dtype
-    return {
+    demands = {
         "GEMM forward": forward * layers,
         "GEMM dgrad": forward * layers,
         "GEMM wgrad": weight * layers,
@@ -80,3 +116,13 @@ def step_demands(
         "optimizer": [Demand(0, 4 * n_params), Demand(0, (28 + copy) * n_params)],
         "embeddings": [Demand(0, 2 * e * n * c), Demand(0, e * n * c + 8 * min(n, v) * c)],
     }
+    if lora is None:
+        return demands
+    of_block = [adapter_demands(each, lora.rank, n, e) for each in adapter_parts(config, lora)]
+    forwards = [each[op] for each in of_block for op in ("u = s x A'", "y += u B'")] * layers
+    backwards = [each[op] for each in of_block for op in ("du, dB", "dx += du A", "dA")] * layers
+    backwards.remove(of_block[0]["dx += du A"])
+    for without in ("GEMM wgrad", "head wgrad"):
+        del demands[without]
+    del demands["GEMM dgrad"][0], demands["norms backward"][-1], demands["embeddings"][-1]
+    return demands | {"adapters forward": forwards, "adapters backward": backwards}

@@ -21,7 +21,7 @@ import json as json_format
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
@@ -391,12 +391,11 @@ def bench_training(
 
 
 def publish(result: Report, settings: Settings, *, json: bool, out: Path | None, plot: Path | None) -> int:
-    about = environment(torch.device(settings.device), torch.bfloat16) | {"command": command(sys.argv[1:])}
+    about = about_run(settings.device, "training", sys.argv[1:])
     lines = "\n".join(json_format.dumps(line) for line in (about, *result.lines))
     print(lines if json else result.text)
     if out is not None:
-        facts = "\n".join(f"- {name}: {value}" for name, value in about.items())
-        out.write_text(f"{TITLE}\n\n{facts}\n\n```\n{result.text}\n```\n\n```json\n{lines}\n```\n", encoding="utf-8")
+        write_results(out, TITLE, about, result.text, lines)
     if plot is not None and find_spec("matplotlib") is None:
         _say(f"no picture at {plot}: matplotlib is not installed")
     elif plot is not None:
@@ -404,14 +403,25 @@ def publish(result: Report, settings: Settings, *, json: bool, out: Path | None,
     return result.code
 
 
-def command(arguments: Sequence[str]) -> str:
+def about_run(device: str, benchmark: str, arguments: Sequence[str]) -> dict[str, object]:
+    """The environment of a benchmark in bfloat16, and its command."""
+    return environment(torch.device(device), torch.bfloat16) | {"command": command(arguments, benchmark)}
+
+
+def write_results(out: Path, title: str, about: Mapping[str, object], text: str, lines: str) -> None:
+    """Write a file of Markdown with the environment, a report, and the same results as lines of JSON."""
+    facts = "\n".join(f"- {name}: {value}" for name, value in about.items())
+    out.write_text(f"{title}\n\n{facts}\n\n```\n{text}\n```\n\n```json\n{lines}\n```\n", encoding="utf-8")
+
+
+def command(arguments: Sequence[str], benchmark: str = "training") -> str:
     """The command line without the flags that say where the results go."""
     kept = [
         argument
         for before, argument in zip(("", *arguments), arguments, strict=False)
         if not {before, argument} & {"--out", "--plot"}
     ]
-    return " ".join(("python -m benchmarks.training", *kept))
+    return " ".join((f"python -m benchmarks.{benchmark}", *kept))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
