@@ -180,8 +180,8 @@ def report(times: Mapping[str, Times], profiles: Mapping[str, Profile]) -> str:
         rows.append([label] + [text for us in medians for text in (f"{us:.1f}", "")])
     parts = [table(("µs of a step", *(text for name in profiles for text in (name, "kernels"))), rows)]
     for name, profile in profiles.items():
-        parts += [f"\n{name}, one block:", *map(_line, profile.block)]
-        parts += [f"{name}, other kernels of the step:", *map(_line, profile.others)]
+        for where, kernels in (("one block", profile.block), ("outside the blocks", profile.others)):
+            parts += [f"\n{name}, {where}:", *map(_line, kernels)] if kernels else []
     return "\n".join(parts)
 
 

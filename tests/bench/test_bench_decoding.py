@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 
 from benchmarks import decoding
 from benchmarks.breakdown import Launch
-from benchmarks.decoding import STEPS, bench_decoding, fold, main, one_after_another, profile_of
+from benchmarks.decoding import STEPS, fold, main, one_after_another, profile_of
 from tilegrad.bench.timing import Thunk
 from tilegrad.model.config import PRESETS
 
@@ -119,11 +120,10 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("on_a_cpu")
 def test_both_forms_are_measured_and_profiled() -> None:
-    options = {"device": torch.device("cpu"), "dtype": torch.float32}
-    times, profiles = decoding.measure_all(PRESETS["tiny"], 2, 5, 3, **options)
+    times, profiles = decoding.measure_all(PRESETS["tiny"], 2, 5, 3, device=torch.device("cpu"), dtype=torch.float32)
     assert [*times] == [*profiles] == ["tilegrad", "tilegrad, invariant"]
     for name, each in times.items():
-        assert (each.device, each.submit) == ([pytest.approx(64.0)] * 3, [pytest.approx(96.0)] * 3)
+        assert each.device == pytest.approx([64.0] * 3) and each.submit == pytest.approx([96.0] * 3)
         assert len(each.read) == 3 and min(each.read) > 0
         line = decoding.record(each, profiles[name])
         assert line["device_us"] == pytest.approx(64.0) and line["submit_us"] == pytest.approx(96.0)
@@ -138,19 +138,19 @@ def test_both_forms_are_measured_and_profiled() -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "words"),
+    ("words", "said"),
     [
-        ({"device": "cpu"}, "device: got 'cpu'; accepted: a GPU"),
-        ({"preset": "none"}, "preset: got 'none'; accepted: tiny, gpt2"),
-        ({"prompt_tokens": 929}, "prompt_tokens: got 929; accepted: 1 … 928, because block_size is 1024"),
-        ({"prompt_tokens": 0}, "prompt_tokens: got 0; accepted: 1 … 928"),
-        ({"rounds": 0}, "rounds: got 0; accepted: at least 1"),
+        (["--device", "cpu"], "device: got 'cpu'; accepted: a GPU"),
+        (["--preset", "none"], "preset: got 'none'; accepted: tiny, gpt2"),
+        (["--prompt-tokens", "929"], "prompt_tokens: got 929; accepted: 1 … 928, because block_size is 1024"),
+        (["--prompt-tokens", "0"], "prompt_tokens: got 0; accepted: 1 … 928"),
+        (["--rounds", "0"], "rounds: got 0; accepted: at least 1"),
     ],
 )
-def test_a_bad_argument_is_refused(more: dict[str, object], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_argument_is_refused(words: list[str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding, "check_device", lambda _device: None)
-    with pytest.raises(ValueError, match=words.replace("(", r"\(")):
-        bench_decoding(**{"device": "cuda", **more})
+    with pytest.raises(ValueError, match=re.escape(said)):
+        main(["--device", "cuda", *words])
 
 
 @pytest.mark.usefixtures("on_a_cpu")
