@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -60,12 +63,13 @@ class Schedule:
             write()
 
     def run(self, programs: Sequence[Callable[[], None]]) -> None:
-        for here, program in enumerate(programs):
-            Task(self, Program(here, len(programs)), program)
-        first = self.drawn()
-        assert first is not None
-        first.go.release()
-        self.done.wait()
+        with one_processor():
+            for here, program in enumerate(programs):
+                Task(self, Program(here, len(programs)), program)
+            first = self.drawn()
+            assert first is not None
+            first.go.release()
+            self.done.wait()
         if self.failure:
             raise self.failure
         assert not any(barrier.loads for barrier in self.barriers), "ends with loads on their way"
@@ -73,6 +77,19 @@ class Schedule:
         self.dice.shuffle(self.writes)
         for _, write in self.writes:
             write()
+
+
+@contextmanager
+def one_processor() -> Iterator[None]:
+    """Threads that are started inside stay on the processor of this thread. One of them runs at a time, and a switch to another
+    processor takes twice as long."""
+    allowed = os.sched_getaffinity(0)
+    here = Path("/proc/thread-self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[36]
+    os.sched_setaffinity(0, {int(here)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, allowed)
 
 
 class Stopped(BaseException):
