@@ -17,6 +17,7 @@ from support.architectures import batch_of, model_of  # noqa: E402
 from tilegrad import Mask  # noqa: E402
 from tilegrad.integrations.transformers import Attends, attention_forward, mask, register  # noqa: E402
 from tilegrad.kernels.attention.checks import check_options  # noqa: E402
+from tilegrad.kernels.attention.problem import FEW_ROWS  # noqa: E402
 
 register()
 LOGITS = 5e-6  # float32, relative
@@ -47,11 +48,30 @@ def test_an_exported_model_takes_any_batch_and_length(name: str, padding: str | 
     example = whole(name, padding, 3, 23)
     shapes = {x: {0: Dim.AUTO, 1: Dim.AUTO} for x in example} | {"use_cache": None}
     exported = export(model, (), {**example, "use_cache": False}, dynamic_shapes=shapes, strict=False).module()
-    for b, t in ((3, 23), (2, 41)):
+    for b, t in ((3, 23), (2, 41), (2, 9)):
         batch = whole(name, padding, b, t)
         got, want = exported(**batch, use_cache=False).logits, eager(**batch).logits
         keep = batch.get("attention_mask", torch.ones(b, t)).bool()
         assert float((got - want)[keep].abs().max()) < LOGITS * float(want.abs().max()), (b, t)
+
+
+@torch.no_grad()
+def test_an_exported_layer_with_a_bool_mask_takes_any_length() -> None:
+    """Few rows too, for which an eager call does not compute intervals."""
+
+    class Layer(torch.nn.Module):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> Any:
+            return attention_forward(self, x, x, x, Attends(bias=mask))[0]
+
+    def given(t: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(2, 4, t, 8), torch.ones(2, 1, t, t, dtype=torch.bool).tril()
+
+    shapes = ({2: Dim.AUTO}, {2: Dim.AUTO, 3: Dim.AUTO})
+    for example in (FEW_ROWS, FEW_ROWS + 1):
+        exported = export(Layer(), given(example), dynamic_shapes=shapes, strict=False).module()
+        for t in (5, FEW_ROWS, FEW_ROWS + 1, 40):
+            x, mask = given(t)
+            torch.testing.assert_close(exported(x, mask), Layer()(x, mask))
 
 
 def calls_of_generate(model: Any, t: int, columns: int) -> list[dict[str, Any]]:

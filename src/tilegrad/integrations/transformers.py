@@ -374,10 +374,11 @@ def _intervals(bias: Tensor, q: Tensor, k: Tensor) -> IntervalMask | None:
     tensors), or only by waiting for a GPU; if heads share k but not the bias; or if the call has few rows.
     """
     global _read_bias
+    # First, because a comparison of a length while tracing would limit the graph to lengths with the same result.
+    if is_traced_or_transformed() or not is_plain_tensor(bias) or bias.is_inference():
+        return None
     fits = (bias.dtype, bias.shape[2:]) == (torch.bool, (q.shape[2], k.shape[2])) and bias.ndim == 4
     if not fits or q.shape[2] <= FEW_ROWS or bias.shape[1] != 1 and not bias.shape[1] == q.shape[1] == k.shape[1]:
-        return None
-    if bias.is_inference() or is_traced_or_transformed() or not is_plain_tensor(bias):
         return None
     if bias.device.type != "cpu":
         return None
