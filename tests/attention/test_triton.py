@@ -38,8 +38,9 @@ def check(case: Case, seed: int = 0) -> None:
 
 @pytest.mark.skipif(INTERPRETED, reason="is the interpreter")
 def test_these_tests_pass_in_the_interpreter() -> None:
-    """It also runs the file of invariant problems, because starting a process takes two seconds."""
-    in_the_interpreter(__file__, str(Path(__file__).with_name("test_triton_ordered.py")), "-k", "interpreted")
+    """It also runs the files of invariant problems and of intervals, because starting a process takes two seconds."""
+    others = (str(Path(__file__).with_name(f"test_triton_{name}.py")) for name in ("ordered", "intervals"))
+    in_the_interpreter(__file__, *others, "-k", "interpreted")
 
 
 @pytest.mark.skipif(INTERPRETED, reason="runs outside it")

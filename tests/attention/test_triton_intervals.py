@@ -1,4 +1,4 @@
-"""Interval masks in the Triton kernels against the oracle, in Triton's interpreter: in a process of its own.
+"""Interval masks in the Triton kernels against the oracle, in Triton's interpreter: test_triton.py starts its process.
 
 test_triton_compile.py compiles the kernels.
 """
@@ -26,11 +26,6 @@ from tilegrad.kernels.attention.triton import tiles
 pytest.importorskip("triton", reason="needs Triton")
 BASE = Case(b=1, hkv=1, tq=40, tk=83, d=16, dv=16)
 SQUARE = replace(BASE, tq=96, tk=96)
-
-
-@pytest.mark.skipif(INTERPRETED, reason="is the interpreter")
-def test_these_tests_of_intervals_pass_in_the_interpreter() -> None:
-    in_the_interpreter(__file__, "-k", "interpreted")
 
 
 @pytest.mark.slow
