@@ -11,7 +11,7 @@ import torch
 
 import tilegrad
 from benchmarks import masks as bench
-from benchmarks.masks import GOALS, NAMES, Row, bench_masks, report
+from benchmarks.masks import NAMES, Row, bench_masks, goal_of, report
 
 # SDPA's backends warn, and so does FlexAttention, because it is not compiled
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -28,7 +28,7 @@ def test_every_call_of_a_problem_has_a_line(tmp_path: Path, capsys: pytest.Captu
     assert timed >= {(name, "sdpa-bool") for name in NAMES[:-1]} | {("documents", "packed"), ("causal", "causal")}
     assert ("wide", "sdpa-math") in timed and {row["direction"] for row in rows if row["ms"]} == DIRECTIONS
     assert {row["d"] for row in rows} == {32, 512} and {row["t"] for row in rows if row["d"] == 512} == {8, 32}
-    assert all(row["goal"] == GOALS[row["call"]] for row in rows if row["ratio"])
+    assert all(row["goal"] == goal_of(row["problem"], row["call"], "cpu") for row in rows if row["ratio"])
     assert all(row["quartiles"][0] <= row["ratio"] <= row["quartiles"][1] for row in rows if row["ratio"])
     assert "shared question" in capsys.readouterr().out
 
@@ -36,6 +36,19 @@ def test_every_call_of_a_problem_has_a_line(tmp_path: Path, capsys: pytest.Captu
 def test_one_round_is_refused() -> None:
     with pytest.raises(ValueError, match="repeats: got 1; accepted: at least 2, because the report has quartiles"):
         bench.main(["--device", "cpu", "--repeats", "1"])
+
+
+@pytest.mark.parametrize(("size", "least"), [({"tokens": 7}, 8), ({"heads": 0}, 1), ({"head_dim": 0}, 1)])
+def test_a_size_that_is_too_small_is_refused(size: dict[str, int], least: int) -> None:
+    ((name, given),) = size.items()
+    with pytest.raises(ValueError, match=f"{name}: got {given}; accepted: at least {least}"):
+        bench_masks(**SMALL | size)
+
+
+def test_only_what_can_be_reached_has_a_goal() -> None:
+    goals = {name: goal_of(name, "sdpa-bool", "cpu") for name in NAMES[:-1]}
+    assert goals == dict.fromkeys(NAMES[:-1]) | {"documents": 3.0}
+    assert goal_of("wide", "sdpa-flash", "cpu") == 1.0 and goal_of("wide", "sdpa-flash", "cuda") == 1.5
 
 
 def test_the_table_says_whether_a_goal_is_met_or_missed() -> None:
