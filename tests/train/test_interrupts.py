@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
-import pty
 import resource
 import shlex
 import signal
 import subprocess
 import sys
-import termios
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,11 +19,11 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from support.forked import python
 from support.models import small_run
 from support.native import needs_library
 from support.signals import hangups_heard, hear_interrupts
 
-import tilegrad
 from tilegrad.cli import main, progress
 from tilegrad.engine.engine import Engine
 from tilegrad.text import atomic
@@ -195,50 +192,72 @@ def test_a_third_ctrl_c_ends_the_run_at_once_and_keeps_the_last_good_checkpoint(
     monkeypatch.undo()
 
 
-@contextmanager
-def started(*command: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """After the block the process has ended and its pipes are closed, also if a test fails: else the next test would fail."""
-    here = os.environ | {"PYTHONPATH": str(Path(tilegrad.__file__).parents[1])}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, *command], text=True, env=here, **(pipes | options)) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-TRAIN = ("-m", "tilegrad", "train", "run.toml", "--out", "run")
+BEGIN = """
+import fcntl, os, pty, runpy, signal, sys, termios
+def begin(attach):
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        attach()
+        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # as a new process has them
+        sys.argv = ["tilegrad", "train", "run.toml", "--out", "run"]
+        runpy.run_module("tilegrad", run_name="__main__")
+    return child
+def ended(child):
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+"""
+CLOSED_PIPE = f"""{BEGIN}
+here, there = os.pipe()
+def attach():
+    os.close(here)
+    os.dup2(there, 1)
+child = begin(attach)
+os.close(there)
+with open(here, encoding="utf-8") as lines:
+    next(line for line in lines if line.startswith("step      3"))
+print(ended(child))
+"""
+CLOSED_TERMINAL = f"""{BEGIN}
+master, slave = pty.openpty()
+def attach():
+    os.setsid()
+    os.close(master)
+    for stream in range(3):
+        os.dup2(slave, stream)
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+child = begin(attach)
+os.close(slave)
+seen = b""
+while b"tok/s" not in seen:
+    seen += os.read(master, 4096)
+os.close(master)
+print(ended(child))
+"""
+FULL_DISK = f"""{BEGIN}
+print(ended(begin(lambda: os.dup2(os.open("/dev/full", os.O_WRONLY), 1))))
+"""
 
 
 @needs_library  # without it there is a warning on stderr
 def test_a_run_saves_when_its_pipe_is_closed() -> None:
-    with started(*TRAIN) as process:
-        assert process.stdout is not None and process.stderr is not None
-        next(line for line in process.stdout if line.startswith("step      3"))
-        process.stdout.close()
-        assert process.wait(timeout=300) == 141
-        assert process.stderr.read() == "tilegrad: stopped by SIGPIPE; resume with: tilegrad train --resume run\n"
+    done = python(CLOSED_PIPE)
+    assert done.stdout == "141\n", done.stderr
+    assert done.stderr == "tilegrad: stopped by SIGPIPE; resume with: tilegrad train --resume run\n"
     assert newest().step >= 3 and Path("run/report.html").exists()
 
 
 def test_a_run_saves_when_its_terminal_is_closed() -> None:
-    master, slave = pty.openpty()
-    terminal = {"stdin": slave, "stdout": slave, "stderr": slave, "start_new_session": True}
-    with started(*TRAIN, **terminal, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)) as process:
-        os.close(slave)
-        seen = b""
-        while b"tok/s" not in seen:
-            seen += os.read(master, 4096)
-        os.close(master)
-        assert process.wait(timeout=300) == 129
+    done = python(CLOSED_TERMINAL)
+    assert done.stdout == "129\n", done.stderr
     assert newest().step >= 1 and Path("run/report.html").exists()
 
 
 def test_a_run_saves_when_the_disk_of_its_output_is_full() -> None:
-    with open("/dev/full", "w", encoding="utf-8") as full, started(*TRAIN, stdout=full) as process:
-        _, error = process.communicate(timeout=300)
-    assert process.returncode == 1 and error.count("\n") == 1, error
-    assert error.startswith("tilegrad: output: No space left on device; the report: run/report.html; saved: run/check")
+    done = python(FULL_DISK)
+    assert done.stdout == "1\n" and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith(
+        "tilegrad: output: No space left on device; the report: run/report.html; saved: run/check"
+    )
     assert newest().step == 0
 
 
@@ -394,7 +413,7 @@ def test_a_new_run_does_not_mix_with_a_run_that_died_before_its_first_checkpoint
 
 
 SLOW = """
-import os, sys, time
+import os, signal, sys, time
 from pathlib import Path
 from tilegrad.training import run
 from tilegrad.cli import main
@@ -404,6 +423,7 @@ def prepare(*arguments, **options):
     time.sleep(600)
     return made
 genuine, run.prepare_data = run.prepare_data, prepare
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 for number in map(int, sys.argv[1:]):
     here, there = os.pipe()
     child = os.fork()
@@ -416,10 +436,8 @@ for number in map(int, sys.argv[1:]):
 
 
 def test_a_signal_during_the_preparation_of_data_leaves_no_folder() -> None:
-    """The process is forked for each signal, because one with torch loaded starts at once."""
-    here = os.environ | {"PYTHONPATH": str(Path(tilegrad.__file__).parents[1])}
     numbers = [str(int(number)) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
-    done = subprocess.run([sys.executable, "-c", SLOW, *numbers], capture_output=True, text=True, env=here, timeout=300)
+    done = python(SLOW, *numbers)
     assert (done.stdout, done.stderr) == ("130 False\n143 False\n129 False\n", "")
 
 
@@ -487,11 +505,14 @@ time.sleep(600)
 
 def test_the_lock_of_a_killed_process_is_free() -> None:
     Path("run").mkdir()
-    with started("-c", HOLDER) as process:
-        assert process.stdout is not None and process.stdout.readline()
-        with pytest.raises(ValueError, match=f"while process {process.pid} trains there"):
-            train(RUN, Path("run"))
-        assert [p.name for p in Path("run").iterdir()] == ["run.lock"]
+    with subprocess.Popen([sys.executable, "-c", HOLDER], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline()
+            with pytest.raises(ValueError, match=f"while process {process.pid} trains there"):
+                train(RUN, Path("run"))
+            assert [p.name for p in Path("run").iterdir()] == ["run.lock"]
+        finally:
+            process.kill()
     assert train(RUN, Path("run")).steps == 12 and not Path("run/run.lock").exists()
 
 
