@@ -9,6 +9,7 @@ import math
 import struct
 import sys
 from collections.abc import Iterator
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -149,11 +150,11 @@ def test_a_logger_that_is_not_installed_is_refused_with_the_pip_line(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path(name).mkdir()  # wandb leaves a folder with its name, which Python takes for a package
-    monkeypatch.syspath_prepend(".")
     found = importlib.util.find_spec
-    namespace = found(name) if name != "tensorboard" else None
-    monkeypatch.setattr(importlib.util, "find_spec", lambda word: namespace if word == name else found(word))
-    monkeypatch.setattr(sys, "path", ["."])
+    folder = PathFinder.find_spec(name, [str(Path.cwd())])  # whether or not the package is installed
+    assert folder is not None and folder.origin is None
+    spec = folder if name != "tensorboard" else None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda word: spec if word == name else found(word))
     assert main(["train", *SMALL, "--log", name]) == 2
     assert (
         capsys.readouterr().err
