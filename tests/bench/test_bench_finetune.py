@@ -187,3 +187,14 @@ def test_a_breakdown_without_a_gpu_says_what_it_needs(
     monkeypatch.setattr(finetune, "WARM_SECONDS", 0.01)
     assert finetune.main(["--tiny", "--device", "cpu", "--breakdown", "--only", "ours"]) == 1
     assert "tiny, ours:" in (told := capsys.readouterr().err) and "breakdown: got a machine without a GPU" in told
+
+
+def test_a_process_that_ends_without_an_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multiprocessing, "get_context", {"spawn": InThreads}.__getitem__)
+    monkeypatch.setattr(finetune, "serve", lambda pipe, *_given: pipe.close())
+    started: list[object] = []
+    given = (finetune.SHAPES["tiny"], "cpu", ["ours"], 1.0)
+    thread = Thread(target=lambda: started.append(finetune.start(*given)), daemon=True)
+    thread.start()
+    thread.join(20)
+    assert started == [({}, {"ours": "the process ended without an answer"})]
