@@ -1,8 +1,8 @@
-"""Peers of a step with several micro-batches: a model of transformers with Liger's kernels, or with torchao's float8 under
-torch.compile.
+"""Peers of a step with several micro-batches: a model of transformers with Liger's kernels, or with torchao's float8 and each
+decoder layer under torch.compile, as in torchtitan.
 
-Weights, gradients and moments are bfloat16. Liger fuses the loss with the head. AdamW is fused. The initial parameters are
-those of the engine.
+Weights, gradients and moments are bfloat16. In both, Liger fuses the loss with the head. AdamW is fused. The initial
+parameters are those of the engine.
 """
 
 from __future__ import annotations
@@ -47,19 +47,22 @@ class LargePeer:
         for name, x in initial(config, seed):
             there[name].copy_(x)
         self.run: Any = model
+        apply_liger = import_module("liger_kernel.transformers").apply_liger_kernel_to_qwen2
         if torchao:
             import_module("torchao.float8").convert_to_float8_training(
                 model, module_filter_fn=lambda _module, name: "lm_head" not in name
             )
-            self.run = torch.compile(model)
+            apply_liger(rope=False, rms_norm=False, swiglu=False, model=model)
+            for layer in model.model.layers:
+                layer.compile()
         else:
-            import_module("liger_kernel.transformers").apply_liger_kernel_to_qwen2(model=model)
+            apply_liger(model=model)
         model.train()
         self.params = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(self.params, betas=(0.9, 0.95), weight_decay=0.1, fused=device != "cpu")
         self.micro_batches, self.device = micro_batches, device
         self._loss = torch.zeros((), device=device)
-        self.backend = "torchao float8, compiled" if torchao else "transformers + Liger"
+        self.backend = "torchao float8, layers compiled" if torchao else "transformers + Liger"
 
     def submit(self, tokens: Tensor, targets: Tensor, learning_rate: float) -> None:
         for group in self.optimizer.param_groups:
