@@ -90,6 +90,22 @@ def test_interpreted_gradients_agree_with_float64(
     gradients(n, width, r, dtype, "cpu", "triton", accumulate=accumulate)
 
 
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("count", [1, 3, 16, 17, 40])
+def test_parts_are_added_one_after_the_other(count: int) -> None:
+    """Sixteen loads start together."""
+    pytest.importorskip("triton", reason="needs Triton")
+    from tilegrad.kernels.low_rank import triton_ops
+
+    parts = randn(count, 21, 3, dtype=torch.float32)
+    expected = torch.zeros(21, 3)
+    for part in parts:
+        expected = expected + part
+    out = torch.full((3, 21), torch.nan)
+    triton_ops._sum(parts, out=out.t(), scale=1.0, accumulate=False)
+    assert torch.equal(out.t(), expected)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_gradients_on_the_device_agree_with_float64(dtype: torch.dtype) -> None:

@@ -26,12 +26,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..checks import check_columns, rows_aligned
 from ..dependent_launch import dependent, start_next, wait_for_previous
 from ..gpu import capability, ceil_div, launch, padded
+from ..ordered_sum import BLOCK, WARPS, add_parts, ahead
 from ..scratch import Scratch, Shapes, TensorLike
 
 SPLIT, BLOCK_K = 256, 64
 FEW = 64  # rows of x up to which splits are computed by different programs
 MANY = 1024  # least rows of x with which TMA copies tiles, because a launch with descriptors takes the host 20 to 40 µs
-BLOCK = 1024  # elements of y that a program of `_add_splits_kernel` computes
+LINE: tl.constexpr = tl.constexpr(128)  # bytes of a line of the L2 cache
 
 
 class Tile(NamedTuple):
@@ -48,6 +49,17 @@ TILE_FLOAT32 = Tile(64, 64, 3, 8)
 
 
 @triton.jit
+def _prefetch(w, w_m, m, k, first_output, first, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Starts to copy a program's part of w to the L2 cache; no kernel of the chain writes w."""
+    STEP: tl.constexpr = LINE // (w.dtype.element_ty.primitive_bitwidth // 8)
+    rows = tl.minimum(first_output + tl.arange(0, BLOCK_M), m - 1).to(tl.int64)[:, None]
+    columns = tl.minimum(first + STEP * tl.arange(0, SPLIT // STEP), k - 1)[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [w + rows * w_m + columns], tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def _product_kernel(
     y, x, w, y_tiles, b, parts, x_n, w_m, y_n, n, m, k,
     SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
@@ -58,6 +70,8 @@ def _product_kernel(
     TMA      x, w and y_tiles are tensor descriptors
     WHOLE    K is a multiple of BLOCK_K"""
     start_next(DEPENDENT)
+    if DEPENDENT:
+        _prefetch(w, w_m, m, k, tl.program_id(0) * BLOCK_M, tl.program_id(2) * SPLIT, SPLIT, BLOCK_M)
     wait_for_previous(DEPENDENT)
     first_output = tl.program_id(0) * BLOCK_M
     first_row = tl.program_id(1) * BLOCK_N
@@ -102,14 +116,15 @@ def _product_kernel(
 
 
 @triton.jit
-def _add_splits_kernel(parts, b, y, y_n, n, m, splits, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+def _add_splits_kernel(
+    parts, b, y, y_n, n, m, splits, BLOCK: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr
+):
     start_next(DEPENDENT)
     wait_for_previous(DEPENDENT)
     row = tl.program_id(1).to(tl.int64)
     outputs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
-    for i in range(splits):
-        total += tl.load(parts + (tl.cast(i, tl.int64) * n + row) * m + outputs, outputs < m, 0.0)
+    total = add_parts(total, parts + row * m + outputs, tl.cast(n, tl.int64) * m, splits, outputs < m, AHEAD)
     if b is not None:
         total += tl.load(b + outputs, outputs < m, 0.0).to(tl.float32)
     tl.store(y + row * y_n + outputs, total, outputs < m)
@@ -147,7 +162,7 @@ def fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scale: float, scra
     grid = (ceil_div(m, tile.m), ceil_div(n, tile.n), splits if few else 1)
     launch(_product_kernel, grid, y, *tiled, b, parts, *strides, n, m, k, **constants)
     if parts is not None:
-        constants = {"BLOCK": BLOCK, "num_warps": 4, **dependent(x, n)}
+        constants = {"BLOCK": BLOCK, "AHEAD": ahead(splits), "num_warps": WARPS, **dependent(x, n)}
         launch(_add_splits_kernel, (ceil_div(m, BLOCK), n), parts, b, y, y.stride(0), n, m, splits, **constants)
     if scale != 1.0:
         y.mul_(scale)

@@ -17,11 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ..gpu import ceil_div, launch, multiprocessors, padded
+from ..ordered_sum import BLOCK, WARPS, add_parts, ahead
 from ..scratch import Scratch, Shapes, TensorLike
 
 BLOCK_N, BLOCK_BYTES = 64, 512  # rows of a tile of dy, and bytes of its rows
-PROGRAMS, WARPS, STAGES = 2, 8, 3  # PROGRAMS: per multiprocessor
-SUMMED = 32  # rows of the output that a program of `_sum_parts_kernel` computes
+PROGRAMS, PRODUCT_WARPS, STAGES = 2, 8, 3  # PROGRAMS: per multiprocessor
 
 
 @triton.jit
@@ -56,17 +56,15 @@ def _low_rank_kernel(
 @triton.jit
 def _sum_parts_kernel(
     parts, out, count, n, scale, out_n, out_r,
-    R: tl.constexpr, ACCUMULATE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_R: tl.constexpr,
+    R: tl.constexpr, ACCUMULATE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_R: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """out (+)= scale · Σ parts       parts (count, n, R)   out (n, R), with any strides"""
     rows, ranks = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_R)
     inside, steps = (rows < n)[:, None] & (ranks < R)[None, :], rows.to(tl.int64)[:, None]
     total = tl.zeros([BLOCK, BLOCK_R], tl.float32)
 
-    for k in range(count):
-        total += tl.load(parts + (tl.cast(k, tl.int64) * n + steps) * R + ranks[None, :], inside, 0.0)
-
-    total *= scale
+    first_part = parts + steps * R + ranks[None, :]
+    total = add_parts(total, first_part, tl.cast(n, tl.int64) * R, count, inside, AHEAD) * scale
     at = out + steps * out_n + ranks[None, :] * out_r
     if ACCUMULATE:
         total += tl.load(at, inside, 0.0)
@@ -107,10 +105,13 @@ def _multiply(dy: Tensor, u: Tensor | None, b: Tensor | None, scratch: Scratch) 
     strides = (dy.stride(0), 0 if u is None else u.stride(0), 0 if b is None else b.stride(0))
     constants = {"R": r, "BLOCK_N": BLOCK_N, "BLOCK_W": columns, "BLOCK_R": max(16, padded(r)), "STAGES": STAGES}
     parts = None if b is None else scratch["du_parts"], scratch["db_parts"]
-    launch(_low_rank_kernel, (splits, tiles), dy, u, b, *parts, *strides, n, w, num_warps=WARPS, **constants)
+    launch(_low_rank_kernel, (splits, tiles), dy, u, b, *parts, *strides, n, w, num_warps=PRODUCT_WARPS, **constants)
 
 
 def _sum(parts: Tensor, *, out: Tensor, scale: float, accumulate: bool) -> None:
     count, n, r = parts.shape
-    constants = {"R": r, "ACCUMULATE": accumulate, "BLOCK": SUMMED, "BLOCK_R": max(16, padded(r)), "num_warps": 4}
-    launch(_sum_parts_kernel, (ceil_div(n, SUMMED),), parts, out, count, n, scale, *out.stride(), **constants)
+    ranks = max(16, padded(r))
+    rows = max(1, BLOCK // ranks)
+    constants = {"R": r, "ACCUMULATE": accumulate, "BLOCK": rows, "BLOCK_R": ranks, "AHEAD": ahead(count)}
+    given = (parts, out, count, n, scale, *out.stride())
+    launch(_sum_parts_kernel, (ceil_div(n, rows),), *given, num_warps=WARPS, **constants)
