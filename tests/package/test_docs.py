@@ -38,13 +38,18 @@ def build(root: Path, site: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site without its search index and without the sources below docstrings. These take two thirds of the time and have
-    no links."""
+    """The site without its search index, without the sources below docstrings, and without the colours of code and the layout
+    of signatures. These take three quarters of the time and have no links."""
     root = tmp_path_factory.mktemp("root")
     for name in ("docs", "src"):
         (root / name).symlink_to(HERE / name)
     config = (HERE / "mkdocs.yml").read_text(encoding="utf-8")
-    for line, other in (("  - search\n", ""), ("show_source: true\n", "show_source: false\n")):
+    for line, other in (
+        ("  - search\n", ""),
+        ("show_source: true\n", "show_source: false\n"),
+        ("separate_signature: true\n", "separate_signature: false\n"),
+        ("anchor_linenums: false }\n", "use_pygments: false }\n"),
+    ):
         assert config.count(line) == 1
         config = config.replace(line, other)
     (root / "mkdocs.yml").write_text(config, encoding="utf-8")
