@@ -86,7 +86,13 @@ class InThreads:
     @staticmethod
     def Process(target: Callable[..., None], args: tuple[Any, ...], *, daemon: bool) -> Thread:
         pipe, *rest = args
-        return Thread(target=target, args=(Connection(os.dup(pipe.fileno())), *rest), daemon=daemon)
+        own = Connection(os.dup(pipe.fileno()))
+
+        def run() -> None:
+            with own:  # a process closes its end too, however it ends
+                target(own, *rest)
+
+        return Thread(target=run, daemon=daemon)
 
 
 def step_of_tiny() -> StepSpec:
