@@ -80,10 +80,10 @@ def prose(text: str, kind: str) -> Iterator[tuple[int, str]]:
         page = CODE_IN_PAGES.sub(lambda code: "\n" * code[0].count("\n"), text.split("## Words not used")[0])
         yield from enumerate(page.split("\n"), 1)
     elif kind == ".py":
-        line, seen = 1, 0
+        number, seen = 1, 0
         for piece in COMMENT_OR_STRING.finditer(text):
-            line, seen = line + text.count("\n", seen, piece.start()), piece.start()
-            yield from enumerate(piece[0].split("\n"), line)
+            number, seen = number + text.count("\n", seen, piece.start()), piece.start()
+            yield from enumerate(piece[0].split("\n"), number)
     else:
         for number, line in enumerate(text.split("\n"), 1):
             yield number, line.partition("//")[2]

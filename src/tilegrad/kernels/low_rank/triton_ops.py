@@ -113,5 +113,5 @@ def _sum(parts: Tensor, *, out: Tensor, scale: float, accumulate: bool) -> None:
     ranks = max(16, padded(r))
     rows = max(1, BLOCK // ranks)
     constants = {"R": r, "ACCUMULATE": accumulate, "BLOCK": rows, "BLOCK_R": ranks, "AHEAD": ahead(count)}
-    given = (parts, out, count, n, scale, *out.stride())
-    launch(_sum_parts_kernel, (ceil_div(n, rows),), *given, num_warps=WARPS, **constants)
+    rows_and_strides = (count, n, scale, *out.stride())
+    launch(_sum_parts_kernel, (ceil_div(n, rows),), parts, out, *rows_and_strides, num_warps=WARPS, **constants)
