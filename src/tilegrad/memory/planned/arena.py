@@ -2,8 +2,8 @@
 
 `plan_memory` computes the arenas of a trace. Buffers of a persistent role follow each other in the order of declaration, so
 params, grads and each optimizer moment of one model have the same layout. `flat` is a handle over a range of such buffers, for
-example a bucket of gradients. Activations share addresses if their live ranges allow it; a flat range of activations is at the
-start of their arena, and its buffers have live ranges of their own. `Arenas` then allocates exactly `peak_bytes`.
+example a bucket of gradients. Activations that are never alive together may share addresses. A flat range of activations is at
+the start of the arena, and its buffers have live ranges of their own. `Arenas` then allocates exactly `peak_bytes`.
 
 To check a plan, `Arenas.poison` before a step and `poison_dead` during the step overwrite every byte without a live value. If
 this changes the result of the step, a live range in the plan is wrong.
@@ -46,9 +46,9 @@ def alignment(device: torch.device) -> int:
 
 
 def _room(buffer: Handle) -> int:
-    """Bytes of a buffer of a flat range. On CUDA this is a multiple of 128 elements, so that float32 parameters and
-    their bfloat16 copies have the same layout in elements and one kernel writes both. On a CPU, `multiple` gives them the same
-    layout."""
+    """The padded bytes of a persistent buffer, or of a buffer in a flat range. On CUDA this is a multiple of 128 elements. Then
+    float32 parameters and their bfloat16 copies have the same layout in elements, and one kernel writes the parameters and the
+    copies. On a CPU, `multiple` gives parameters and copies the same layout."""
     step = (128 if buffer.device.type == "cuda" else buffer.multiple) * buffer.dtype.itemsize
     return -(-buffer.nbytes // step) * step
 
@@ -119,7 +119,7 @@ class Arenas:
             align = memory.arenas[role].align
             if allocation.data_ptr() % align:
                 raise ValueError(
-                    f"align={align}: an allocation on {memory.device} is not so aligned; plan with a smaller align"
+                    f"align: got {align}, but torch aligns an allocation on {memory.device} less; plan with a smaller align"
                 )
 
     @property

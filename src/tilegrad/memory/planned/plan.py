@@ -1,17 +1,17 @@
 """Live ranges → addresses: values that are alive together never overlap, and the arena is as small as the search finds.
 
-A request is a buffer of `nbytes` that is alive during `live`, inclusive ranges of op indices. It keeps one address for
-all of its ranges. With L = max over t of Σ nbytes alive at t (`lower_bound`), no arena is smaller than L. With several
+A request is a buffer of `nbytes` that is alive during `live`, inclusive ranges of op indices. The buffer keeps one address for
+all of these ranges. L = max over ops t of Σ nbytes alive at t (`lower_bound`): no arena is smaller than L. With several
 ranges even the optimum may be larger than L: if a, b and c are alive in pairs, but never all three at once, they still need
 three addresses. The optimum is NP-hard to find, so `plan` packs greedily in several orders and keeps the best result:
 
     pack      place each request, in the given order, into the lowest (or the tightest) gap between conflicting requests
-    orders    six: by size, size × duration, breadth, first use, duration, and first use + duration; in each, requests with a
-              given offset come first
-    repair    move a request at the arena's top, or a random one, earlier in the order; keep the result if it is not worse
+    orders    six: by size, size × duration, breadth (`_Item`), first use, duration, and first use + duration. In each order,
+              requests with a given offset come first
+    repair    move a request at the arena's top, or a random request, earlier in the order; keep the result if it is not worse
 
-The search stops at the bound, or when its work (requests² per pass) or its passes of repair are used up, never after a time. So
-the same requests give the same plan on every machine. This module uses only the standard library.
+The search stops at the bound L, or after a fixed number of passes, but never after a time. So the same requests give the same
+plan on every machine. This module uses only the standard library.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Plan:
 def plan(requests: Iterable[Request], *, align: int = 64, share: bool = True) -> Plan:
     """Offsets, multiples of `align`, such that requests alive at the same op never overlap.
 
-    `share=False` gives each request bytes of its own, in the given order, after those with a given offset. Buffers that live
-    for the whole program have this layout. For activations it is the baseline without sharing.
+    `share=False` gives each request bytes of its own, in the given order, after the requests with a given offset. Buffers that
+    live for the whole program have this layout. For activations this layout is the baseline.
     """
     requests = tuple(requests)
     _check(requests, align)
@@ -131,15 +131,15 @@ def _check(requests: Sequence[Request], align: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """A request in the form that `_pack` needs: its padded size, and for each item, by index, whether it is ever alive with
-    this one (a byte, 0 or 1)."""
+    """A request in the form that `_pack` needs. Byte i of `conflicts` is 1 if item i is ever alive together with this item,
+    otherwise 0. `size` is padded."""
 
     index: int
     size: int
     conflicts: bytes
     first: int
     duration: int
-    breadth: int  # the most bytes of all items alive at one moment of its life
+    breadth: int  # the most bytes of all items that are alive at one moment while this item is alive
     offset: int | None
 
 
@@ -187,10 +187,10 @@ def _items(requests: Sequence[Request], align: int) -> tuple[list[_Item], int]:
         conflicts = duration = breadth = 0
         for (first, last), (low, high) in zip(request.live, spans[index], strict=True):
             a, b = -(-low // _STRIDE), high // _STRIDE
-            whole = (
-                (*alive[low : a * _STRIDE], *alive_in[a:b], *alive[b * _STRIDE : high]) if a < b else alive[low:high]
-            )
-            conflicts |= reduce(or_, whole)
+            if a < b:
+                conflicts |= reduce(or_, (*alive[low : a * _STRIDE], *alive_in[a:b], *alive[b * _STRIDE : high]))
+            else:
+                conflicts |= reduce(or_, alive[low:high])
             duration += last - first + 1
             breadth = max(breadth, *bytes_at[low:high])
         by_index = f"{conflicts:0{len(requests)}b}"[::-1].encode().translate(_BOOLS)
@@ -214,42 +214,42 @@ def _orders(items: Sequence[_Item]) -> Iterator[tuple[list[_Item], bool]]:
 
 
 def _pack(order: list[_Item], *, tightest: bool, below: int | None = None) -> _Packing | None:
-    """Places each item at its given offset, or in the lowest (or the tightest) gap that fits. None if the arena grows past
-    `below`."""
+    """Places each item at its given offset, or in the lowest (or the tightest) gap that fits. None if the arena gets larger
+    than `below`."""
     placed: list[tuple[int, int]] = []  # (offset, end), by offset
     indices: list[int] = []  # item indices, in the order of `placed`
     offsets = [0] * len(order)
     top = 0
     for item in order:
         size = item.size
-        end_below, found, room = 0, -1, 0
+        end_below, start, smallest = 0, -1, 0
         for offset, end in compress(placed, map(item.conflicts.__getitem__, indices)) if item.offset is None else ():
             gap = offset - end_below
-            if gap >= size and (found < 0 or gap < room):
-                found, room = end_below, gap
+            if gap >= size and (start < 0 or gap < smallest):
+                start, smallest = end_below, gap
                 if not tightest:
                     break
             if end > end_below:
                 end_below = end
         if item.offset is not None:
-            found = item.offset
-        elif found < 0:
-            found = end_below
-        if found + size > top:
-            top = found + size
+            start = item.offset
+        elif start < 0:
+            start = end_below
+        if start + size > top:
+            top = start + size
             if below is not None and top > below:
                 return None
         if size:
-            at = bisect_right(placed, (found, found + size))
-            placed.insert(at, (found, found + size))
+            at = bisect_right(placed, (start, start + size))
+            placed.insert(at, (start, start + size))
             indices.insert(at, item.index)
-        offsets[item.index] = found
+        offsets[item.index] = start
     return _Packing(top, offsets, order, tightest)
 
 
 def _repair(best: _Packing, bound: int, passes: int) -> _Packing:
-    """Seeded local search over orders. Even passes place an item that ends at the top earlier, odd passes a random item. Items
-    with a given offset stay first."""
+    """Seeded local search over orders. Even passes move an item that ends at the arena's top earlier in the order, odd passes
+    move a random item. Items with a given offset stay first."""
     chance, fixed = random.Random(0), sum(item.offset is not None for item in best.order)
     for iteration in range(passes):
         order = best.order.copy()

@@ -1,7 +1,7 @@
 """A report of how much memory a planned program needs at each moment: as text, as data, and as an HTML page.
 
-`peak_bytes` is the sum of all arenas, which is allocated. `max_live_bytes` is the largest number of bytes that have a live
-value at one op. The difference is alignment and packing loss.
+`peak_bytes` is the sum of the sizes of all arenas, which are allocated. `max_live_bytes` is the largest number of bytes that
+have a live value at one op. The difference is lost to alignment and packing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class MemoryReport:
     device: str
     peak_bytes: int
     max_live_bytes: int
-    unshared_bytes: int  # the bytes that would be allocated if no two buffers shared an address
+    unshared_bytes: int  # the sum of the sizes of all arenas if no two buffers shared an address
     ops: int
     peak_op: int
     peak_op_name: str

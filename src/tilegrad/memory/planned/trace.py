@@ -1,14 +1,14 @@
 """Runs a program on handles to find the live ranges of each buffer: the ops between which its value is needed.
 
-The plan comes from a trace of the program, not from a second description of it. `trace` runs the functions that later
-train, with handles instead of tensors. The observe hook reports each op as a call with `name`, `reads`, `writes` and
+The plan comes from a trace of the program, not from a second description of the program. `trace` runs the functions of
+training with handles instead of tensors. The observe hook reports each op as a call with `name`, `reads`, `writes` and
 `accumulates`. A live range [first, last] of op indices is the life of one value, by these rules:
 
     read          the value is needed until here; reading a buffer that was never written is an error
     overwrite     a new value begins here, and the old one ended at its last read
     accumulate    a read and a write: the value continues, as with an op that works in place
     persistent    params, frozen, grads, optimizer, cache and inputs keep their value for the whole program
-    flat handle   counts as every buffer that it spans
+    flat handle   counts as all buffers in its range
     side stream   buffers that its ops read or write stay alive until the program waits for the stream
 
 A trace assumes that an op overwrites all of an output, unless the op declares it as accumulated. So an op that writes only a
@@ -92,7 +92,7 @@ class FlatHandle(Handle):
 
     @property
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """(start, stop) of each alignment gap of a whole range."""
+        """(start, stop) of each alignment gap, in elements, for a range that is not a `part` of another."""
         ends = (start + b.nbytes // b.dtype.itemsize for b, start in zip(self.buffers, self.starts, strict=True))
         return tuple((a, b) for a, b in zip(ends, (*self.starts[1:], *self.shape), strict=True) if a < b)
 
@@ -161,7 +161,7 @@ def bind(tree: T, view: Callable[[Handle], object]) -> T:
     that occurs several times is bound once, unless it is a handle."""
     bound: dict[int, Any] = {}  # by id
 
-    def of(tree: Any) -> Any:
+    def bind_subtree(tree: Any) -> Any:
         if isinstance(tree, Handle):
             return view(tree)
         if id(tree) not in bound:
@@ -170,7 +170,7 @@ def bind(tree: T, view: Callable[[Handle], object]) -> T:
 
     def rebuilt(tree: Any) -> Any:
         old = _children(tree)
-        new = [of(child) for child in old]
+        new = [bind_subtree(child) for child in old]
         if all(map(operator.is_, old, new)):
             return tree
         if isinstance(tree, dict):
@@ -182,7 +182,7 @@ def bind(tree: T, view: Callable[[Handle], object]) -> T:
         kind: type = type(tree)
         return dataclasses.replace(tree, **dict(zip(_init_fields(kind), new, strict=True)))
 
-    return cast(T, of(tree))
+    return cast(T, bind_subtree(tree))
 
 
 def _children(tree: object) -> list[Any]:
@@ -207,7 +207,7 @@ _streams: ContextVar[Callable[[str, str], None] | None] = ContextVar("tilegrad_s
 
 @contextmanager
 def watch_streams(mark: Callable[[str, str], None]) -> Iterator[None]:
-    """In this context, `mark` is called with "start", "issued" or "wait" and the name of the side stream."""
+    """In this context, `start` and `wait` call `mark` with "start", "issued" or "wait" and the name of the side stream."""
     token = _streams.set(mark)
     try:
         yield
@@ -238,11 +238,6 @@ def _without_shape(handle: Handle) -> tuple[object, ...]:
     return type(handle), handle.dtype, handle.type, handle.role, handle.layer, handle.device
 
 
-def _buffers(of: tuple[Any, ...]) -> list[Handle]:
-    """The buffers of handles, in order."""
-    return [buffer for handle in of for buffer in (handle.buffers if isinstance(handle, FlatHandle) else (handle,))]
-
-
 class _Recorder:
     def __init__(self) -> None:
         self.ops: list[str] = []
@@ -266,10 +261,10 @@ class _Recorder:
                 )
             if isinstance(handle, FlatHandle) and handle.role == "activations":
                 self.place(handle)
-        reads, writes, accumulates = map(_buffers, (call.reads, call.writes, call.accumulates))
-        for handle in (*reads, *writes):
+        for handle in handles((call.reads, call.writes)):
             self.declare(handle)
-        read, written = {handle.name for handle in (*reads, *accumulates)}, {handle.name for handle in writes}
+        read = {handle.name for handle in handles((call.reads, call.accumulates))}
+        written = {handle.name for handle in handles(call.writes)}
         self._check_streams(call.name, read, written)
         touched = self.in_flight[self.stream] if self.stream is not None else {}
         extended = read | (written & touched.keys())  # buffers that a side stream has touched are alive until the wait
