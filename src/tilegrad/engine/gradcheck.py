@@ -137,10 +137,9 @@ def check_attention(kernel: str | None = None) -> list[GradientError]:
     tensors = {"q": q, "k": k, "v": v, "bias": bias, "sinks": sinks}
     grads = {name: torch.zeros_like(x) for name, x in tensors.items()}
     dq, dk, dv, dbias, dsinks = grads.values()
-    attention_bwd(
-        q, k, v, o, lse, do, dlse, mask,
-        dq=dq, dk=dk, dv=dv, dbias=dbias, dsinks=dsinks, scratch=scratch(backward=True), kernel=kernel,
-    )  # fmt: skip
+    reads = q, k, v, o, lse, do, dlse, mask
+    space = scratch(backward=True)
+    attention_bwd(*reads, dq=dq, dk=dk, dv=dv, dbias=dbias, dsinks=dsinks, scratch=space, kernel=kernel)
     return check_gradients(loss, tensors, grads)
 
 

@@ -90,11 +90,11 @@ def backward_of_eager(
     manager: int = 0,
 ) -> tuple[Tensor | None, ...]:
     """Runs the kernel. If the call is batched, differentiated, traced or transformed, or a tensor is not plain: runs the op."""
-    q, k, v, o, lse, do, dlse = tensors
+    *_, do, dlse = reads = tuple(tensors)
     mask_tensors = tensors_of(mask, mask.seed)
     batched = _is_batched(do) or dlse is not None and _is_batched(dlse)  # torch.autograd.grad(…, is_grads_batched=True)
     if not batched and not torch.is_grad_enabled() and not is_traced_or_transformed():
-        key = call.backward_key(q, k, v, o, lse, do, dlse, mask, wanted, kernel, deterministic, manager)
-        if key is not None or is_plain_tensor(q, k, v, o, lse, do, dlse, *mask_tensors):
-            return call.backward(q, k, v, o, lse, do, dlse, mask, wanted, kernel, deterministic, key, manager)
-    return backward_by_op(tuple(tensors), (*mask_tensors, *numbers_of(mask), deterministic, kernel), wanted)
+        key = call.backward_key(reads, mask, wanted, kernel, manager, deterministic=deterministic)
+        if key is not None or is_plain_tensor(*reads, *mask_tensors):
+            return call.backward(reads, mask, wanted, kernel, key, manager, deterministic=deterministic)
+    return backward_by_op(reads, (*mask_tensors, *numbers_of(mask), deterministic, kernel), wanted)

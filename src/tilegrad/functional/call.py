@@ -25,6 +25,9 @@ from ..memory.types import BufferType
 from . import compile_ahead
 from .scratch import borrow
 
+Reads = tuple[
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None
+]  # a backward's q, k, v, o, lse, do and dlse
 GRADIENTS = ("dq", "dk", "dv", "dbias", "dsinks")
 fast_path: ModuleType | None = None  # fast_path.cpp
 
@@ -120,23 +123,28 @@ def forward(
 
 
 def backward_key(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask,
-    wanted: tuple[bool, ...], kernel: str | None, deterministic: bool, manager: int = 0,  # noqa: FBT001
-) -> Signature | None:  # fmt: skip
+    reads: Reads, mask: Mask, wanted: tuple[bool, ...], kernel: str | None, manager: int = 0, *, deterministic: bool
+) -> Signature | None:
     call = ("new", kernel, torch.get_num_threads(), manager != 0, deterministic, wanted)
-    return signature(call, (q, k, v, o, lse, do, dlse), mask)
+    return signature(call, reads, mask)
 
 
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask,
-    wanted: tuple[bool, ...], kernel: str | None, deterministic: bool, key: Signature | None,  # noqa: FBT001
+    reads: Reads,
+    mask: Mask,
+    wanted: tuple[bool, ...],
+    kernel: str | None,
+    key: Signature | None,
     manager: int = 0,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+    *,
+    deterministic: bool,
+) -> tuple[Tensor | None, ...]:
     """Checks, allocates, runs. Returns dq, dk, dv, dbias, dsinks, or None if not wanted. `key` is from `backward_key`."""
+    q, k, v, o, lse, do, dlse = reads
     prepared, device = recall(key), q.device
     if prepared is None and not rows_aligned(do):  # not every kernel reads unaligned rows; a prepared kernel does
         do = do.clone(memory_format=torch.contiguous_format)
-        key = backward_key(q, k, v, o, lse, do, dlse, mask, wanted, kernel, deterministic, manager)
+        key = backward_key((q, k, v, o, lse, do, dlse), mask, wanted, kernel, manager, deterministic=deterministic)
         prepared = recall(key)
     gradients = dq, dk, dv, dbias, dsinks = new_gradients(q, k, v, mask, wanted)
     if prepared is None:

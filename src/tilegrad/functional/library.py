@@ -90,10 +90,11 @@ def _fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 def _bwd(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, *rest: Any
 ) -> tuple[Tensor, ...]:
+    reads = q, k, v, o, lse, do, dlse
     *fields, deterministic, kernel, wanted = rest
     mask, wanted = mask_of(*fields), tuple(wanted)
-    key = backward_key(q, k, v, o, lse, do, dlse, mask, wanted, kernel, deterministic)
-    return _as_tensors(q, backward(q, k, v, o, lse, do, dlse, mask, wanted, kernel, deterministic, key))
+    key = backward_key(reads, mask, wanted, kernel, deterministic=deterministic)
+    return _as_tensors(q, backward(reads, mask, wanted, kernel, key, deterministic=deterministic))
 
 
 def _as_tensors(q: Tensor, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:

@@ -60,10 +60,10 @@ def _forward(
         else:
             power, rest = _power_of_two(scale)
             dx_cast = dx if dx is None or dx.dtype == dtype else torch.empty_like(reads[0])
+            reads = *reads[:3], power, reads[4]
             cross_entropy_step(
-                *reads[:3], power, reads[4], loss=loss, dx=dx_cast, dw=dw, dbias=dbias, accumulate=False, terms=terms,
-                scratch=scratch,
-            )  # fmt: skip
+                *reads, loss=loss, dx=dx_cast, dw=dw, dbias=dbias, accumulate=False, terms=terms, scratch=scratch
+            )
             loss.mul_(rest)
             if dx is not None and dx_cast is not None and dx_cast is not dx:
                 dx.copy_(dx_cast)

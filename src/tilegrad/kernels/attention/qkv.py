@@ -87,14 +87,13 @@ def _attend(
 
 
 def _attend_backward(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, mask: Mask, group: Ranks | None, *,
-    dq: Tensor, dk: Tensor, dv: Tensor, scratch: Scratch, deterministic: bool,
-) -> None:  # fmt: skip
-    keywords: Any = {"dq": dq, "dk": dk, "dv": dv, "scratch": scratch, "deterministic": deterministic}
+    reads: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], mask: Mask, group: Ranks | None, **keywords: Any
+) -> None:
+    """reads: q, k, v, o, lse, do"""
     if group is None:
-        attention_bwd(q, k, v, o, lse, do, None, mask, **keywords)
+        attention_bwd(*reads, None, mask, **keywords)
     else:
-        gather_attention_bwd(q, k, v, o, lse, do, None, mask, group, **keywords)
+        gather_attention_bwd(*reads, None, mask, group, **keywords)
 
 
 @op()
@@ -116,8 +115,8 @@ def qkv_attention_bwd(
     packed = mask.varlen
     (q, k, v), (dq, dk, dv) = (split(x, n_head, n_kv_head, packed=packed) for x in (qkv, dqkv))
     o, do = (_heads(x, n_head, packed=packed) for x in (o, do))
-    _attend_backward(q, k, v, o, _statistic(lse, packed=packed), do, mask, group,
-                     dq=dq, dk=dk, dv=dv, scratch=scratch, deterministic=deterministic)  # fmt: skip
+    reads = q, k, v, o, _statistic(lse, packed=packed), do
+    _attend_backward(reads, mask, group, dq=dq, dk=dk, dv=dv, scratch=scratch, deterministic=deterministic)
 
 
 def qkv_rope_workspace(
@@ -178,5 +177,5 @@ def q_k_v_attention_bwd(
     packed = mask.varlen
     q, o, do, dq = (_heads(x, n_head, packed=packed) for x in (q, o, do, dq))
     k, v, dk, dv = (_heads(x, n_kv_head, packed=packed) for x in (k, v, dk, dv))
-    _attend_backward(q, k, v, o, _statistic(lse, packed=packed), do, mask, group,
-                     dq=dq, dk=dk, dv=dv, scratch=scratch, deterministic=deterministic)  # fmt: skip
+    reads = q, k, v, o, _statistic(lse, packed=packed), do
+    _attend_backward(reads, mask, group, dq=dq, dk=dk, dv=dv, scratch=scratch, deterministic=deterministic)

@@ -144,16 +144,17 @@ def _run_forward(call: Forward, cut: Cut, scratch: Scratch) -> None:
     q, k, v, mask, o, lse, *_ = call
     keys = _round_keys(mask, scratch)
     if mask.cu_seqlens_q is None or mask.cu_seqlens_k is None:
-        _fwd(q, k, v, mask, 0, cut, keys, o=o, lse=lse, scratch=scratch)
+        _fwd(call, 0, cut, keys, scratch)
         return
     for b, i, j in sequences(mask.cu_seqlens_q, mask.cu_seqlens_k):
         ob = None if o is None else packed(o, i)
         lseb = None if lse is None else lse[None, :, i]
-        _fwd(packed(q, i), packed(k, j), packed(v, j), mask, b, cut, keys, o=ob, lse=lseb, scratch=scratch)
+        sequence = call._replace(q=packed(q, i), k=packed(k, j), v=packed(v, j), o=ob, lse=lseb)
+        _fwd(sequence, b, cut, keys, scratch)
 
 
 def _run_backward(call: Backward, cut: Cut, scratch: Scratch) -> None:
-    q, k, v, o, lse, do, dlse, mask, dq, dk, dv, dbias, dsinks, _, _ = call
+    q, k, v, o, lse, do, dlse, mask, dq, dk, dv, dbias, dsinks, *_ = call
     keys = _round_keys(mask, scratch)
     dbias_sum = None
     if dbias is not None:
@@ -161,14 +162,14 @@ def _run_backward(call: Backward, cut: Cut, scratch: Scratch) -> None:
     dsinks_sum = None if dsinks is None else scratch["dsinks"].zero_()
     if mask.cu_seqlens_q is None or mask.cu_seqlens_k is None:
         dbias4 = None if dbias_sum is None else four_dims(dbias_sum)
-        _bwd(q, k, v, o, lse, do, dlse, mask, 0, cut, keys,
-             dq=dq, dk=dk, dv=dv, dbias=dbias4, dsinks=dsinks_sum, scratch=scratch)  # fmt: skip
+        _bwd(call._replace(dbias=dbias4, dsinks=dsinks_sum), 0, cut, keys, scratch)
     else:
         for b, i, j in sequences(mask.cu_seqlens_q, mask.cu_seqlens_k):
             dlseb = None if dlse is None else dlse[None, :, i]
             dqb, dkb, dvb = (None if x is None else packed(x, at) for x, at in ((dq, i), (dk, j), (dv, j)))
-            _bwd(packed(q, i), packed(k, j), packed(v, j), packed(o, i), lse[None, :, i], packed(do, i), dlseb, mask, b,
-                 cut, keys, dq=dqb, dk=dkb, dv=dvb, dbias=None, dsinks=dsinks_sum, scratch=scratch)  # fmt: skip
+            reads = packed(q, i), packed(k, j), packed(v, j), packed(o, i), lse[None, :, i], packed(do, i), dlseb
+            sequence = Backward(*reads, mask, dqb, dkb, dvb, None, dsinks_sum, call.memory, call.deterministic)
+            _bwd(sequence, b, cut, keys, scratch)
     if dbias is not None and dbias_sum is not None and dbias_sum is not dbias:
         dbias.copy_(dbias_sum)
     if dsinks is not None and dsinks_sum is not None:
@@ -351,10 +352,8 @@ class Slab:
         part.add_(torch.sum(by_head, dims, keepdim=True, out=self.buffer("bias", *part.shape)) if dims else by_head)
 
 
-def _fwd(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, first: int, cut: Cut, keys: list[tuple[Key, Key]], *,
-    o: Tensor | None, lse: Tensor | None, scratch: Scratch,
-) -> None:  # fmt: skip
+def _fwd(call: Forward, first: int, cut: Cut, keys: list[tuple[Key, Key]], scratch: Scratch) -> None:
+    q, k, v, mask, o, lse, *_ = call
     tq, tk = q.shape[2], k.shape[2]
     for batch, heads in cut.slabs(q.shape[0], k.shape[1]):
         slab = Slab(batch, heads, cut.group, tq, tk, mask, first, keys, scratch)
@@ -399,12 +398,8 @@ def _fwd_rows(slab: Slab, q: Tensor, k: Tensor, v: Tensor, i: range, *, o: Tenso
         slab.rows(o, i).copy_(slab.by_head(acc.div_(row_sum[..., None]), i))
 
 
-def _bwd(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask, first: int,
-    cut: Cut, keys: list[tuple[Key, Key]], *,
-    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dbias: Tensor | None, dsinks: Tensor | None,
-    scratch: Scratch,
-) -> None:  # fmt: skip
+def _bwd(call: Backward, first: int, cut: Cut, keys: list[tuple[Key, Key]], scratch: Scratch) -> None:
+    q, k, _, o, lse, do, dlse, mask, dq, _, _, _, dsinks, *_ = call
     tq, tk, d = q.shape[2], k.shape[2], q.shape[3]
     for batch, heads in cut.slabs(q.shape[0], k.shape[1]):
         slab = Slab(batch, heads, cut.group, tq, tk, mask, first, keys, scratch)
@@ -415,7 +410,7 @@ def _bwd(
         if dq is not None:
             dq_sum = (slab.buffer("dq_sum", *rows, d) if "dq_sum" in scratch else slab.rows(dq, range(tq))).zero_()
         for j in _tiles(range(tk)):
-            _bwd_cols(slab, q, k, v, do, lse_rows, delta, j, dq_sum=dq_sum, dk=dk, dv=dv, dbias=dbias)
+            _bwd_cols(slab, call, lse_rows, delta, j, dq_sum=dq_sum)
         if dq is not None and dq_sum is not None and "dq_sum" in scratch:
             slab.rows(dq, range(tq)).copy_(dq_sum)
         if dsinks is not None and mask.sinks is not None:
@@ -440,10 +435,8 @@ def _bwd_delta(
     lse_rows.clamp_(min=torch.finfo(lse_rows.dtype).min)
 
 
-def _bwd_cols(
-    slab: Slab, q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse_rows: Tensor, delta: Tensor, j: range, *,
-    dq_sum: Tensor | None, dk: Tensor | None, dv: Tensor | None, dbias: Tensor | None,
-) -> None:  # fmt: skip
+def _bwd_cols(slab: Slab, call: Backward, lse_rows: Tensor, delta: Tensor, j: range, *, dq_sum: Tensor | None) -> None:
+    q, k, v, do, dk, dv, dbias = call.q, call.k, call.v, call.do, call.dk, call.dv, call.dbias
     mask, scale = slab.mask, slab.mask.scale_for(q.shape[-1])
     kept = 1.0 / (1.0 - mask.dropout_p)
     kj = slab.load("k", slab.cols(k, j))
