@@ -116,7 +116,7 @@ def printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 
 def test_generate_uses_the_best_checkpoint_on_request(printed: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert re.search(r"its best +1\.0000 after 2 steps", printed)
+    assert re.search(r"best validation loss +1\.0000 after 2 steps", printed)
     assert "The best weights: run/best/000001-step-2 (tilegrad generate run --best)" in printed
     texts = []
     for flags in (["run"], ["run", "--best"], [str(best())]):

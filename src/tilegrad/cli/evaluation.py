@@ -17,7 +17,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     from .progress import watch
 
     with watch(sys.stderr if args.json else sys.stdout) as show:
-        found = evaluate(
+        result = evaluate(
             args.run_folder,
             args.data or (),
             **which_weights(args),
@@ -28,19 +28,19 @@ def _evaluate(args: argparse.Namespace) -> int:
             show=lambda event, numbers: None if args.json and event == "data" else show(event, numbers),
         )
     if args.json:
-        not_finite = {k for k, v in asdict(found).items() if isinstance(v, float) and not math.isfinite(v)}
-        finite = {k: None if k in not_finite else v for k, v in asdict(found).items()}
+        values = asdict(result).items()
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values}
         print(json.dumps(finite, indent=1))
         return 0
-    rows = [("weights", found.weights)] if found.weights != "raw" else []
-    rows.append(("loss", f"{found.loss:.4f}"))
-    if found.perplexity is not None:
-        rows.append(("perplexity", f"{found.perplexity:,.2f}"))
-    if found.bits_per_byte is not None:
-        rows.append(("bits per byte", f"{found.bits_per_byte:.4f}"))
-    if found.bytes is not None:
-        rows.append(("bytes", f"{found.bytes:,}"))
-    rows += [("tokens", f"{found.tokens:,}"), ("seconds", f"{found.seconds:.1f}")]
+    rows = [("weights", result.weights)] if result.weights != "raw" else []
+    rows.append(("loss", f"{result.loss:.4f}"))
+    if result.perplexity is not None:
+        rows.append(("perplexity", f"{result.perplexity:,.2f}"))
+    if result.bits_per_byte is not None:
+        rows.append(("bits per byte", f"{result.bits_per_byte:.4f}"))
+    if result.bytes is not None:
+        rows.append(("bytes", f"{result.bytes:,}"))
+    rows += [("tokens", f"{result.tokens:,}"), ("seconds", f"{result.seconds:.1f}")]
     print(table(("", "result"), rows))
     return 0
 

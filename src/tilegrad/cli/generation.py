@@ -260,35 +260,14 @@ def add_generation(commands: Commands) -> None:
 
 
 def _add_sampling(command: Parser) -> None:
-    command.add_argument(
-        "--temperature",
-        type=float,
-        default=0.8,
-        metavar="X",
-        help="0 = always the likeliest token (default: %(default)s)",
-    )
+    for flag, default, text in (
+        ("--temperature", 0.8, "0 = always the likeliest token"),
+        ("--top-p", 1.0, "sample only from the likeliest tokens whose total probability reaches X"),
+        ("--min-p", 0.0, "sample only from tokens with at least X times the largest probability"),
+        ("--repetition-penalty", 1.0, "above 1: tokens that the text already contains are less likely"),
+    ):
+        command.add_argument(flag, type=float, default=default, metavar="X", help=f"{text} (default: %(default)s)")
     command.add_argument("--top-k", type=int, metavar="N", help="sample only from the N likeliest tokens")
-    command.add_argument(
-        "--top-p",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="sample only from the likeliest tokens whose total probability reaches X (default: %(default)s)",
-    )
-    command.add_argument(
-        "--min-p",
-        type=float,
-        default=0.0,
-        metavar="X",
-        help="sample only from tokens of at least X times the largest probability (default: %(default)s)",
-    )
-    command.add_argument(
-        "--repetition-penalty",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="above 1: tokens that the text already contains are less likely (default: %(default)s)",
-    )
     command.add_argument(
         "--seed", type=int, default=0, metavar="N", help="the same seed gives the same text (default: %(default)s)"
     )

@@ -66,7 +66,7 @@ def _message(event: str, n: Numbers) -> str | None:
     if event == "float8":
         return (
             f"step {n['step']:>6,}  float8: the largest magnitude of {n['jumps']} tensors grew 100-fold in a step "
-            f"({n['tensors']}); numbers beyond the limit of their scale were cut off (log.jsonl has later ones)"
+            f"({n['tensors']}); numbers beyond the limit of their scale were cut off (later steps are in log.jsonl)"
         )
     if event == "early":
         return f"step {n['step']:>6,}  ended early: {n['reason']}"
@@ -96,7 +96,7 @@ def described(n: Numbers) -> str:
 
 
 def _ends(n: Numbers) -> Iterator[str]:
-    """The chat template, and the end of a document."""
+    """The chat template, and the token that ends a document."""
     if n.get("format"):
         yield f"Chat template: {n['template'] or 'none; the completion follows the prompt'}"
     if n.get("eos") and n.get("template"):
@@ -116,16 +116,16 @@ def _rows(n: Numbers) -> Iterator[str]:
         f"{n['rows']:,} row{'s' * (n['rows'] != 1)}, {n['padding']:.1%} padding"
     )
     if n["cut"]:
-        yield f"{n['cut']:,} longer than a row are cut: {n['cut_tokens']:,} tokens are lost (data.too_long)"
+        yield f"Longer than a row and cut: {n['cut']:,}, which lose {n['cut_tokens']:,} tokens (data.too_long)"
     if n["dropped"]:
-        yield f"{n['dropped']:,} longer than a row are left out (data.too_long)"
+        yield f"Longer than a row and left out: {n['dropped']:,} (data.too_long)"
     if n["untrained"]:
-        yield f"{n['untrained']:,} are left out, because nothing in them is trained on"
+        yield f"Left out, because nothing in them is trained on: {n['untrained']:,}"
 
 
 @contextmanager
 def watch(stream: TextIO | None = None) -> Iterator[Show]:
-    """Yields the callback that shows the events of a run on `stream`."""
+    """Yields the callback that shows the events of a run on `stream`, by default stdout."""
     out = stream or sys.stdout
     if out.isatty() and find_spec("rich") is not None:
         with _rich(out) as bar:

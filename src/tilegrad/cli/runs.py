@@ -105,20 +105,19 @@ def _print_result(result: RunResult) -> None:
     from ..memory.page import human
     from ..text.table import table
 
-    rows: list[tuple[str, str]] = [
-        ("steps", f"{result.steps:,}"),
-        ("training loss", f"{result.train_loss:.4f}"),
+    rows = [("steps", f"{result.steps:,}"), ("training loss", f"{result.train_loss:.4f}")]
+    if result.validation_loss is not None:
+        rows.append(("validation loss", f"{result.validation_loss:.4f}"))
+    if result.best is not None:
+        rows.append(("best validation loss", f"{result.best.validation_loss:.4f} after {result.best.step:,} steps"))
+    rows += [
         ("unigram entropy", f"{result.unigram_entropy:.4f}"),
-        ("memory planned", f"{human(result.planned_bytes)}"),
-        ("of it resident", human(sum(result.measured.arenas.values()))),
+        ("memory planned", human(result.planned_bytes)),
+        ("planned memory that is resident", human(sum(result.measured.arenas.values()))),
         (f"outside the plan: {result.measured.unplanned}", human(result.measured.unplanned_bytes)),
     ]
-    if result.validation_loss is not None:
-        rows.insert(2, ("validation loss", f"{result.validation_loss:.4f}"))
     if result.ended_early is not None:
         rows.append(("ended early", result.ended_early))
-    if result.best is not None:
-        rows.insert(3, ("its best", f"{result.best.validation_loss:.4f} after {result.best.step:,} steps"))
     sample = f"A sample:\n{result.sample}\n\n" if result.sample else ""
     print(f"\n{table(('', 'result'), rows)}\n\n{sample}The report: {result.report}")
     if result.best is not None:

@@ -1,1 +1,1 @@
-"""The training step: forward → loss → backward → reduce → clip → AdamW, in memory planned before the first step."""
+"""The training step, the decoder and the scorer, each in memory that is planned before it runs."""

@@ -47,8 +47,8 @@ _INTS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 def check_sizes(config: ModelConfig, dtype: torch.dtype, *, batch_size: int, **length_by_name: int) -> None:
-    """Refuse sizes or a dtype that neither training nor generation supports. `length_by_name` is one keyword argument, seq_len
-    or capacity, whose value is the length of a sequence. Errors use its name."""
+    """Refuse sizes or a dtype that training and generation do not support. `length_by_name` is one keyword argument, seq_len
+    or capacity, whose value is the length of a sequence. Errors name this argument."""
     ((name, length),) = length_by_name.items()
     for size, value, limit in (("batch_size", batch_size, LIMITS["batch_size"]), (name, length, LIMITS["seq_len"])):
         if not is_count(value, limit):
@@ -154,8 +154,8 @@ def check_decay(name: str, decay: float) -> None:
 
 
 def check_invariant(spec: StepSpec) -> None:
-    """Refuse invariant=True if a kernel of the forward cannot guarantee that a row has the same bits in any batch, in training
-    and in generation."""
+    """Refuse invariant=True if a kernel of the forward cannot guarantee that a row of activations has the same bits in any
+    batch, in training and in generation."""
     if not isinstance(spec.invariant, bool):
         raise ValueError(f"invariant: got {shown(spec.invariant)}; accepted: True or False")
     if not spec.invariant:
@@ -183,7 +183,7 @@ def check_invariant(spec: StepSpec) -> None:
 
 
 def _check_documents(spec: StepSpec) -> None:
-    """Refuse `documents` if a row has fewer tokens, and packed rows if the attention kernels do not support them."""
+    """Refuse more `documents` in a row than the row has tokens, and packed rows that the attention kernels do not support."""
     if not is_count(spec.documents, spec.seq_len, least=0):
         raise ValueError(
             f"documents: got {shown(spec.documents)}; accepted: 0 (a row is one sequence), or an int from 1 to seq_len, "
@@ -211,19 +211,18 @@ def micro_batches(
     targets: Tensor | Sequence[Tensor],
     cu_seqlens: Tensor | Sequence[Tensor | None] | None = None,
 ) -> list[Batch]:
-    """The micro-batches of a step. Tensors are one micro-batch; lists have one element for each micro-batch."""
+    """The micro-batches of a step. Arguments that are tensors form one micro-batch; lists have one element for each."""
     x, y = ([arg] if isinstance(arg, Tensor) else list(arg) for arg in (tokens, targets))
     if len(x) != len(y):
         raise ValueError(f"targets: got {len(y)} micro-batches; accepted: {len(x)}, as tokens has")
     if cu_seqlens is None:
         cu_seqlens = [None] * len(x)
-    listed = cu_seqlens if isinstance(cu_seqlens, list | tuple) else [cu_seqlens]
-    if not all(isinstance(each, Tensor | None) for each in listed):
+    ends = list(cu_seqlens) if isinstance(cu_seqlens, list | tuple) else [cu_seqlens]
+    if not all(isinstance(each, Tensor | None) for each in ends):
         raise ValueError(
             f"cu_seqlens: got {shown(cu_seqlens)}; accepted: None, a torch.int32 tensor, or a list with a tensor "
             "or None for each micro-batch"
         )
-    ends = [cu_seqlens] if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
     if len(x) != len(ends):
         raise ValueError(f"cu_seqlens: got {len(ends)} micro-batches; accepted: {len(x)}, as tokens has, or None")
     return [Batch(*each) for each in zip(x, y, ends, strict=True)]
@@ -242,13 +241,12 @@ def count_targets(targets: Tensor) -> int:
 
 
 def check_batch(batch: Batch, spec: StepSpec) -> None:
-    """Refuse a wrong shape, dtype or value. On CUDA, the host would have to wait for the values of tokens and targets, so these
-    values are checked only with TILEGRAD_CHECK=1."""
+    """Refuse a wrong shape, dtype or value. On CUDA, a check of the values of tokens and targets would wait for the device, so
+    these values are checked only with TILEGRAD_CHECK=1."""
     tokens, targets, cu_seqlens = batch
     for name, x in (("tokens", tokens), ("targets", targets)):
         if not isinstance(x, Tensor) or x.ndim != 2 or x.dtype not in _INTS:
-            got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"{name}: got {got}; accepted: a tensor of ints, (b, t)")
+            raise ValueError(f"{name}: got {_dtype_and_shape(x)}; accepted: a tensor of ints, (b, t)")
     b, t = tokens.shape
     if not (1 <= b <= spec.batch_size and 1 <= t <= spec.seq_len):
         limit = f"(1 … {spec.batch_size}, 1 … {spec.seq_len})"
@@ -262,6 +260,10 @@ def check_batch(batch: Batch, spec: StepSpec) -> None:
         _check_range("targets", targets, -1, spec.config.vocab_size)
 
 
+def _dtype_and_shape(x: object) -> str:
+    return f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+
+
 def _check_ends(cu_seqlens: Tensor, b: int, t: int, documents: int) -> None:
     name, n = "cu_seqlens", b * t
     if not documents:
@@ -270,8 +272,7 @@ def _check_ends(cu_seqlens: Tensor, b: int, t: int, documents: int) -> None:
             "documents ≥ 1"
         )
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32 or cu_seqlens.ndim != 1:
-        is_tensor = isinstance(cu_seqlens, Tensor)
-        got = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}" if is_tensor else type(cu_seqlens).__name__
+        got = _dtype_and_shape(cu_seqlens)
         raise ValueError(f"{name}: got {got}; accepted: a torch.int32 tensor (n + 1,) for n documents")
     if cu_seqlens.device.type != "cpu":
         raise ValueError(

@@ -1,7 +1,7 @@
 """A training step as one CUDA graph. Inputs and results pass through pinned memory.
 
     stream   copy in │ inputs · forward · backward · (next micro-batch …) · norm · guard · update │ copy out │ copy in │ …
-    host       read step k − 2 │ stage step k + 1 … │                              it never waits for the newest step
+    host       read step k − 2 │ stage step k + 1 … │                        the host never waits for the newest step
 
 Tokens, targets, documents, dropout's seeds and the learning rate change from step to step. They are copied to one buffer on the
 device, `staged`, before the graph starts. The device counts the targets and decides whether to skip the step. The results
@@ -35,7 +35,7 @@ K = TypeVar("K")
 P = TypeVar("P")
 
 DEPTH = 3  # the most submitted steps in flight
-MOST_SHAPES = 32  # a decoder or a scorer keeps programs for the last 32 shapes of inputs
+MOST_SHAPES = 32  # a decoder or a scorer keeps its programs for this many shapes of inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +109,8 @@ class Staged:
 
 @contextmanager
 def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Run the body of this context on `stream`, after the earlier and before the later work of the current stream.
-    On a CPU `stream` is None."""
+    """Run the body of this context on `stream`, after earlier work and before later work of the stream that was current outside
+    this context. On a CPU `stream` is None."""
     if stream is None:
         yield
         return
@@ -141,8 +141,8 @@ def keep(programs: dict[K, P], shape: K, program: P) -> None:
 
 
 class CapturedProgram:
-    """A program of device ops on these models. The first run is op by op and compiles every kernel. The next run with
-    capture=True is captured, if all models can be captured, and later runs replay the graph.
+    """A program of device ops on `models`. The first run is op by op and compiles every kernel. The next run with capture=True
+    is captured, if all models can be captured, and later runs replay the graph.
 
     A graph contains the address of the cuBLAS workspace. torch keeps one workspace for each stream, and frees all of them
     whenever torch.compile captures a graph. Our graph would then write to memory that torch gave to other tensors. So we free
@@ -198,7 +198,7 @@ class RecordedProgram:
 
 
 class DeviceStep:
-    """A step on micro-batches of fixed shapes. Each micro-batch has its own model, and all models share one memory."""
+    """A step on micro-batches of fixed shapes. Each micro-batch has its own model, and all models share the engine's arenas."""
 
     def __init__(
         self,
@@ -226,7 +226,7 @@ class DeviceStep:
             self.result[2].copy_(self.models[0].jumps)
 
     def _loaded(self) -> Iterator[Transformer]:
-        """Yields the model of each micro-batch, after its staged inputs were copied into the model."""
+        """Copies the staged inputs of each micro-batch into its model, and yields the model."""
         staged = self.staged
         for i, model in enumerate(self.models):
             model.tokens.copy_(staged.tokens[i])

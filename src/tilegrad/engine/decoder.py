@@ -1,7 +1,7 @@
 """`Decoder`: sequences that a model continues, in planned memory.
 
     prefill({slot: prompt})     reads prompts into the cache of their slots, and draws the next token of each
-    submit()                    reads the token that each active slot drew last, and draws the next
+    submit()                    reads the token that each active slot drew last, and draws the next token
     finished()                  returns the tokens that were drawn, oldest first
 
 The two programs, prefill and step (model/decoding.py), are traced and planned before anything is allocated. Sizes are fixed: a
@@ -41,12 +41,12 @@ from .sampling import Sampling
 from .spec import StepSpec
 
 _LEAST_PREFILL = 64  # on CUDA a prefill has a multiple of this many rows, or prefill_tokens rows
-PREFILL_TOKENS = {"cpu": 512, "cuda": 8192}  # tokens read at once by default (`decoder_spec`)
+PREFILL_TOKENS = {"cpu": 512, "cuda": 8192}  # tokens that a prefill reads at once by default (`decoder_spec`)
 
 
 class Prompt(NamedTuple):
     """sequence   the number of the sequence. The noise of a draw depends on this number, the seed and `draws`
-    draws      how many tokens of the sequence were drawn before: 0, unless the sequence is read again
+    draws      how many tokens of the sequence were drawn before. This is 0 for a new sequence
     """
 
     tokens: Sequence[int]
@@ -124,13 +124,14 @@ def plan_decoder(spec: DecoderSpec) -> MemoryPlan:
         prefill.run()
         step.run()
 
-    first = [p.value for p in prefill.model.params.values()]
-    return plan_memory(trace(program, observe, (first, prefill.model.blocks, prefill.sampler.state)))
+    weights = [p.value for p in prefill.model.params.values()]
+    return plan_memory(trace(program, observe, (weights, prefill.model.blocks, prefill.sampler.state)))
 
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """The host's copy of `positions`, `draws` and four fields of `State` (model/decoding.py). Steps in flight count as done."""
+    """The host's copies of `positions` and `draws` of the programs, and of four fields of `State` (model/decoding.py). Steps in
+    flight count as done."""
 
     positions: Tensor
     draws: Tensor
@@ -159,8 +160,8 @@ class Slots:
 
 
 def prefill_rows(tokens: int, spec: DecoderSpec) -> int:
-    """The number of rows of a prefill of `tokens` tokens. On CUDA it is rounded up, by less than a quarter or by less than
-    _LEAST_PREFILL rows, and to prefill_tokens at most. An added row reads token 0 and writes nothing to the cache."""
+    """The number of rows of a prefill of `tokens` tokens. On CUDA fewer than max(tokens / 4, _LEAST_PREFILL) rows are added, up
+    to prefill_tokens rows in all. An added row reads token 0 and writes nothing to the cache."""
     if spec.device.type == "cpu":
         return tokens
     multiple = max(_LEAST_PREFILL, 1 << max(tokens.bit_length() - 3, 0))
@@ -168,8 +169,7 @@ def prefill_rows(tokens: int, spec: DecoderSpec) -> int:
 
 
 def largest_batch(spec: DecoderSpec, limit: int | None = None) -> tuple[dict[str, int | None], str]:
-    """The most slots whose plan takes at most `limit` bytes, by default the memory of the device. Returns it as data and as
-    a sentence."""
+    """The most slots whose plan takes at most `limit` bytes, as data and as a sentence. limit=None is the device's memory."""
     limit = memory_limit(spec.device) if limit is None else limit
 
     def nbytes(batch_size: int) -> int:
@@ -211,7 +211,7 @@ class Decoder:
         invariant: bool = False,
         capture: bool = True,
     ) -> None:
-        """params      by name; used in place if all are contiguous and have this dtype and device, otherwise all are copied
+        """params      by name; used in place if all are contiguous and have `dtype` and `device`, otherwise all are copied
         capacity    the most tokens of a sequence, prompt included; at most block_size
         device      by default the device of the parameters
         dtype       by default the dtype of the parameters
@@ -255,11 +255,11 @@ class Decoder:
 
     def prefill(self, prompts: Mapping[int, Prompt]) -> None:
         """Read prompts into their slots, which forget older sequences, and draw the next token of each prompt. Prompts are read
-        in groups of at most `prefill_tokens` tokens; `finished` returns one `Drawn` for each group. If reading a group raises,
-        the slots of this group are stopped, and earlier groups stay."""
-        tokens = {slot: self._checked_tokens(slot, prompt) for slot, prompt in prompts.items()}
+        in groups of at most `prefill_tokens` tokens; `finished` returns one `Drawn` for each group. If a group raises an error,
+        the slots of this group are stopped, and the slots of earlier groups keep their prompts."""
+        texts = {slot: self._checked_tokens(slot, prompt) for slot, prompt in prompts.items()}
         group: dict[int, Tensor] = {}
-        for slot, text in tokens.items():
+        for slot, text in texts.items():
             if group and sum(map(len, group.values())) + len(text) > self.spec.prefill_tokens:
                 self._prefill_or_stop(group, prompts)
                 group = {}
@@ -268,8 +268,7 @@ class Decoder:
             self._prefill_or_stop(group, prompts)
 
     def submit(self) -> None:
-        """Run one step of the active slots. On CUDA, `submit` waits for the device only once, to capture
-        the step."""
+        """Run one step of the active slots. On CUDA, `submit` waits for the device only once, to capture the step."""
         self._check_threads()
         slots = self._slots
         full = ((slots.positions >= self.capacity) & (slots.active > 0)).nonzero().flatten().tolist()
@@ -295,8 +294,7 @@ class Decoder:
             self._load_slots()
 
     def finished(self, *, wait: bool | Literal["oldest"] = False) -> list[Drawn]:
-        """Results of prefills and steps, oldest first, each once. wait=True waits for all of them, wait="oldest" for the
-        first."""
+        """Results of prefills and steps, oldest first, each once. wait=True waits for all results, wait="oldest" for one."""
         drawn: list[Drawn] = []
         while self._results and (wait is True or (wait == "oldest" and not drawn) or _is_done(self._results[0][3])):
             slots, tokens, logprobs, event = self._results.popleft()

@@ -1,8 +1,8 @@
 """A model in planned memory, and its step: forward, loss, backward, clip, and AdamW or Muon.
 
-Before the first step the model and its optimizer are declared on handles, traced and planned. Then each role (params, grads,
-optimizer, inputs, activations) gets one allocation. Together the allocations have `plan.peak_bytes` bytes; on a GPU a workspace
-and a copy of the batch are added (`planning.unplanned_bytes`). A smaller batch uses the beginning of each buffer.
+Before the first step the model and its optimizer are declared on handles, traced and planned. Then each role (such as params,
+grads, activations) gets one allocation. Together the allocations have `plan.peak_bytes` bytes; on a GPU, cuBLAS's workspace and
+a copy of the batch are outside the plan (`planning.unplanned_bytes`). A smaller batch uses the beginning of each buffer.
 
     loss = Σ over targets of nll / total_targets         so that micro-batches of any lengths add up to one large batch
 
@@ -42,9 +42,9 @@ from .step import accumulate_gradients
 
 
 class Engine:
-    """Trains one model. `params` and `grads` are views of the arenas by name. With dtype=bfloat16 both are float32: on CUDA
-    the layers compute with bfloat16 copies of the params, on a CPU the ops round what they read. dtype=None is bfloat16 on
-    CUDA, float32 on a CPU. capture=False runs a CUDA step op by op, with the same bits, for a debugger. On a GPU,
+    """Trains one model. `params` and `grads` are views of the arenas by name. With dtype=bfloat16, `params` and `grads` are
+    float32: on CUDA the layers compute with bfloat16 copies of the params, on a CPU the ops round what they read. dtype=None is
+    bfloat16 on CUDA, float32 on a CPU. capture=False runs a CUDA step op by op, with the same bits, for a debugger. On a GPU,
     deterministic=False lets the backward of attention add in any order; on a CPU the order is always the same.
 
     linear="fp8" computes the outputs and input gradients of the linear layers of the blocks in float8. "fp8-all" also computes
@@ -52,11 +52,11 @@ class Engine:
     float8, and are experimental (docs/training.md). `jumps` counts how often a magnitude grew too fast for its scale.
 
     With a `mesh` of several ranks (engine/parallel) each rank gives its own micro-batches, and the step covers all of
-    them. With shard="optimizer" a rank has 1/world of the moments, with "none" all moments, with "all" 1/world of everything.
+    them. shard="optimizer" gives each of n ranks 1/n of the moments, "none" all moments, and "all" 1/n of everything.
     Gradients are summed in buckets of `bucket_bytes`, which affects rounding. On several ranks `params` are the copies that
-    layers compute with, a step is not captured, and after `optimizer_step` the attribute `loss` covers all ranks. context=n: n
-    neighbouring ranks share each sequence; they give the same micro-batches, and each computes its rows. In float8, ranks agree
-    on the scales at the end of `gradients`, and `forward` is refused.
+    layers compute with, a step is not captured, and after `optimizer_step` the attribute `loss` covers all ranks. With
+    context=n, n neighbouring ranks share each sequence: they give the same micro-batches, and each computes 1/n of the tokens.
+    With float8 on several ranks, the ranks agree on the scales at the end of `gradients`, and `forward` is refused.
 
     With documents=n, rows are packed: the `cu_seqlens` of a batch has the ends of up to n documents in each row (batch.py).
     Tokens attend only to their own document, and positions begin at 0 in each document.
@@ -104,7 +104,7 @@ class Engine:
     """The mean loss of the last step or forward."""
 
     steps: int
-    """How many steps the optimizer was given, including steps in flight and skipped steps."""
+    """The number of updates so far, including steps in flight and skipped steps."""
 
     def __init__(
         self,
@@ -220,7 +220,7 @@ class Engine:
         cu_seqlens: Tensor | None = None,
     ) -> float:
         """The mean loss over the targets of this call, or 0 without targets. `total_targets` is the number of targets in the
-        whole step.
+        whole step, by default of this call.
 
         >>> loss = engine.forward(x, y)
         """
@@ -399,7 +399,7 @@ class Engine:
         return self._results.take()
 
     def evaluate(self, tokens: Tensor, targets: Tensor, *, cu_seqlens: Tensor | None = None) -> float:
-        """The mean loss of the batch of this rank, without dropout. `backward` can't follow this call.
+        """The mean loss of a batch, on this rank and without dropout. `backward` can't follow this call.
 
         >>> engine.evaluate(x, y) < 0.1
         True
@@ -427,7 +427,7 @@ class Engine:
 
     @property
     def jumps(self) -> dict[str, int]:
-        """tensor in float8 → how often its largest magnitude has grown 100-fold from one step to the next, if it ever has.
+        """tensor in float8 → how often its largest magnitude has grown 100-fold from one step to the next; not 0.
 
         >>> engine.jumps
         {}
@@ -443,7 +443,9 @@ class Engine:
 
     def _refuse_averaged(self, name: str) -> None:
         if self._averaged:
-            raise RuntimeError(f"{name}: got a call inside `averaged`, which has swapped the weights; call it outside")
+            raise RuntimeError(
+                f"{name}: got a call inside `averaged`, which has swapped the weights; call {name} outside"
+            )
 
     def _begin_average(self) -> None:
         """Before the first update, set the average of the weights to the weights, which the caller may have changed."""
@@ -470,7 +472,7 @@ class Engine:
             check_batch(batch, self.spec)
 
     def _load(self, batch: Batch, total: int | None, *, training: bool = True, accumulate: bool = True) -> Transformer:
-        """The model for a checked batch, with its inputs loaded."""
+        """The model for a checked batch, with the batch loaded. total: the targets of the step; None: those of the batch."""
         count = count_targets(batch.targets)
         if total is not None and total < count:
             raise ValueError(f"total_targets: got {total}; accepted: at least the {count} targets of this call")

@@ -1,9 +1,9 @@
-"""Hand-written gradients a against float64 central differences n.
+"""Compares hand-derived gradients `a` with float64 central differences `n`.
 
     n = (loss(w + ε) − loss(w − ε)) / 2ε    for up to 64 entries of a tensor w, one at a time, and for one random direction
 
 The relative error of a tensor is max|a − n| / max(max|a|, max|n|, 1e-6 · the largest gradient of all tensors). A tensor fails
-above 1e-5, and so does a direction.
+if this error, or the relative error along the direction, is above 1e-5.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class GradientError:
 def check_gradients(
     loss: Callable[[], float], tensors: Mapping[str, Tensor], gradients: Mapping[str, Tensor], seed: int = 0
 ) -> list[GradientError]:
-    """Compare the slopes of `loss` with `gradients`. The entries of the float64 `tensors` are changed in place and restored."""
+    """Compare central differences of `loss` with `gradients`. The float64 `tensors` are changed in place and restored."""
     generator = torch.Generator().manual_seed(seed)
     largest = max(float(g.abs().max()) for g in gradients.values())
     results = []
@@ -87,6 +87,7 @@ def check_gradients(
 
 
 def _slope_along(loss: Callable[[], float], x: Tensor, direction: Tensor) -> float:
+    """(loss(x + ε · direction) − loss(x − ε · direction)) / 2ε"""
     original = x.clone()
     x.add_(direction, alpha=EPSILON)
     up = loss()

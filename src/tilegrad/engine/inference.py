@@ -1,5 +1,5 @@
 """The memory of a program without gradients. The caller's parameters are used in place if all of them are contiguous and have
-the program's dtype and device. Otherwise they are copied into an arena."""
+the program's dtype and device. Otherwise all parameters are copied into an arena."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class InferenceMemory:
                 self.view(handle).copy_(params[handle.name])
 
     def view(self, handle: Handle) -> Tensor:
-        """The tensor that `bind` puts in place of a handle. A handle that no program uses is returned unchanged."""
+        """The tensor by which `bind` replaces a handle. A handle that no program uses is returned unchanged."""
         if handle.role == "frozen" and self._given:
             return self._given[handle.name]
         return self.arenas.view(handle)  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""The first values of an engine's parameters, the same on any number of ranks."""
+"""The initial values of an engine's parameters, which are the same on any number of ranks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .spec import StepSpec
 
 
 def initialise(model: Transformer, ranks: Alone, spec: StepSpec, seed: int, *, masters: bool) -> None:
-    """Name the parameters and draw their initial values. masters: this rank has all master weights; otherwise it has slices
-    of them."""
+    """Set `ranks.params` and `ranks.trained`, and draw the initial values. masters: whether this rank has all master weights;
+    otherwise it has slices of them."""
     ranks.params = {name: p.master if masters else p.value for name, p in model.params.items()}
     ranks.trained = {p.name: ranks.params[p.name] for p in model.trained}
     ranks.optimizer.set_seed(seed)
@@ -30,9 +30,9 @@ def initialise(model: Transformer, ranks: Alone, spec: StepSpec, seed: int, *, m
 
 
 def _draw(model: Transformer, ranks: Alone, generator: torch.Generator) -> Iterator[Tensor]:
-    """Draw each whole parameter, write what this rank keeps of it, and yield the whole parameter."""
+    """Draw each whole parameter, write the part that this rank keeps, and yield the whole parameter."""
     for p in model.in_draw_order:
-        whole = torch.empty(p.value.shape)
-        p.init.fill(whole, generator)
-        ranks.write_param(p.name, whole)
-        yield whole
+        value = torch.empty(p.value.shape)
+        p.init.fill(value, generator)
+        ranks.write_param(p.name, value)
+        yield value

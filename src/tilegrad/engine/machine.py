@@ -62,7 +62,7 @@ def too_large(planned_bytes: int, device: torch.device) -> str | None:
 
 
 def what_is_largest(batch_size: int, nbytes: int | None, tokens: int) -> tuple[dict[str, int | None], str]:
-    """The size of the largest batch that fits, as data and as a sentence. 0 means that no batch fits."""
+    """The size of the largest batch that fits, as data and as a sentence. batch_size 0 means that no batch fits."""
     data = {"largest_batch_size": batch_size, "largest_batch_bytes": nbytes}
     if nbytes is None:
         return data, f"no batch fits, not even one of a single sequence of {tokens} tokens"

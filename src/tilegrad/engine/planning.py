@@ -43,7 +43,7 @@ def _trace(spec: StepSpec, *, one_step: bool) -> Trace:
             return
         forward()
         backward()
-        if spec.shares_gradients:  # they live until the update
+        if spec.shares_gradients:  # the gradients of `backward` must stay alive until the update
             optimizer.update(0.0)
         if model.scales:  # trace evaluation too, because it does not round to float8
             evaluation = replace(spec, linear="plain", head="plain").declare()
@@ -52,8 +52,8 @@ def _trace(spec: StepSpec, *, one_step: bool) -> Trace:
     # Persistent buffers, in the order of their arenas. With shard="all", the whole parameters that ops read (p.value) exist
     # only around the ops of their unit, so they are not persistent.
     copies = [p.value for p in in_arena_order(model.params.values(), spec.muon)] if units is None else []
-    kept = [] if model.jumps is None else [model.jumps]
-    return trace(program, observe, (optimizer, copies, model.scales, kept))
+    jumps = [] if model.jumps is None else [model.jumps]
+    return trace(program, observe, (optimizer, copies, model.scales, jumps))
 
 
 def unplanned_bytes(spec: StepSpec) -> dict[str, int]:

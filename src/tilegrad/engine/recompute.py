@@ -1,16 +1,16 @@
 """Chooses the results that the backward recomputes, so that the memory plan of a model fits a budget.
 
-Three things may be recomputed in the backward instead of being saved: the outputs of the norms, the activation of the
-feed-forward, a whole block. Their cost in FLOPs per block, with N rows of C channels and F hidden channels:
+The backward may recompute the outputs of the norms, the activation of the feed-forward, or a whole block, which are then not
+saved. The costs in FLOPs for each block, with N rows of C channels and F hidden channels:
 
     norm         ≈ 2 · 8·N·C          activation   ≈ 15·N·F          block   ≈ the block's forward, 2·N·C·(4C + 2F) and more
 
 Without a budget nothing is recomputed if the activations take at most a quarter of the memory of parameters, gradients and
 moments. Otherwise the feed-forward's activation is recomputed: one elementwise pass frees a quarter of a block's memory. On
-CUDA the norms are recomputed too, because their backward reads their input and can write their output in the same pass.
+CUDA the norms are recomputed too, because the backward of a norm reads its input and can write its output in the same pass.
 With a budget, as few whole blocks as possible are recomputed, then as few activations, then as few norms. A block costs by far
-the most FLOPs for each byte that it frees, and a norm the fewest. Earlier blocks are chosen first: their saved activations live
-longest, and the backward recomputes them when it is done with later blocks. No choice changes the bits of the gradients.
+the most FLOPs for each byte that it frees, and a norm the fewest. Earlier blocks are chosen first, because their activations
+live longest, and the backward recomputes them when it is done with later blocks. No choice changes the bits of the gradients.
 """
 
 from __future__ import annotations
@@ -82,13 +82,13 @@ def choose_recompute(spec: StepSpec, budget: int | None) -> tuple[Recompute, Mem
 
 
 def largest_batch(spec: StepSpec, budget: int | None, limit: int) -> tuple[int, int] | None:
-    """(batch_size, bytes) of the largest micro-batch whose plan, chosen as `train` does with this budget, takes at most `limit`
-    bytes; None if even one sequence takes more. The batch size of `spec` is ignored.
+    """(batch_size, bytes) of the largest micro-batch whose plan takes at most `limit` bytes if it is chosen as in `train` with
+    this budget; None if even one sequence takes more. The batch size of `spec` is ignored.
 
     A larger batch takes more memory, with one exception: without a budget, activations are recomputed from some batch size on,
-    and that size takes less memory than the size before it. So the search continues above a batch size that recomputes nothing.
-    With a budget, a batch fits if it fits with all blocks recomputed or with all but the last, because no other choice was ever
-    the smallest. `train` recomputes to meet the budget, not `limit`, so with a budget above `limit` nothing is recomputed.
+    which takes less memory than the batch size before. So the search continues above a batch size that recomputes nothing. With
+    a budget, a batch fits if it fits with all blocks recomputed or with all blocks but the last, because no other choice was
+    ever the smallest. `train` recomputes to meet the budget, not `limit`: with a budget above `limit` nothing is recomputed.
     """
     n = spec.config.n_layer
 
@@ -114,7 +114,7 @@ def largest_batch(spec: StepSpec, budget: int | None, limit: int) -> tuple[int, 
 
 
 def most(holds: Callable[[int], bool]) -> int:
-    """The largest n ≥ 1 for which `holds` is true, or 0. Doubling and bisection assume that it is true for every smaller n."""
+    """The largest n ≥ 1 for which `holds` is true, or 0 if there is none. `holds` must be true for every smaller n ≥ 1."""
     high = 1
     while holds(high):
         high *= 2
@@ -127,7 +127,7 @@ def most(holds: Callable[[int], bool]) -> int:
 
 def _fewest(most: int, fits: Callable[[int], bool]) -> int:
     """The smallest k ≤ most that fits. Bisection assumes that every larger k fits too. In rare cases `most` does not fit,
-    because recomputing a block takes memory too; then every k is tried. At least one k must fit."""
+    because recomputing a block needs memory; then every k is tried. At least one k must fit."""
     low, high = 0, most
     while low < high:
         middle = (low + high) // 2

@@ -34,8 +34,8 @@ class Results:
 
     def take(self) -> list[StepResult]:
         """The results, oldest first, each once."""
-        taken, self._kept = self._kept, []
-        return taken
+        results, self._kept = self._kept, []
+        return results
 
     def take_last(self) -> StepResult:
         """The result of the step that was submitted last, after waiting for it."""

@@ -104,8 +104,8 @@ class Scorer:
     """
 
     def __init__(self, spec: StepSpec, params: Mapping[str, Tensor]) -> None:
-        """`params` by name are used in place if all of them are contiguous and have the planned dtype and device. Otherwise
-        they are copied."""
+        """`params` by name are used in place if all are contiguous and have the planned dtype and device. Otherwise all are
+        copied."""
         check_spec(spec)
         self.spec = spec
         declared = Scoring.declare(spec, spec.batch_size, spec.seq_len).model
@@ -133,7 +133,7 @@ class Scorer:
         return scoring.logprobs.view(tokens.shape).clone()
 
     def _run(self, scoring: Scoring, programs: dict[str, CapturedProgram], program: Literal["loss", "score"]) -> None:
-        """Run a program of `scoring`. On CUDA it is a graph from the second run on, which is kept in `programs`."""
+        """Run a program of `scoring`. On CUDA the second run captures a graph, which later runs replay."""
         run = getattr(scoring, program)
         if self._stream is None:
             run()

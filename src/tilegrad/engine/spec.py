@@ -24,9 +24,9 @@ BUCKET_BYTES = 64 << 20
 class StepSpec:
     """The model, the largest batch, how the step is computed, and the ranks: there are `world` ranks, and `context` of them
     share each sequence. `lora` adds adapters and freezes every other parameter. Parameters whose name matches a pattern of
-    `freeze` (fnmatch) are frozen too. invariant: the bits of a row of the forward depend only on the tokens of its sequence up
-    to that row. A training step may use an attention window of `windows` instead of the model's window; None is no window.
-    accumulate=False: a step has one micro-batch.
+    `freeze` (fnmatch) are frozen too. With `invariant`, the bits of a row of activations depend only on the tokens of its
+    sequence up to that row. A training step may use an attention window of `windows` instead of the model's; None is no window.
+    With accumulate=False, a step has one micro-batch.
 
     >>> import torch, tilegrad
     >>> from dataclasses import replace
@@ -80,8 +80,8 @@ class StepSpec:
         window: int | Literal["model"] | None = "model",
     ) -> Transformer:
         """The model with handles instead of tensors, by default for the largest batch. `local_seq_len` is the number of tokens
-        of each sequence on this rank. `ranks` share the sequences; without `ranks` a model that splits sequences can only be
-        traced. Evaluation (training=False) has no dropout and no float8. `window` is the model's window or one of `windows`."""
+        of each sequence on this rank. `ranks` share each sequence; without `ranks`, a model with context > 1 can only be
+        traced. Evaluation (training=False) has no dropout and no float8. `window` is one of `windows`, or the model's."""
         config, linear, lora, head = self.config, self.linear, self.lora, self.head
         if window != "model" and window != config.window:
             config = replace(config, window=window)

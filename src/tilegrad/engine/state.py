@@ -29,7 +29,7 @@ def restore_counters(engine: Engine, counters: dict[str, int]) -> None:
 
 def owned_pieces(engine: Engine, *, shared: bool = False) -> dict[str, Run]:
     """The slices that this rank saves and loads instead of `Engine.tensors`: name → (slice of the flattened tensor, its offset,
-    length of the whole tensor). If every rank has the whole tensor, the slice is all of it or, with `shared`, 1/world of it."""
+    length of the whole tensor). If every rank has the whole tensor, the slice is all of it or, with `shared`, an equal part."""
     engine._settle()
     engine._begin_average()
     return engine.ranks.pieces(shared=shared)
@@ -52,7 +52,7 @@ def write_param(engine: Engine, name: str, value: Tensor) -> None:
 def averaged(engine: Engine) -> Iterator[None]:
     """In this context, the weights of the engine are their average (Engine(ema=…)), and a step is refused. Afterwards the
     weights have the same bits as before, even after an error. All ranks enter and leave together. After an error with several
-    ranks the average stays and steps are refused, because a rank that fails alone cannot exchange weights with the others.
+    ranks the weights stay the average and steps are refused, because a rank that fails alone cannot send its weights.
 
     >>> import tilegrad, torch
     >>> from tilegrad.engine.state import averaged
@@ -62,7 +62,7 @@ def averaged(engine: Engine) -> Iterator[None]:
     >>> losses = [engine.step(x, y, learning_rate=1e-2) for _ in range(9)]
     >>> with averaged(engine):
     ...     loss = engine.evaluate(x, y)
-    >>> engine.evaluate(x, y) < loss < losses[0]  # the average lags the weights
+    >>> engine.evaluate(x, y) < loss < losses[0]  # the average changes later than the weights
     True
     """
     if not engine.spec.ema:

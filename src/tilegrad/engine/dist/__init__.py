@@ -1,1 +1,1 @@
-"""The process group, its collectives, and the schedule that starts them in a step."""
+"""The process group, its collectives, and the schedule that starts these collectives in a step."""

@@ -58,15 +58,15 @@ class Note(NamedTuple):
 
 def missing(before: dict[int, Note], after: dict[int, Note]) -> str:
     """A message that names the ranks for which the others wait, from two snapshots of the notes more than one beat apart."""
-    still = [rank for rank in after if before[rank].beat == after[rank].beat]
-    silent = [rank for rank in still if not after[rank].gave_up]
+    unchanged = [rank for rank in after if before[rank].beat == after[rank].beat]
+    silent = [rank for rank in unchanged if not after[rank].gave_up]
     alive = [rank for rank in after if rank not in silent and not after[rank].gave_up]
     most = max(note.entered for note in after.values())
     least = min((after[rank].entered for rank in alive), default=most)
     behind = [rank for rank in alive if after[rank].entered == least < most]
     named = [f"rank {rank} is dead or stopped, last at {after[rank].place!r}" for rank in silent]
     named += [f"rank {rank} is behind, at {after[rank].place!r}" for rank in behind]
-    named = named or [f"rank {rank} gave up first, at {after[rank].place!r}" for rank in still]
+    named = named or [f"rank {rank} gave up first, at {after[rank].place!r}" for rank in unchanged]
     more = f"; and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""
     return "; ".join(named[:_MOST_NAMED]) + more or "every rank is alive and waits: the network between them is down"
 
@@ -129,8 +129,8 @@ class Mesh:
         return self.run(lambda: _all_gather(out, part, group=self.group, async_op=not wait), "all_gather")
 
     def wait(self, work: Pending) -> None:
-        """Waits for a collective that was started with wait=False. This does not count as a collective entered, because another
-        rank may have nothing to wait for."""
+        """Waits for a collective that was started with wait=False. The wait is not counted in `entered`, because another rank
+        may have nothing to wait for."""
         if work is not None:
             self._guarded(work.wait, "wait")
 
@@ -276,7 +276,7 @@ class Mesh:
 
 
 class Neighbours:
-    """n adjacent ranks of a mesh. Their collectives count as collectives of the mesh, so all groups must enter equally many."""
+    """n adjacent ranks of a mesh. Every group must enter the same number of collectives, because the mesh counts them."""
 
     def __init__(self, mesh: Mesh, n: int) -> None:
         self.rank, self.world, self._mesh = mesh.rank % n, n, mesh
@@ -310,8 +310,8 @@ def read_notes(store: Store, world: int) -> dict[int, Note]:
 
 
 def said_already(sentence: str) -> bool:
-    """Whether another rank has printed this sentence. An error that every rank raises is printed once by asking this first, even
-    if ranks ended before there was a process group. False if torchrun keeps no store for its ranks."""
+    """Whether another rank has called this with the same sentence, so that an error of every rank is printed by one rank. Needs
+    the store that torchrun keeps for its ranks, but no process group. False without such a store."""
     env = os.environ
     if int(env.get("WORLD_SIZE", "1")) == 1 or env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return False
@@ -324,7 +324,7 @@ def said_already(sentence: str) -> bool:
 
 def _store(rank: int, world: int, limit: timedelta) -> Store:
     """The store at MASTER_ADDR. torchrun keeps one store over restarts, so a restarted rank could read the address of a dead
-    rank (pytorch#135712). So on one node the keys of each attempt have a prefix of their own. On several nodes the number of
+    rank (pytorch#135712). On one node, the keys of each attempt therefore have their own prefix. On several nodes the number of
     attempts may differ between nodes, and torchrun needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 instead."""
     env = os.environ
     shared = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -1,5 +1,5 @@
-"""The schedule of a program: which op reads which parameters, and which op completes which gradients. It comes from a run of the
-program on handles, and says when collectives may start.
+"""The schedule of a program: which op reads which parameters, and which op completes which gradients. The schedule comes from a
+run of the program on handles, and says when collectives may start.
 
     touches    the schedule: for each op, the parameters that it reads and those whose gradients it writes
     cut        splits the arena into buckets: adjacent parameters that one collective sums or gathers
@@ -48,7 +48,7 @@ class Bucket(NamedTuple):
     members: tuple[str | int, ...]
     start: int
     stop: int
-    decayed: int  # number of elements with weight decay, which come first
+    decayed: int  # number of elements with weight decay, which are at the beginning
     whole: bool = False
 
     @property
@@ -106,8 +106,8 @@ def cut(
 
     vectors       because they have no weight decay
     embeddings    because the last ops of the backward complete their gradients, and no other gradient should wait for them
-    `whole`       because each of these parameters belongs to one rank. Such a bucket grows until at most an eighth of it is
-                  padding. It has more padding only if no such parameters are left
+    `whole`       because each of these parameters belongs to one rank. Such a bucket grows until at most an eighth of the
+                  bucket is padding, or no such parameters are left
     """
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes: got {bucket_bytes}; accepted: at least 1")
@@ -128,8 +128,8 @@ def cut(
         nbytes += p.nbytes
     buckets, start, loads = [], 0, [0] * world
     for own in reversed(members):
-        align = align_of(own[0])
-        if own[0].name in whole and world > 1:
+        align, is_whole = align_of(own[0]), own[0].name in whole
+        if is_whole and world > 1:
             slices, length = _assign(own, world, loads)
             names: list[str | int] = []
             for each in slices:
@@ -145,7 +145,6 @@ def cut(
         size_with_padding = -(-(aligned + ragged) // (world * align)) * world * align if world > 1 else size
         decayed = size_with_padding if len(own[0].shape) >= 2 else 0
         pad = (size_with_padding - aligned,) if size_with_padding > aligned else ()
-        is_whole = own[0].name in whole
         buckets.append(Bucket((*(p.name for p in own), *pad), start, start + size_with_padding, decayed, is_whole))
         start += max(size_with_padding, aligned)
     return tuple(buckets)

@@ -1,15 +1,15 @@
 """Fully sharded: whole parameters and gradients exist only around the ops that need them.
 
-Each block is a unit, and everything outside of the blocks is one more unit. A rank keeps 1/world of each unit, its part. The
-values of a whole unit are one flat COMM buffer, and its gradients are a second one. These buffers have live ranges like
-activations, so units share addresses in the plan, and poison exposes a unit that is read after its live range. For each unit:
+The parameters of each block are a unit, and the parameters outside the blocks are one more unit. Each of n ranks keeps 1/n of
+each unit, its part. A whole unit has a flat COMM buffer for its values and one for its gradients. These buffers have live ranges
+like activations, so units share addresses in the plan, and poison exposes a read after a live range. For each unit:
 
     before the previous unit is used   start the gather (prefetch by one unit)
     before an op reads the unit        wait for the gather
     before the first op that writes    zero the gradients of the unit
     its gradients
-    after the last such op             start the sum (a reduce-scatter) of the unit. Before that, wait for the sum of the unit
-                                       whose sum was started last, and add this rank's slice of it to this rank's part
+    after the last such op             wait for the sum that was started before, of another unit, and add this rank's slice of
+                                       that sum to this rank's part; then start the sum (a reduce-scatter) of this unit
 
 The schedule comes from a run of the program on handles (`schedule.touches`). Collectives are traced like the ops of the model,
 so the plan includes them. Every micro-batch gathers and sums.
@@ -32,7 +32,7 @@ from ...memory.types import BufferType, Role
 from .mesh import Mesh, Pending
 from .schedule import Bucket, ObserveNames, Touch, Work, align_of, follow
 
-ROOT = "root"  # the unit of everything outside of the blocks
+ROOT = "root"  # the unit of the parameters outside the blocks
 Actions = dict[int, list[tuple[str, str]]]  # index of an op → (action, unit)
 Buffers = dict[str, Tensor]  # unit → buffer; a handle instead of a tensor while a program is traced
 Emit = Callable[[Any], None]  # takes a Call of kernels/op.py or an Emitted
@@ -127,13 +127,13 @@ class Units:
         before: Actions = {}
         after: Actions = {}
         uses: list[tuple[int, str]] = []  # (op, unit): a unit is needed and not gathered yet
-        there: dict[bool, str] = {}  # True → the root if it is gathered; False → the block gathered last
+        latest: dict[bool, str] = {}  # True → the root if it is gathered; False → the block gathered last
         first: dict[str, int] = {}
         last: dict[str, int] = {}
         for i, step in enumerate(steps):
             for unit in sorted({unit_of[name] for name in step.reads}):
-                if there.get(unit == ROOT) != unit:
-                    there[unit == ROOT] = unit
+                if latest.get(unit == ROOT) != unit:
+                    latest[unit == ROOT] = unit
                     uses.append((i, unit))
             for unit in {unit_of[name] for name in step.writes}:
                 first.setdefault(unit, i)
@@ -213,7 +213,7 @@ class Units:
 
     def _by_unit(self, call: Call) -> Call:
         """The call with the buffers of units instead of the handles of parameters and gradients. The op writes only a part of
-        such a buffer, so the call declares the buffer as accumulated, and the values of the rest stay alive."""
+        such a buffer, so the call declares the buffer as accumulated, and the rest of the buffer stays alive."""
         if not any(isinstance(h, Handle) for h in (*call.reads, *call.writes)):
             return call
 
