@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,20 @@ def test_an_export_is_the_mean_of_the_newest_checkpoints(runs: Path, count: int)
         assert torch.equal(x, want.float()) and torch.equal(loaded.params[name], x)
     words = f"mean of {count} checkpoint{'s' * (count > 1)}"
     assert (found.step, found.weights, loaded.weights) == (STEPS, words, words)
+
+
+def test_a_mean_leaves_out_steps_that_a_resumed_run_trained_again(runs: Path) -> None:
+    shutil.copytree(runs / "averaged", "run")
+    first = next(Path("run", "checkpoints").glob("*-step-4"))
+    tilegrad.train({"train": {"learning_rate": 1e-3, "steps": 7, "keep_checkpoints": 9}}, resume=first)
+    saved = sorted(Path("run", "checkpoints").iterdir())
+    assert [int(path.name.rpartition("-")[2]) for path in saved] == [4, 6, 8, 6, 7]
+    tensors = [load_checkpoint(saved[i]).tensors for i in (0, 3, 4)]
+    model = tilegrad.load("run", average=3)
+    for name, x in model.params.items():
+        assert torch.equal(x, torch.stack([each[name].double() for each in tensors]).mean(0).float())
+    with pytest.raises(ValueError, match=r"^average: got 4; accepted: an int from 1 to 3, "):
+        tilegrad.load("run", average=4)
 
 
 @pytest.mark.parametrize("given", [{}, {"averaged": False}, {"average": 3}])

@@ -24,7 +24,7 @@ from tilegrad.memory.planned.arena import Arenas, plan_memory
 from tilegrad.memory.planned.trace import bind
 from tilegrad.model.transformer import parameters
 from tilegrad.training.checkpoint import latest_checkpoint, load_checkpoint
-from tilegrad.training.sections import run_from
+from tilegrad.training.sections import resumed, run_from
 
 CPU = torch.device("cpu")
 GAPS = replace(CONFIG, n_embd=12)  # not a multiple of a cache line, so that arenas have gaps
@@ -211,6 +211,21 @@ def test_a_run_with_muon_saves_m_without_v_and_keeps_its_keys(
     planned = json.loads(capsys.readouterr().out)["peak_bytes"]
     assert main(["plan", "--json", *(flag for flag in flags if "optimizer" not in flag)]) == 0
     assert planned <= result.planned_bytes and planned < json.loads(capsys.readouterr().out)["peak_bytes"]
+
+
+def test_a_resumed_run_may_change_the_rate_of_muon() -> None:
+    own = run_from({**SMALL, "optimizer": {"name": "muon", "matrix_learning_rate": 0.01}}, "test")
+    changed = resumed(own, {"train": {"learning_rate": 2e-3}, "optimizer": {"matrix_learning_rate": 0.004}})
+    assert (changed.muon, own.muon) == (MuonConfig(learning_rate_factor=2.0), MuonConfig(learning_rate_factor=10 / 3))
+    assert resumed(own, {"train": {"learning_rate": 2e-3}}).muon == MuonConfig(learning_rate_factor=5.0)
+    with pytest.raises(
+        ValueError, match=r"^optimizer.momentum: got 0.5; accepted: the run's value, 0.95, when resuming"
+    ):
+        resumed(own, {"optimizer": {"momentum": 0.5}})
+    with pytest.raises(
+        ValueError, match=r"^optimizer.matrix_learning_rate: got -1; accepted: None, or a finite number"
+    ):
+        resumed(own, {"optimizer": {"matrix_learning_rate": -1}})
 
 
 def test_adapters_have_no_muon() -> None:

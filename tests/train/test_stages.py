@@ -303,6 +303,15 @@ def test_a_resumed_run_keeps_its_stages_and_schedule(run: RunConfig) -> None:
         resumed(run, {"train": {"steps": 6}})
 
 
+def test_a_resumed_run_may_have_more_steps_if_its_last_stage_had_a_number(run: RunConfig) -> None:
+    ended = (*STAGES[:-1], Stage(2, batch_size=3))
+    own = replace(run, train=replace(run.train, stages=ended))
+    for same in ({}, {"stages": [dict(stage) for stage in own.plain()["train"]["stages"]]}):
+        more = resumed(own, {"train": {"steps": 11, **same}}).train
+        assert (more.steps, begins(more.stages), more.stages[-1].steps) == (11, [0, 2, 5, 6], None)
+    assert resumed(own, {"train": {"stages": list(ended)}}) == own
+
+
 def test_each_step_belongs_to_its_stage() -> None:
     stages = [Stage(2), Stage(3), Stage(None)]
     assert begins(stages) == [0, 2, 5]

@@ -356,12 +356,16 @@ def latest_good(folder: Path, before: Path) -> Path | None:
 
 
 def newest_checkpoints(folder: Path, average: int) -> tuple[Path, ...]:
-    """The newest `average` checkpoints, in the order in which they were saved."""
-    saved = _saved(folder)
+    """The newest `average` checkpoints, in the order in which they were saved. If the run was resumed from an older checkpoint,
+    those after it are older than the newest but have as many steps or more; they are left out."""
+    saved: list[Path] = []
+    for path in reversed(_saved(folder)):
+        if not saved or _parse(path)[1] < _parse(saved[0])[1]:
+            saved.insert(0, path)
     if not is_count(average, len(saved)):
         raise ValueError(
-            f"average: got {shown(average)}; accepted: an int from 1 to {len(saved)}, as many checkpoints as {folder} has "
-            "(train.keep_checkpoints)"
+            f"average: got {shown(average)}; accepted: an int from 1 to {len(saved)}, as many checkpoints as {folder} has of "
+            "these weights (train.keep_checkpoints)"
         )
     return tuple(saved[-average:])
 

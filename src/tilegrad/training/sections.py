@@ -51,17 +51,17 @@ from .config import (
 )
 from .stages import steps_of_epochs
 
-MAY_CHANGE = frozenset(  # the keys of [train] that a resumed run may change
+MAY_CHANGE = frozenset(  # the keys that a resumed run may change
     (
-        *INTERVALS,
-        *COUNTS,
-        "epochs",
-        "learning_rate",
-        "min_learning_rate",
-        "decay_steps",
-        "memory_budget",
-        "device",
-        "log",
+        *(f"train.{name}" for name in (*INTERVALS, *COUNTS)),
+        "train.epochs",
+        "train.learning_rate",
+        "train.min_learning_rate",
+        "train.decay_steps",
+        "train.memory_budget",
+        "train.device",
+        "train.log",
+        "optimizer.matrix_learning_rate",
     )
 )
 _MAY_DIFFER_FROM_WEIGHTS = (  # keys of [model] that need not equal the config of the weights
@@ -276,8 +276,9 @@ def with_steps(run: RunConfig, rows: Callable[[int], int]) -> RunConfig:
 
 def resumed(own: RunConfig, asked: Sections) -> RunConfig:
     """The run `own` with the changes in `asked`. Raises if a key that is not in MAY_CHANGE has another value."""
-    changes, own_values = {}, own.plain()
-    may_change = MAY_CHANGE | ({"init"} if own.lora is not None else set())  # the base weights may have moved
+    changes: dict[str, Values] = {"train": {}, "optimizer": {}}
+    own_values = own.plain()
+    may_change = MAY_CHANGE | ({"train.init"} if own.lora is not None else set())  # the base weights may have moved
     for section, values in checked(asked, "resume").items():
         for name, value in values.items():
             if name == "preset":
@@ -297,12 +298,13 @@ def resumed(own: RunConfig, asked: Sections) -> RunConfig:
             had = own_values.get(section, {}).get(name)
             if value == had or (name, value) in _AUTOMATIC:
                 continue
-            if section != "train" or name not in may_change:
+            if f"{section}.{name}" not in may_change:
                 shown_name = f"{section}.{name}" if section in ("lora", "optimizer") else name
                 raise ValueError(
                     f"{shown_name}: got {value!r}; accepted: the run's value, {had!r}, when resuming{_REMEDIES.get(name, '')}"
                 )
-            changes[name] = value
-    if "steps" in changes and "epochs" not in changes:
-        changes["epochs"] = None
-    return replace(own, train=replace(own.train, **changes))
+            changes[section][name] = value
+    train, optimizer = changes["train"], changes["optimizer"]
+    if "steps" in train and "epochs" not in train:
+        train["epochs"] = None
+    return replace(own, train=replace(own.train, **train), optimizer=replace(own.optimizer, **optimizer))

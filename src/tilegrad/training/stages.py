@@ -59,8 +59,8 @@ def _read(number: int, table: object) -> Stage:
 def resolved_stages(
     stages: Sequence[Stage], model: ModelConfig, *, batch_size: int, seq_len: int, steps: int | None
 ) -> tuple[Stage, ...]:
-    """The stages, with the run's values for the keys that a stage leaves out. steps: the steps of the run; None: the run has
-    epochs."""
+    """The stages, with the run's values for the keys that a stage leaves out. The last stage has steps=None, so that it ends
+    with the run also if a resumed run has more steps. steps: the steps of the run; None: the run has epochs."""
     out = []
     for number, stage in enumerate(stages, 1):
 
@@ -95,7 +95,7 @@ def resolved_stages(
             )
         )
     _check_steps(out, steps)
-    return tuple(out)
+    return (*out[:-1], *(replace(last, steps=None) for last in out[-1:]))
 
 
 def _check_steps(stages: Sequence[Stage], steps: int | None) -> None:
