@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -41,17 +43,28 @@ FREE = {"__init__", "__main__"}  # these modules have public names of all layers
 STANDARD_LIBRARY_ONLY = {"memory/planned/plan.py", "openmp.py"}
 
 
+_parsed = functools.cache(ast.parse)
+
+
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """The children of a node that may contain an import. Expressions, which are most nodes, contain none."""
+    return (child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr))
+
+
 def _modules(path: Path, root: Path) -> set[str]:
     """Dotted names that `path` imports anywhere, also inside functions and for typing. Relative names are resolved."""
     package = ["tilegrad", *path.relative_to(root).parent.parts]
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    waiting: list[ast.AST] = [_parsed(path.read_text(encoding="utf-8"))]
+    while waiting:
+        node = waiting.pop()
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join([*base, *((node.module or "").split(".") if node.module else [])])
             found |= {module} if module.count(".") else {f"{module}.{alias.name}" for alias in node.names}
+        waiting += _statements(node)
     return found
 
 
@@ -128,7 +141,7 @@ def _imports(path: Path, root: Path, known: set[str]) -> set[str]:
     """Modules of tilegrad that `path` imports, also inside functions, but not those only for typing."""
     package = ["tilegrad", *path.relative_to(root).parent.parts]
     found: set[str] = set()
-    waiting: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    waiting: list[ast.AST] = [_parsed(path.read_text(encoding="utf-8"))]
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
@@ -139,7 +152,7 @@ def _imports(path: Path, root: Path, known: set[str]) -> set[str]:
             base = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join([*base, *((node.module or "").split(".") if node.module else [])])
             found |= {f"{module}.{a.name}" if f"{module}.{a.name}" in known else module for a in node.names}
-        waiting += ast.iter_child_nodes(node)
+        waiting += _statements(node)
     return found & known
 
 
