@@ -145,7 +145,7 @@ def test_a_max_seqlen_that_is_not_a_count_is_refused() -> None:
             check_options(q, q, q, Mask(cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=longest))  # type: ignore[arg-type]
 
 
-def test_output_attentions_warns_and_gives_none(caplog: pytest.LogCaptureFixture) -> None:
+def test_output_attentions_warns_and_gives_none(capsys: pytest.CaptureFixture[str]) -> None:
     """So does sdpa."""
     from transformers.utils import logging
 
@@ -155,4 +155,4 @@ def test_output_attentions_warns_and_gives_none(caplog: pytest.LogCaptureFixture
     output = model(tokens, output_attentions=True)
     assert not any(x is not None for x in output.attentions or ())
     assert torch.equal(output.logits, model(tokens).logits)
-    assert caplog.text.count("output_attentions: got True; accepted: False, because probabilities") == 1
+    assert capsys.readouterr().err.count("output_attentions: got True; accepted: False, because probabilities") == 1
