@@ -20,6 +20,7 @@ from benchmarks import finetune
 from benchmarks.breakdown import Launch, break_down, products_of
 from benchmarks.step_cost import adapter_count, step_demands
 from tilegrad.engine.spec import StepSpec
+from tilegrad.text.atomic import check_replaceable
 
 
 def test_a_small_shape_runs_without_the_peer_and_a_contender_that_fails_is_named(
@@ -54,6 +55,14 @@ def test_a_ratio_compares_calls_of_the_same_round() -> None:
 def test_bad_numbers_are_refused(arguments: list[str], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         finetune.main([*arguments, "--tiny", "--no-peer"])
+
+
+def test_no_dated_results_are_taken_for_a_file_to_replace() -> None:
+    dated = sorted(Path(finetune.__file__).parent.glob("2026-*finetune*.md"))
+    for path in dated:
+        with pytest.raises(ValueError, match="got a file that tilegrad did not write"):
+            check_replaceable(path, finetune.TITLE)
+    assert dated
 
 
 def test_the_budget_of_every_shape_leaves_bytes_to_plan_on_a_gpu() -> None:
