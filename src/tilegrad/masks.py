@@ -283,11 +283,8 @@ def _integers(name: str, x: Integers, device: torch.device | str | None) -> Tens
     kinds = "integers (int32, int64, a list of ints, or lists of ints with one length)"
     try:
         given = torch.as_tensor(x)
-    except (
-        TypeError,
-        ValueError,
-        RuntimeError,
-    ):  # None, a str, lists of different lengths, an int of more than 64 bits
+    except (TypeError, ValueError, RuntimeError):
+        # None, a str, lists of different lengths, an int of more than 64 bits
         raise TypeError(f"{name}: got {x!r}; accepted: {kinds}") from None
     require(given.dtype in (torch.int32, torch.int64), name, given.dtype, kinds, TypeError)
     numbers = given.to(device)

@@ -175,7 +175,7 @@ def add_memory(commands: Commands) -> None:
     plan.add_argument(
         "--prompt-tokens", type=int, metavar="N", help="with --generate: tokens of the longest prompt (default: 1)"
     )
-    text = "with --generate: if not 1, also plan the memory of the tokens that each sequence contains"
+    text = "with --generate: as in generate; unless it is 1, the plan has batch_size · vocab_size bytes more"
     plan.add_argument("--repetition-penalty", type=float, metavar="X", help=text)
     plan.add_argument("--world-size", type=int, default=1, metavar="N", help="plan one of N ranks (default: 1)")
     add_ranks(plan)

@@ -50,7 +50,8 @@ TILE_FLOAT32 = Tile(64, 64, 3, 8)
 
 @triton.jit
 def _prefetch(w, w_m, m, k, first_output, first, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Starts to copy a program's part of w to the L2 cache; no kernel of the chain writes w."""
+    """Starts to copy a program's part of w to the L2 cache. The copy is never stale, even if an earlier kernel still writes w,
+    because all multiprocessors write through the same L2, and tiles are read from it only after the wait."""
     STEP: tl.constexpr = LINE // (w.dtype.element_ty.primitive_bitwidth // 8)
     rows = tl.minimum(first_output + tl.arange(0, BLOCK_M), m - 1).to(tl.int64)[:, None]
     columns = tl.minimum(first + STEP * tl.arange(0, SPLIT // STEP), k - 1)[None, :]

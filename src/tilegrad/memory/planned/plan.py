@@ -10,8 +10,8 @@ three addresses. The optimum is NP-hard to find, so `plan` packs greedily in sev
               requests with a given offset come first
     repair    move a request at the arena's top, or a random request, earlier in the order; keep the result if it is not worse
 
-The search stops at the bound L, or after a fixed number of passes, but never after a time. So the same requests give the same
-plan on every machine. This module uses only the standard library.
+The search stops at the bound L, or after a number of passes that follows from the requests, but never after a time. So the same
+requests give the same plan on every machine. This module uses only the standard library.
 """
 
 from __future__ import annotations
