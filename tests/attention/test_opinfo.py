@@ -204,8 +204,8 @@ def test_canary_a_wrong_gradient_is_seen(monkeypatch: pytest.MonkeyPatch) -> Non
 
     run = call.backward
 
-    def wrong(*arguments: Any) -> tuple[Tensor | None, ...]:
-        dq, *others = run(*arguments)
+    def wrong(*arguments: Any, **options: Any) -> tuple[Tensor | None, ...]:
+        dq, *others = run(*arguments, **options)
         assert dq is not None
         return dq * 1.001, *others
 
