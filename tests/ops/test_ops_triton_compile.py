@@ -252,7 +252,7 @@ def test_cross_entropy_with_every_term_compiles(architecture: int, dtype: torch.
 
     v, terms = 50304, Terms(30.0, 0.1, 1e-4)
     x, w, bias = (torch.empty(*shape, dtype=dtype) for shape in ((2, 8), (v, 8), (v,)))
-    scratch = poisoned(triton_ops.workspace(x, w, bias=bias, terms=terms, backward=True))
+    scratch = poisoned(triton_ops.workspace(x, w, bias=bias, backward=True))
     targets, by_row, losses = torch.zeros(2, dtype=torch.int64), torch.ones(2), torch.empty(2)
     out = Outputs(None, torch.empty_like(x), torch.empty(v, 8), losses=losses, dbias=torch.empty(v))
     with compiling(architecture, tmp_path) as found:

@@ -103,17 +103,15 @@ def _cpu_backward(
 
 
 def _cuda_forward(
-    query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False,
-    return_debug_mask: bool = False, *, scale: float | None = None,  # noqa: ARG001
-) -> tuple[Any, ...]:  # fmt: skip
-    o, lse = _forward(query, key, value, None, scale, dropout_p, causal=is_causal)
-    seed = torch.zeros(2, dtype=torch.uint64, device=query.device)
-    return o, lse, None, None, query.shape[2], key.shape[2], seed, seed.new_zeros(()), query.new_empty(0)
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, causal: bool = False, *_: bool, scale: float | None = None
+) -> tuple[Any, ...]:
+    o, lse = _forward(q, k, v, None, scale, dropout_p, causal=causal)
+    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    return o, lse, None, None, q.shape[2], k.shape[2], seed, seed.new_zeros(()), q.new_empty(0)
 
 
 def _cuda_backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, *rest: Any,
-    scale: float | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *rest: Any, scale: float | None = None
+) -> tuple[Tensor, ...]:
     is_causal = rest[5]  # cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, philox_seed, philox_offset
-    return _backward(grad_out, query, key, value, out, logsumexp, None, scale, causal=is_causal)
+    return _backward(do, q, k, v, o, lse, None, scale, causal=is_causal)

@@ -214,17 +214,14 @@ def fwd(
     numbers = (b * hkv, hkv, capacity, splits, left, *factors, softcap)
     shared = {"D": d, "BLOCK_D": max(LEAST_BLOCK, padded(d)), "SPLIT": SPLIT, "IEEE_FP32": ieee_fp32(q.dtype)}
     shared |= dependent(q, b)
-    launch(
-        _attend_kernel, (b * hkv * splits, ceil_div(group, tile.m)),
-        q, k, v, positions, slopes, *parts, k_cache, v_cache, *strides, *numbers,
-        GROUP=group, BLOCK_M=tile.m, BLOCK_N=tile.n, ALIGN=align, NEGATIVE=scale < 0.0, FP64=bits == 64,
-        num_warps=tile.warps, num_stages=tile.stages, **shared,
-    )  # fmt: skip
+    tensors, grid = (q, k, v, positions, slopes, *parts, k_cache, v_cache), (b * hkv * splits, ceil_div(group, tile.m))
+    sizes = {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "num_warps": tile.warps, "num_stages": tile.stages}
+    constants = {"GROUP": group, "ALIGN": align, "NEGATIVE": scale < 0.0, "FP64": bits == 64, **sizes, **shared}
+    launch(_attend_kernel, grid, *tensors, *strides, *numbers, **constants)
     strides = (*o.stride()[:2], 0 if sinks is None else sinks.stride(0))
-    launch(
-        _merge_kernel, (b * hq,), *parts, sinks, positions, o, *strides, hq, capacity, splits, left, *factors, 1.0,
-        AHEAD=AHEAD, PLAIN=softcap is None and slopes is None, num_warps=MERGE_WARPS, **shared,
-    )  # fmt: skip
+    numbers = (hq, capacity, splits, left, *factors, 1.0)
+    constants = {"AHEAD": AHEAD, "PLAIN": softcap is None and slopes is None, "num_warps": MERGE_WARPS, **shared}
+    launch(_merge_kernel, (b * hq,), *parts, sinks, positions, o, *strides, *numbers, **constants)
 
 
 def write(k: Tensor, v: Tensor, slots: Tensor, *, k_cache: Tensor, v_cache: Tensor, scratch: Scratch) -> None:

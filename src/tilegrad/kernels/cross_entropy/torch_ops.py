@@ -85,7 +85,7 @@ def workspace(
 
 def run(inputs: Inputs, *, out: Outputs, scratch: Scratch) -> None:
     x, w, targets, inv_total, bias, invariant, terms = inputs
-    loss, dx, dw, accumulate, losses, dbias = out
+    loss, dx, _, accumulate, losses, dbias = out
     linear = of("linear", scratch)
     if "w" in scratch:
         w = scratch["w"].copy_(w)  # rounded once for all chunks
@@ -107,7 +107,7 @@ def run(inputs: Inputs, *, out: Outputs, scratch: Scratch) -> None:
             _probabilities(rows, j, scale, scratch, terms, invariant=invariant, out=chunk_out)
         if out.has_gradients:
             added = accumulate or i.start > 0  # later chunks add to dw
-            _chunk_bwd(rows, x[i], w, scale, scratch, linear, dx=chunk_out.dx, dw=dw, accumulate=added)
+            _chunk_bwd(rows, x[i], w, scale, scratch, linear, out=chunk_out._replace(accumulate=added))
 
 
 def mask_targets(
@@ -200,10 +200,10 @@ def _probabilities(
 
 
 def _chunk_bwd(
-    rows: Scratch, x: Tensor, w: Tensor, scale: Tensor, scratch: Scratch, linear: Scratch, *,
-    dx: Tensor | None, dw: Tensor | None, accumulate: bool,
-) -> None:  # fmt: skip
+    rows: Scratch, x: Tensor, w: Tensor, scale: Tensor, scratch: Scratch, linear: Scratch, *, out: Outputs
+) -> None:
     """dx and dw of one chunk, from dl = p − onehot."""
+    _, dx, dw, accumulate, *_ = out
     m, dl = x.shape[0], rows["logits"]
     if "dlogits" in scratch:
         dl = scratch["dlogits"][:m].copy_(dl)

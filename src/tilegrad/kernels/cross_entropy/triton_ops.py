@@ -35,7 +35,6 @@ from ..gpu import ceil_div, launch, padded
 from ..linear import linear_bwd_input, linear_bwd_weight, linear_fwd
 from ..scratch import Scratch, Shapes, TensorLike, of
 from .chunks import chunks, most_rows, products_workspace
-from .terms import PLAIN, Terms
 
 if TYPE_CHECKING:
     from . import Inputs, Outputs
@@ -218,9 +217,8 @@ def chunks_of(x: TensorLike, w: TensorLike) -> Iterator[slice]:
 
 
 def workspace(
-    x: TensorLike, w: TensorLike, invariant: bool = False, bias: TensorLike | None = None, terms: Terms = PLAIN, *,
-    backward: bool,
-) -> Shapes:  # fmt: skip
+    x: TensorLike, w: TensorLike, invariant: bool = False, bias: TensorLike | None = None, *_: object, backward: bool
+) -> Shapes:
     rows = _rows(x, w)
     shapes: Shapes = {"logits": ((rows, _lead(w)), x.dtype), "nll": ((x.shape[0],), torch.float32)}
     added = bias is not None

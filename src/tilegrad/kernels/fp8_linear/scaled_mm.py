@@ -22,9 +22,8 @@ from .round_both_orders import activation, activation_bwd, activation_workspace,
 if TYPE_CHECKING:
     from . import Product
 
-__all__ = [  # the functions that FP8_LINEAR calls
-    "activation", "activation_bwd", "product", "quantize", "scale_step", "softmax_bwd", "workspace",
-]  # fmt: skip
+# The functions that FP8_LINEAR calls.
+__all__ = ["activation", "activation_bwd", "product", "quantize", "scale_step", "softmax_bwd", "workspace"]
 
 ADDED, ROWS = 1 << 24, 128  # elements of a product that are added at once, in whole blocks of ROWS rows
 

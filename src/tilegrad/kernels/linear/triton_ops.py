@@ -153,10 +153,8 @@ def fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scale: float, scra
     tile = TILE_TMA if tma else TILE_FLOAT32 if x.dtype == torch.float32 else TILE
     tile = TILE_FEW._replace(n=max(16, padded(n))) if few else tile
     splits, parts = ceil_div(k, SPLIT), scratch["parts"] if few else None
-    constants = {
-        "SPLIT": SPLIT, "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": BLOCK_K, "STAGES": tile.stages, "TMA": tma,
-        "WHOLE": k % BLOCK_K == 0, "num_warps": tile.warps, **dependent(x, n),
-    }  # fmt: skip
+    sizes = {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": BLOCK_K, "STAGES": tile.stages, "num_warps": tile.warps}
+    constants = {"SPLIT": SPLIT, "TMA": tma, "WHOLE": k % BLOCK_K == 0, **sizes, **dependent(x, n)}
     blocks = ((x, tile.n, BLOCK_K), (w, tile.m, BLOCK_K), (y, tile.n, tile.m))
     tiled = [TensorDescriptor.from_tensor(t, block) if tma else t for t, *block in blocks]
     strides = x.stride(0), w.stride(0), y.stride(0)

@@ -410,21 +410,18 @@ def fwd(
     flags = tokens if seen is None else seen  # any address: without seen it is not read
     strides = logits.stride(0), 0 if seen is None else seen.stride(0)
     seeing = {"SEEN": seen is not None, **dependent(logits, b)}
-    options = {"TILE": tile, "num_warps": min(CHUNK_WARPS, max(1, tile // 32)), "enable_fp_fusion": False, **seeing}
+    warps = min(CHUNK_WARPS, max(1, tile // 32))
+    options = {"SEGMENT": segment, "TILE": tile, "num_warps": warps, "enable_fp_fusion": False, **seeing}
 
     tops, totals = (s["raw_tops"], s["tops"]), (s["totals"], s["tempered"], s["best"], s["index"])
     lists = s["counts"], s["bounds"], s["list_y"], s["list_index"]
     sizes = *strides, v, p, chunk, segments
     reads = logits, *draws
-    launch(
-        _maxima_kernel, (b, p), logits, draws.settings, draws.drawn, flags, *tops, s["segments"], s["counts"], *sizes,
-        SEGMENT=segment, **options,
-    )  # fmt: skip
-    launch(
-        _gather_kernel, (b, p), *reads, flags, *tops, s["segments"], *totals, *lists, *sizes, scale,
-        SEGMENT=segment, SEGMENTS=padded(segments), LISTED=listed, PARTS=padded(parts), **options,
-    )  # fmt: skip
-    launch(
-        _choose_kernel, (b,), *reads, *tops, *totals, *lists, tokens, logprobs, flags, s["row"], *strides, v, p, scale,
-        FEW=min(FEW, listed), LISTED=listed, PARTS=padded(parts), **_options(v), **seeing,
-    )  # fmt: skip
+    maxima = *tops, s["segments"], s["counts"]
+    launch(_maxima_kernel, (b, p), logits, draws.settings, draws.drawn, flags, *maxima, *sizes, **options)
+    gathered, listing = (*totals, *lists), {"LISTED": listed, "PARTS": padded(parts)}
+    options |= {"SEGMENTS": padded(segments), **listing}
+    launch(_gather_kernel, (b, p), *reads, flags, *tops, s["segments"], *gathered, *sizes, scale, **options)
+    options = {"FEW": min(FEW, listed), **listing, **_options(v), **seeing}
+    chosen = tokens, logprobs, flags, s["row"]
+    launch(_choose_kernel, (b,), *reads, *tops, *gathered, *chosen, *strides, v, p, scale, **options)

@@ -228,13 +228,11 @@ def _prepare(call: Backward, scratch: Scratch) -> tuple[Launch, ...]:
         deterministic and (sizes.right is not None or sizes.intervals), pairs_of(mask),
     )  # fmt: skip
     if dq is not None:
-        add(
-            _hopper_postprocess_kernel, code, grid, acc, semaphores, cu_q, dq, *row_strides(dq, varlen=varlen),
-            rows_b, rows_h, sizes.hq, row_tiles, sizes.tq, d // 8, tile.m, dq_warps, scale, block_d, BLOCK,
-        )  # fmt: skip
+        strides = row_strides(dq, varlen=varlen)
+        numbers = rows_b, rows_h, sizes.hq, row_tiles, sizes.tq, d // 8, tile.m, dq_warps, scale, block_d, BLOCK
+        add(_hopper_postprocess_kernel, code, grid, acc, semaphores, cu_q, dq, *strides, *numbers)
     if dsinks is not None and mask.sinks is not None:
-        add(
-            _hopper_dsinks_kernel, (varlen, mask.sinks.dtype, dsinks.dtype), sizes.hq, neg_lse2, delta, mask.sinks, cu_q,
-            dsinks, mask.sinks.stride(0), dsinks.stride(0), rows_b, rows_h, sizes.batch, sizes.tq, divisor, 1024,
-        )  # fmt: skip
+        sinks, key = mask.sinks, (varlen, mask.sinks.dtype, dsinks.dtype)
+        numbers = sinks.stride(0), dsinks.stride(0), rows_b, rows_h, sizes.batch, sizes.tq, divisor, 1024
+        add(_hopper_dsinks_kernel, key, sizes.hq, neg_lse2, delta, sinks, cu_q, dsinks, *numbers)
     return tuple(launches)

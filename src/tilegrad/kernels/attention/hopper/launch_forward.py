@@ -146,29 +146,25 @@ def _prepare(call: Forward, scratch: Scratch) -> tuple[list[Launch | Zero], Laun
     """The launches before the main kernel, and the launch of that kernel."""
     q, k, v, mask, o, lse, *_ = call
     sizes = sizes_of(q, k, v, mask)
-    varlen = mask.varlen
-    config = tile_config(sizes, multiprocessors(q.device), softcap=mask.softcap != 0.0)
+    varlen, softcap = mask.varlen, mask.softcap != 0.0
+    config = tile_config(sizes, multiprocessors(q.device), softcap=softcap)
     width, rows = width_of(sizes.d), ROWS.value * config.warpgroups
     tile_counter = scratch["tile_counter"] if counts_tiles(sizes) else None
     row_tiles = q.shape[0] // rows + sizes.batch if varlen else ceil_div(sizes.tq, rows)
     tiles = row_tiles * sizes.hq * (1 if varlen else sizes.batch)
     programs = min(tiles, multiprocessors(q.device))
     section = 1 if varlen else heads_per_section(sizes, row_tiles, programs, config)
-    scale, sinks, right = float(mask.scale_for(sizes.d)), mask.sinks, right_of(sizes, softcap=mask.softcap != 0.0)
-    constants = (
-        config.warpgroups, config.columns, width, config.k_stages, config.v_stages, config.q_stages,
-        q_columns_in_registers(sizes, softcap=mask.softcap != 0.0), scale < 0.0,
-        edges_in_the_loop(sizes), pairs_of(mask),
-    )  # fmt: skip
+    scale, sinks, right = float(mask.scale_for(sizes.d)), mask.sinks, right_of(sizes, softcap=softcap)
+    tile = config.warpgroups, config.columns, width, config.k_stages, config.v_stages, config.q_stages
+    q_in_regs = q_columns_in_registers(sizes, softcap=softcap)
+    constants = *tile, q_in_regs, scale < 0.0, edges_in_the_loop(sizes), pairs_of(mask)
     intervals, lists = interval_arguments(mask), list_arguments(mask, scratch.get("runs"), row_tiles)
     edges = list_arguments(mask, scratch.get("edges"), ceil_div(sizes.tk, config.columns))
     steps = [intervals["intervals_b"], intervals["intervals_h"], edges["runs_b"], edges["runs_h"]]
     steps += [lists["runs_b"], lists["runs_h"]]
-    key = (
-        q.dtype, varlen, tile_counter is None, sinks is not None and sinks.dtype, o is None, lse is None, sizes.left is None,
-        right is None, sizes.d == width, mask.softcap == 0.0, constants,
-        *(step is not None and step >= 2**31 for step in steps),
-    )  # fmt: skip
+    absent = [x is None for x in (tile_counter, o, lse, sizes.left, right)]
+    far = [step is not None and step >= 2**31 for step in steps]
+    key = (q.dtype, varlen, sinks is not None and sinks.dtype, *absent, sizes.d == width, softcap, constants, *far)
     halves = 2 if config.q_stages == 1 else 1  # parts of D in which o is stored
     boxes = ((q, ROWS.value, 1), (k, config.columns, 1), (v, config.columns, 1), (o, ROWS.value, halves))
     descriptors = [
