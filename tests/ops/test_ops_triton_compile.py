@@ -93,18 +93,19 @@ def test_column_sums_compile(architecture: int, dtype: torch.dtype, tmp_path: Pa
 @pytest.mark.parametrize("dtype", [torch.bfloat16, slowly(torch.float32)])
 @pytest.mark.parametrize("kind", ["gelu", slowly("tanh"), slowly("relu"), slowly("relu2"), "swiglu"])
 def test_activations_compile(architecture: int, kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    from tilegrad.kernels.activation import triton_ops
+    from tilegrad.kernels.activation import Sums, triton_ops
 
     up_gate, sums = torch.empty(64, 6144, dtype=dtype), torch.empty(3072)
     up, gate, h = up_gate[:, :3072], up_gate[:, 3072:], torch.empty(64, 3072, dtype=dtype)
     with compiling(architecture, tmp_path) as found:
         for again, summed in ((None, None), (h, sums)):
             scratch = poisoned(triton_ops.workspace(h, kind))
-            options: Any = {"a": again, "accumulate": True, "scratch": scratch}
+            totals = () if summed is None else (summed, summed) if kind == "swiglu" else (summed,)
+            options: Any = {"a": again, "sums": Sums(totals, accumulate=True), "scratch": scratch}
             if kind == "swiglu":
-                triton_ops.swiglu_bwd(h, gate, up, dgate=gate, dup=up, dgate_sum=summed, dup_sum=summed, **options)
+                triton_ops.swiglu_bwd(h, gate, up, dgate=gate, dup=up, **options)
             else:
-                triton_ops.bwd(h, h, kind, dh=h, dh_sum=summed, **options)
+                triton_ops.bwd(h, h, kind, dh=h, **options)
         if kind == "swiglu":
             triton_ops.swiglu_fwd(gate, up, a=h, scratch={})
         else:

@@ -15,7 +15,7 @@ invariant=True: the bits of an element of a depend only on the same element of h
 of a thread's share with other functions than the rest, so the native kernel then runs gelu, tanh and swiglu.
 
 `ACTIVATION` is the table of kernels. Each module offers `workspace` (for a backward), `fwd`, `bwd` and, if it supports
-swiglu, `swiglu_fwd` and `swiglu_bwd`, which take gate and up as two matrices.
+swiglu, `swiglu_fwd` and `swiglu_bwd`, which take gate and up as two matrices, and sums of dgate and of dup.
 """
 
 from __future__ import annotations
@@ -45,6 +45,13 @@ class Problem(NamedTuple):
     kind: str
     others: tuple[Tensor, ...] = ()
     invariant: bool = False
+
+
+class Sums(NamedTuple):
+    """The column sums that a backward computes, one for each gradient or none, and whether it adds to them."""
+
+    tensors: tuple[Tensor, ...]
+    accumulate: bool
 
 
 def _native_refuses(problem: Problem) -> str | None:
@@ -150,9 +157,8 @@ def activation_bwd(
     _check(kind, h, da=da, dh=dh, a=a)
     options = {"backward": True, "sums": _check_sums(h, dh_sum=dh_sum)}
     problem = Problem(h, kind, (da, dh) if a is None else (da, dh, a), invariant)
-    ACTIVATION.run(
-        "bwd", problem, da, h, kind, options=options, dh=dh, a=a, dh_sum=dh_sum, accumulate=accumulate, **where
-    )
+    sums = Sums(() if dh_sum is None else (dh_sum,), accumulate)
+    ACTIVATION.run("bwd", problem, da, h, kind, options=options, dh=dh, a=a, sums=sums, **where)
 
 
 @op(one_kernel=True)
@@ -176,9 +182,6 @@ def swiglu_bwd(
     options = {"backward": True, "sums": _check_sums(up_gate, dup_gate_sum=dup_gate_sum)}
     (up, gate), (dup, dgate) = _halves(up_gate), _halves(dup_gate)
     f = gate.shape[1]
-    dup_sum, dgate_sum = (None, None) if dup_gate_sum is None else (dup_gate_sum[:f], dup_gate_sum[f:])
-    others = (da, up, dgate, dup) if a is None else (da, up, dgate, dup, a)
-    ACTIVATION.run(
-        "swiglu_bwd", Problem(gate, "swiglu", others, invariant), da, gate, up, options=options,
-        dgate=dgate, dup=dup, a=a, dgate_sum=dgate_sum, dup_sum=dup_sum, accumulate=accumulate, **where,
-    )  # fmt: skip
+    sums = Sums(() if dup_gate_sum is None else (dup_gate_sum[f:], dup_gate_sum[:f]), accumulate)
+    problem = Problem(gate, "swiglu", (da, up, dgate, dup) if a is None else (da, up, dgate, dup, a), invariant)
+    ACTIVATION.run("swiglu_bwd", problem, da, gate, up, options=options, dgate=dgate, dup=dup, a=a, sums=sums, **where)

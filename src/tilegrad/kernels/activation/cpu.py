@@ -11,7 +11,7 @@ from ..cpu.abi import pack_activation
 from ..cpu.library import NativeCall, isa, native, run_native
 from ..cpu.rows import DTYPES
 from ..scratch import Scratch, Shapes, TensorLike
-from . import NATIVE_KINDS, torch_ops
+from . import NATIVE_KINDS, Sums, torch_ops
 
 KINDS = {"gelu": 0, "tanh": 1, "swiglu": 2, "relu2": 3}  # `ActivationKind` of csrc/rows/norm_gelu.h
 
@@ -24,16 +24,13 @@ def fwd(h: Tensor, kind: str, *, a: Tensor, scratch: Scratch) -> NativeCall:
     return _run(h, kind, a=a.data_ptr())
 
 
-def bwd(
-    da: Tensor, h: Tensor, kind: str, *,
-    dh: Tensor, a: Tensor | None, dh_sum: Tensor | None, accumulate: bool, scratch: Scratch,
-) -> None:  # fmt: skip
+def bwd(da: Tensor, h: Tensor, kind: str, *, dh: Tensor, a: Tensor | None, sums: Sums, scratch: Scratch) -> None:
     if kind not in NATIVE_KINDS:
-        torch_ops.bwd(da, h, kind, dh=dh, a=None, dh_sum=dh_sum, accumulate=accumulate, scratch=scratch)
+        torch_ops.bwd(da, h, kind, dh=dh, a=None, sums=sums, scratch=scratch)
     else:
         _run(h, kind, da=da.data_ptr(), dh=dh.data_ptr())
-        if dh_sum is not None:
-            column_sum.fwd(dh, sums=dh_sum, accumulate=accumulate, scratch={})
+        for total in sums.tensors:
+            column_sum.fwd(dh, sums=total, accumulate=sums.accumulate, scratch={})
     if a is not None:
         fwd(h, kind, a=a, scratch=scratch)
 
@@ -43,14 +40,9 @@ def swiglu_fwd(gate: Tensor, up: Tensor, *, a: Tensor, scratch: Scratch) -> Nati
 
 
 def swiglu_bwd(
-    da: Tensor, gate: Tensor, up: Tensor, *,
-    dgate: Tensor, dup: Tensor, a: Tensor | None, dgate_sum: Tensor | None, dup_sum: Tensor | None, accumulate: bool,
-    scratch: Scratch,
-) -> None:  # fmt: skip
-    torch_ops.swiglu_bwd(
-        da, gate, up, dgate=dgate, dup=dup, a=a, dgate_sum=dgate_sum, dup_sum=dup_sum, accumulate=accumulate,
-        scratch=scratch, forward=swiglu_fwd,
-    )  # fmt: skip
+    da: Tensor, gate: Tensor, up: Tensor, *, dgate: Tensor, dup: Tensor, a: Tensor | None, sums: Sums, scratch: Scratch
+) -> None:
+    torch_ops.swiglu_bwd(da, gate, up, dgate=dgate, dup=dup, a=a, sums=sums, scratch=scratch, forward=swiglu_fwd)
 
 
 def _run(h: Tensor, kind: str, **fields: int) -> NativeCall:

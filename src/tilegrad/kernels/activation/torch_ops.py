@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -10,6 +11,9 @@ from torch import Tensor
 from ..column_sum import COLUMN_SUM, column_sum_workspace
 from ..scratch import Scratch, Shapes, TensorLike, below, blocks, of, rows_per_block
 from ..table import Problem
+
+if TYPE_CHECKING:
+    from . import Sums
 
 _aten = torch.ops.aten
 BLOCK = {"cpu": 1 << 17, "cuda": 1 << 24}  # elements that swiglu's backward computes at once
@@ -36,10 +40,7 @@ def fwd(h: Tensor, kind: str, *, a: Tensor, scratch: Scratch) -> None:
             a.mul_(a)
 
 
-def bwd(
-    da: Tensor, h: Tensor, kind: str, *,
-    dh: Tensor, a: Tensor | None, dh_sum: Tensor | None, accumulate: bool, scratch: Scratch,
-) -> None:  # fmt: skip
+def bwd(da: Tensor, h: Tensor, kind: str, *, dh: Tensor, a: Tensor | None, sums: Sums, scratch: Scratch) -> None:
     if kind == "gelu":
         _aten.gelu_backward.grad_input(da, h, approximate="tanh", grad_input=dh)
     elif kind == "tanh":  # softplus_backward(g, h, β, ·) = g σ(β h)
@@ -49,7 +50,7 @@ def bwd(
         _aten.threshold_backward.grad_input(torch.mul(da, h, out=dh), h, 0.0, grad_input=dh).mul_(2.0)
     else:
         _aten.threshold_backward.grad_input(da, h, 0.0, grad_input=dh)
-    _add_columns(dh, sums=dh_sum, accumulate=accumulate, scratch=scratch)
+    _add_columns(dh, sums=sums, scratch=scratch)
     if a is not None:
         fwd(h, kind, a=a, scratch=scratch)
 
@@ -60,8 +61,8 @@ def swiglu_fwd(gate: Tensor, up: Tensor, *, a: Tensor, scratch: Scratch) -> None
 
 def swiglu_bwd(
     da: Tensor, gate: Tensor, up: Tensor, *,
-    dgate: Tensor, dup: Tensor, a: Tensor | None, dgate_sum: Tensor | None, dup_sum: Tensor | None, accumulate: bool,
-    scratch: Scratch, forward: Callable[..., object] | None = None,
+    dgate: Tensor, dup: Tensor, a: Tensor | None, sums: Sums, scratch: Scratch,
+    forward: Callable[..., object] | None = None,
 ) -> None:  # fmt: skip
     """dgate may be gate, dup may be up, and a may be da, so silu(gate) and a of a block of rows are kept in scratch. `forward`
     is a kernel that computes a with the bits of the forward; None: torch.mul does."""
@@ -77,10 +78,9 @@ def swiglu_bwd(
         torch.mul(silu, da[i], out=dup[i])
         if a is not None:
             a[i].copy_(recomputed)
-    for x, sums in ((dgate, dgate_sum), (dup, dup_sum)):
-        _add_columns(x, sums=sums, accumulate=accumulate, scratch=scratch)
+    _add_columns(dgate, dup, sums=sums, scratch=scratch)
 
 
-def _add_columns(x: Tensor, *, sums: Tensor | None, accumulate: bool, scratch: Scratch) -> None:
-    if sums is not None:
-        COLUMN_SUM.run("fwd", Problem(x), x, sums=sums, accumulate=accumulate, scratch=of("column_sum", scratch))
+def _add_columns(*gradients: Tensor, sums: Sums, scratch: Scratch) -> None:
+    for x, total in zip(gradients, sums.tensors, strict=False):  # there may be no sums
+        COLUMN_SUM.run("fwd", Problem(x), x, sums=total, accumulate=sums.accumulate, scratch=of("column_sum", scratch))

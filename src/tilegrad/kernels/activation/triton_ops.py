@@ -13,6 +13,8 @@ memory-bound kernel has time for only 37 instructions per element.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
@@ -24,6 +26,9 @@ from ..column_sum.triton_ops import add_partials
 from ..dependent_launch import dependent, start_next, wait_for_previous
 from ..gpu import JITKernel, ceil_div, launch, multiprocessors, padded
 from ..scratch import Scratch, Shapes, TensorLike
+
+if TYPE_CHECKING:
+    from . import Sums
 
 TILE, COLUMNS = 2048, 1024  # elements of a tile; columns of a tile of strided rows
 WARPS = 4
@@ -200,13 +205,8 @@ def fwd(h: Tensor, kind: str, *, a: Tensor, scratch: Scratch) -> None:
     _launch_forward(_activation_fwd_kernel, h, a, KIND=kind)
 
 
-def bwd(
-    da: Tensor, h: Tensor, kind: str, *,
-    dh: Tensor, a: Tensor | None, dh_sum: Tensor | None, accumulate: bool, scratch: Scratch,
-) -> None:  # fmt: skip
-    _launch_backward(
-        _activation_bwd_kernel, da, h, dh, a, sums=(dh_sum,), accumulate=accumulate, scratch=scratch, KIND=kind
-    )
+def bwd(da: Tensor, h: Tensor, kind: str, *, dh: Tensor, a: Tensor | None, sums: Sums, scratch: Scratch) -> None:
+    _launch_backward(_activation_bwd_kernel, da, h, dh, a, sums=sums, scratch=scratch, KIND=kind)
 
 
 def swiglu_fwd(gate: Tensor, up: Tensor, *, a: Tensor, scratch: Scratch) -> None:
@@ -214,12 +214,9 @@ def swiglu_fwd(gate: Tensor, up: Tensor, *, a: Tensor, scratch: Scratch) -> None
 
 
 def swiglu_bwd(
-    da: Tensor, gate: Tensor, up: Tensor, *,
-    dgate: Tensor, dup: Tensor, a: Tensor | None, dgate_sum: Tensor | None, dup_sum: Tensor | None, accumulate: bool,
-    scratch: Scratch,
-) -> None:  # fmt: skip
-    sums = dgate_sum, dup_sum
-    _launch_backward(_swiglu_bwd_kernel, da, gate, up, dgate, dup, a, sums=sums, accumulate=accumulate, scratch=scratch)
+    da: Tensor, gate: Tensor, up: Tensor, *, dgate: Tensor, dup: Tensor, a: Tensor | None, sums: Sums, scratch: Scratch
+) -> None:
+    _launch_backward(_swiglu_bwd_kernel, da, gate, up, dgate, dup, a, sums=sums, scratch=scratch)
 
 
 def _launch_forward(kernel: JITKernel, *tensors: Tensor, **constants: str) -> None:
@@ -230,16 +227,14 @@ def _launch_forward(kernel: JITKernel, *tensors: Tensor, **constants: str) -> No
 
 
 def _launch_backward(
-    kernel: JITKernel, x: Tensor, *others: Tensor | None,
-    sums: tuple[Tensor | None, ...], accumulate: bool, scratch: Scratch, **constants: str,
-) -> None:  # fmt: skip
+    kernel: JITKernel, x: Tensor, *others: Tensor | None, sums: Sums, scratch: Scratch, **constants: str
+) -> None:
     tensors = (x, *others)
-    wanted = [total for total in sums if total is not None]
     if x.numel() == 0:
-        for grad in wanted if not accumulate else ():
-            grad.zero_()
+        for total in sums.tensors if not sums.accumulate else ():
+            total.zero_()
         return
-    if wanted:
+    if sums.tensors:
         (n, c), (block_n, block_c) = x.shape, _summed_tile(x.shape[1])
         partials, programs, warps = scratch["partials"], _programs(x), SUMMED_WARPS
         strides = [0 if t is None else t.stride(0) for t in tensors]
@@ -249,7 +244,7 @@ def _launch_backward(
     tile = {"EXACT": x.dtype == torch.float32, "BLOCK_N": block_n, "BLOCK_C": block_c, "num_warps": warps}
     launch(kernel, (ceil_div(c, block_c), programs), x, *others, partials, *strides, n, c, **constants, **tile)
     if partials is not None:
-        add_partials(partials, *wanted, accumulate=accumulate)
+        add_partials(partials, *sums.tensors, accumulate=sums.accumulate)
 
 
 def _tiles(*tensors: Tensor | None) -> tuple[int, int, int, int, list[int]]:

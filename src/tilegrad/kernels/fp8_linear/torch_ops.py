@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..activation import Sums
 from ..activation import torch_ops as activations
 from ..scratch import Scratch, Shapes, TensorLike
 from .state import FIRST_PART, FOLLOWED, FORMAT, JUMP, JUMPS
 
 if TYPE_CHECKING:
     from . import Product
+
+NO_SUMS = Sums((), accumulate=False)
 
 
 def workspace(_x: TensorLike, _w: TensorLike | None, _added: TensorLike | None = None, _summed: int = 0) -> Shapes:
@@ -54,12 +57,10 @@ def activation_bwd(
     dh, a32 = torch.empty_like(h32), torch.empty_like(da32)
     if kind == "swiglu":
         (up, gate), (dup, dgate) = h32.chunk(2, dim=1), dh.chunk(2, dim=1)
-        activations.swiglu_bwd(
-            da32, gate, up, dgate=dgate, dup=dup, a=a32, dgate_sum=None, dup_sum=None, accumulate=False,
-            scratch={"block": da32.new_empty(2, *da32.shape)},
-        )  # fmt: skip
+        block = {"block": da32.new_empty(2, *da32.shape)}
+        activations.swiglu_bwd(da32, gate, up, dgate=dgate, dup=dup, a=a32, sums=NO_SUMS, scratch=block)
     else:
-        activations.bwd(da32, h32, kind, dh=dh, a=a32, dh_sum=None, accumulate=False, scratch={})
+        activations.bwd(da32, h32, kind, dh=dh, a=a32, sums=NO_SUMS, scratch={})
     if a is not None:
         a.copy_(a32)
     for total, part in zip(sums, dh.chunk(len(sums), dim=1) if sums else (), strict=True):
