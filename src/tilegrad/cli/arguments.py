@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Command = Callable[[argparse.Namespace], int]
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 PRESETS = ("tiny", "gpt2", "gpt2-medium", "gpt2-xl", "llama-135m")  # those of model/config.py, which imports torch
-DTYPES = ("float32", "float64", "bfloat16")  # torch's names of the dtypes of a model
+DTYPES = ("float32", "float64", "bfloat16")  # the dtypes of a model
 _SHORT = ("steps", "batch_size", "seq_len", "learning_rate", "device", "dtype", "seed", "memory_budget", "init", "log")
 SHORT = {"model.preset": "--preset", "data.files": "--data"}  # short flags of keys that are often set
 SHORT |= {f"train.{name}": f"--{name.replace('_', '-')}" for name in _SHORT}
@@ -75,12 +75,10 @@ def add_dtype(
 
 def add_model(command: argparse.ArgumentParser) -> None:
     """Add the model that a command reads: RUN, --best, --init, --no-averaged and --average."""
-    command.add_argument(
-        "run_folder", metavar="RUN", help="the folder of a run, a checkpoint in it, or a folder of weights"
-    )
-    command.add_argument(
-        "--best", action="store_true", help="the weights of the lowest validation loss, not the newest"
-    )
+    text = "the folder of a run, a checkpoint in it, or a folder of weights"
+    command.add_argument("run_folder", metavar="RUN", help=text)
+    text = "the checkpoint with the lowest validation loss, not the newest"
+    command.add_argument("--best", action="store_true", help=text)
     add_init(command)
     add_averages(command)
 
@@ -107,9 +105,8 @@ def add_init(command: argparse.ArgumentParser) -> None:
 def add_keys(command: argparse.ArgumentParser) -> None:
     """Add FILE, a run as TOML, and one flag for each key."""
     command.usage = f"{command.prog} [FILE] [--SECTION.KEY X ...] [options]"
-    command.add_argument(
-        "config", nargs="?", metavar="FILE", help="a run as TOML; `tilegrad init FILE` writes one to begin with"
-    )
+    text = "a run as TOML; `tilegrad init FILE` writes one to begin with"
+    command.add_argument("config", nargs="?", metavar="FILE", help=text)
     add_key_flags(command)
 
 
@@ -147,7 +144,7 @@ def add_ranks(command: argparse.ArgumentParser) -> None:
     """Add the flags for several ranks, which torchrun starts."""
     text = "which tensors are sharded over the ranks of torchrun (default: %(default)s)"
     command.add_argument("--shard", choices=("none", "optimizer", "all"), default="optimizer", help=text)
-    text = "gradients that one collective sums; changing it changes rounding (default: %(default)s)"
+    text = "MiB of gradients that one collective sums; affects rounding (default: %(default)s)"
     command.add_argument("--bucket-mb", type=float, default=64, metavar="MIB", help=text)
     text = "ranks that share each sequence, for models with rope (default: %(default)s)"
     command.add_argument("--context", type=int, default=1, metavar="N", help=text)

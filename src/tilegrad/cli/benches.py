@@ -50,12 +50,12 @@ def add_benches(commands: Commands) -> None:
         metavar="WHAT", required=True
     )
     _add_attention(bench)
-    host = add_command(bench, "host", "host time of a tiny call of attention, compared with SDPA", _bench_host)
-    add_dtype(host, "bfloat16, float16 or float32 (default: %(default)s)", default="bfloat16")
+    host = add_command(bench, "host", "time the host's work in a tiny call of attention, and in SDPA", _bench_host)
+    add_dtype(host, "compute in this dtype: bfloat16, float16 or float32 (default: %(default)s)", default="bfloat16")
     _add_rounds(host, 200)
     _add_generate(bench)
     memory = add_command(
-        bench, "memory", "time to get a buffer from the manager, compared with torch.empty", _bench_memory
+        bench, "memory", "time requests of a buffer from the manager, and calls of torch.empty", _bench_memory
     )
     memory.add_argument("--json", action="store_true", help="JSON instead of the table")
 
@@ -67,48 +67,34 @@ def _add_attention(bench: Commands) -> None:
         "time our kernels and those of installed libraries (peers), each after a check of its results",
         _bench_attention,
     )
-    add_dtype(attention, "bfloat16, float16 or float32 (default: %(default)s)", default="bfloat16")
-    attention.add_argument("--kernels", nargs="+", metavar="NAME", help="default: all that run on the device")
-    attention.add_argument(
-        "--preset",
-        metavar="NAME",
-        help="which shapes: training, short, wide, window, gqa, varlen, decode, laptop, cpu or cpu-window",
+    add_dtype(
+        attention, "compute in this dtype: bfloat16, float16 or float32 (default: %(default)s)", default="bfloat16"
     )
     attention.add_argument(
-        "--shape",
-        dest="shapes",
-        nargs="+",
-        metavar="B,H,T,D[,causal]",
-        help="shapes instead of a preset; after D also window=N, hkv=N, tq=N",
+        "--kernels", nargs="+", metavar="NAME", help="kernels to time (default: all that run on the device)"
     )
-    attention.add_argument(
-        "--peers", nargs="*", metavar="NAME", help="default: all installed; --peers without a name: none"
-    )
+    text = "which shapes: training, short, wide, window, gqa, varlen, decode, laptop, cpu or cpu-window"
+    attention.add_argument("--preset", metavar="NAME", help=text)
+    text = "shapes instead of a preset; after D also window=N, hkv=N, tq=N"
+    attention.add_argument("--shape", dest="shapes", nargs="+", metavar="B,H,T,D[,causal]", help=text)
+    text = "libraries to compare with (default: all installed; --peers without a name: none)"
+    attention.add_argument("--peers", nargs="*", metavar="NAME", help=text)
     attention.add_argument("--deterministic", action="store_true", help="time the deterministic backward")
     _add_rounds(attention, 30)
     attention.add_argument("--plot", metavar="FILE", help="draw bars into a new file (needs matplotlib)")
-    attention.add_argument(
-        "--profile", action="store_true", help="also print each kernel's share of the device's limits"
-    )
+    text = "also print each kernel's share of the device's limits"
+    attention.add_argument("--profile", action="store_true", help=text)
 
 
 def _add_generate(bench: Commands) -> None:
     generate = add_command(
-        bench, "generate", "tokens per second of generation, compared with transformers' generate", _bench_generate
+        bench, "generate", "measure tokens per second of generation, with transformers for comparison", _bench_generate
     )
-    generate.add_argument(
-        "--preset", default="gpt2", help="a preset, qwen2.5-0.5b or qwen2.5-1.5b (default: %(default)s)"
-    )
-    add_dtype(generate, "default: %(default)s", default="bfloat16", choices=DTYPES)
-    generate.add_argument(
-        "--batch-size",
-        dest="batch_sizes",
-        type=int,
-        nargs="+",
-        default=[1],
-        metavar="N",
-        help="sequences at once (default: 1)",
-    )
+    text = "a preset, qwen2.5-0.5b or qwen2.5-1.5b (default: %(default)s)"
+    generate.add_argument("--preset", default="gpt2", help=text)
+    add_dtype(generate, "compute in this dtype (default: %(default)s)", default="bfloat16", choices=DTYPES)
+    text = "sequences at once (default: 1)"
+    generate.add_argument("--batch-size", dest="batch_sizes", type=int, nargs="+", default=[1], metavar="N", help=text)
     generate.add_argument("--max-tokens", type=int, default=64, metavar="N", help="new tokens (default: %(default)s)")
     text = "also compare reading 8 prompts of N tokens with the forward of training (default: no)"
     generate.add_argument("--prefill", type=int, default=0, metavar="N", help=text)
@@ -120,7 +106,7 @@ def _add_generate(bench: Commands) -> None:
 
 def _add_rounds(command: Parser, repeats: int) -> None:
     """Add the flags that all benchmarks with interleaved rounds have."""
-    command.add_argument("--device", help="default: cuda if there is a GPU, else cpu")
+    command.add_argument("--device", help="where to run (default: cuda if there is a GPU, else cpu)")
     text = "interleaved rounds (default: %(default)s)"
     command.add_argument("--repeats", type=int, default=repeats, metavar="N", help=text)
     command.add_argument("--json", action="store_true", help="JSON lines instead of the table")

@@ -56,30 +56,20 @@ def add_checks(commands: Commands) -> None:
     flash.add_argument("--device", default="cpu", help="where to run (default: %(default)s)")
     flash.add_argument("--brief", action="store_true", help="print only the comparison, not the matrices")
 
-    add_command(
-        what,
-        "document",
-        "print the memory table of the specification's example model, with corrected numbers",
-        _check_document,
-    )
+    text = "print the memory table of the specification's example model, with corrected numbers"
+    add_command(what, "document", text, _check_document)
 
-    gradcheck = add_command(
-        commands, "gradcheck", "check hand-derived gradients of attention, or of a whole model", _gradcheck
-    )
-    gradcheck.add_argument(
-        "--preset", choices=PRESETS, help="check a small model of this preset (default: attention alone)"
-    )
-    gradcheck.add_argument(
-        "--against", choices=("differences", "autograd"), default="differences", help="default: %(default)s"
-    )
-    gradcheck.add_argument(
-        "--kernel", metavar="NAME", help="for attention: this kernel instead of the kernel that the table chooses"
-    )
+    text = "check hand-derived gradients of attention, or of a whole model"
+    gradcheck = add_command(commands, "gradcheck", text, _gradcheck)
+    text = "check a small model of this preset (default: attention alone)"
+    gradcheck.add_argument("--preset", choices=PRESETS, help=text)
+    text = "what gradients are compared with (default: %(default)s)"
+    gradcheck.add_argument("--against", choices=("differences", "autograd"), default="differences", help=text)
+    text = "for attention: this kernel instead of the kernel that the table chooses"
+    gradcheck.add_argument("--kernel", metavar="NAME", help=text)
 
-    doctor = add_command(
-        commands, "doctor", "report what this installation can run, and how to enable the rest", _doctor
-    )
+    text = "report what this installation can run, and how to enable the rest"
+    doctor = add_command(commands, "doctor", text, _doctor)
     doctor.add_argument("--build", action="store_true", help="compile the parts that are in C++ (needs a C++ compiler)")
-    doctor.add_argument(
-        "--kernels", action="store_true", help="list the kernels of every op: which one runs, and why others do not"
-    )
+    text = "list the kernels of every op: which one runs, and why others do not"
+    doctor.add_argument("--kernels", action="store_true", help=text)

@@ -26,13 +26,13 @@ def _data(args: argparse.Namespace) -> int:
     content["data"] = {**content.get("data", {}), "files": args.files}
     data = preview(settled(run_from(content, "flags")), quiet)
     if args.json:
-        print(json.dumps(_plain(data), indent=1, ensure_ascii=False))
+        print(json.dumps(_as_json(data), indent=1, ensure_ascii=False))
         return 0
-    print(_text(data, colour=sys.stdout.isatty()))
+    print(_as_text(data, colour=sys.stdout.isatty()))
     return 0
 
 
-def _plain(data: Preview) -> dict[str, object]:
+def _as_json(data: Preview) -> dict[str, object]:
     example = [{"text": text, "trained": trained} for text, trained in data.example]
     return {
         **data.counts,
@@ -45,7 +45,7 @@ def _plain(data: Preview) -> dict[str, object]:
     }
 
 
-def _text(data: Preview, *, colour: bool) -> str:
+def _as_text(data: Preview, *, colour: bool) -> str:
     from .progress import described
 
     kind = "conversation" if data.counts.get("format") else "document"
@@ -53,8 +53,8 @@ def _text(data: Preview, *, colour: bool) -> str:
     longest = max(data.histogram.values())
     lines = [described(data.counts), f"{data.trained_share:.1%} of the tokens are targets"]
     if data.padding:
-        packed, padded = data.padding["packed"], data.padding["padded"]
-        lines.append(f"Padding: {packed:.1%} packed, {padded:.1%} with one {kind} in each row")
+        packed, unpacked = data.padding["packed"], data.padding["padded"]
+        lines.append(f"Padding: {packed:.1%} packed, {unpacked:.1%} with one {kind} in each row")
     spread = f"{n['least']:,} to {n['most']:,}, median {n['median']:,.0f}, mean {n['mean']:,.1f}"
     lines += ["", f"Tokens in a {kind}: {spread}"]
     width = max(map(len, data.histogram))
@@ -69,12 +69,8 @@ def _text(data: Preview, *, colour: bool) -> str:
 
 
 def add_data(commands: Commands) -> None:
-    command = add_command(
-        commands,
-        "data",
-        "preview the data of a run: counts, lengths, and the first document with its trained part marked",
-        _data,
-    )
+    text = "preview the data of a run: counts, lengths, and the first document with its trained part marked"
+    command = add_command(commands, "data", text, _data)
     command.add_argument("files", nargs="+", metavar="FILE", help="text files, .jsonl files, or folders of such files")
     command.add_argument("--json", action="store_true", help="JSON instead of text")
     command.set_defaults(config=None)

@@ -1,8 +1,7 @@
-"""A report of the parts that this installation can run, and of the packages that the other parts need, one line per part.
+"""`tilegrad doctor`: a line for each part of the package, which says whether this installation can run the part.
 
 `--kernels` adds the table of kernels of every op: which kernel runs a call without options, and why other kernels do not.
-`--build` compiles three parts in C++ from the sources of the package: the native CPU kernel, eager calls, and the cache hits of
-the memory manager.
+`--build` compiles three parts that are in C++: the native CPU kernel, eager calls, and the cache hits of the memory manager.
 """
 
 from __future__ import annotations
@@ -44,6 +43,7 @@ from ..kernels.table import Problem, Table
 from ..memory.managed import hit
 from ..native import build as native_build
 from ..native import openmp
+from ..text.spelling import dtype_name
 
 EXTRAS = {  # extra → (packages, their purpose)
     "rich": (("rich",), "a live progress bar while a run trains"),
@@ -62,18 +62,20 @@ def doctor(*, build: bool = False, kernels: bool = False) -> int:
     """Print the report. Returns the exit code: 1 if the native kernel can't be built, in which case the error is printed."""
     if build and not build_modules():
         return 1
-    width = max(len(name) for name, _ in report())
-    for name, line in report():
+    lines = list(report())
+    width = max(len(name) for name, _ in lines)
+    for name, line in lines:
         print(f"{name:<{width}}  {line}")
     if kernels:
         for device, dtype in _targets():
             for table, call in plain_calls(device, dtype):
-                print(f"\n{table.op}, {_name(dtype)} on {device}\n{table.explain(call)}")
+                print(f"\n{table.op}, {dtype_name(dtype)} on {device}\n{table.explain(call)}")
     return 0
 
 
 def build_modules(*, only_missing: bool = False) -> bool:
-    """Build the native kernel and the other C++ modules, or only the missing ones. Returns whether the native kernel exists."""
+    """Build the native kernel and the other C++ modules; only_missing: those that can't be loaded. Returns whether the native
+    kernel exists."""
     if not only_missing or isinstance(native_library.library(), str):
         try:
             print(f"built {native_build.build()}")
@@ -94,6 +96,7 @@ def build_modules(*, only_missing: bool = False) -> bool:
 
 
 def report() -> Iterator[tuple[str, str]]:
+    """(name of a part, what this installation has of it)"""
     yield "tilegrad", f"{__version__}, Python {platform.python_version()}, torch {torch.__version__}"
     yield "CPU", f"{platform.machine()}, {torch.get_num_threads()} threads (torch.set_num_threads changes it)"
     yield "OpenMP", openmp.WAITING
@@ -109,7 +112,8 @@ def report() -> Iterator[tuple[str, str]]:
     for extra, (packages, purpose) in EXTRAS.items():
         yield f"extra {extra}", f"{_versions(extra, packages)}: {purpose}"
     for device, dtype in _targets():
-        yield f"on {device}", f"{_name(dtype)} " + "; ".join(_accepting(*call) for call in plain_calls(device, dtype))
+        accepting = "; ".join(_accepting(*call) for call in plain_calls(device, dtype))
+        yield f"on {device}", f"{dtype_name(dtype)} {accepting}"
 
 
 def plain_calls(device: str, dtype: torch.dtype) -> tuple[tuple[Table, object], ...]:
@@ -142,10 +146,6 @@ def _targets() -> Iterator[tuple[str, torch.dtype]]:
     for device in ("cpu", *(("cuda",) if torch.cuda.is_available() else ())):
         for dtype in (torch.float32, torch.bfloat16):
             yield device, dtype
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _in_cpp(module: ModuleType) -> str:

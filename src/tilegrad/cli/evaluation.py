@@ -1,4 +1,4 @@
-"""`tilegrad evaluate`: loss, perplexity and bits per byte of a model on a text."""
+"""`tilegrad evaluate`: computes loss, perplexity and bits per byte of a model on a text."""
 
 from __future__ import annotations
 
@@ -46,15 +46,17 @@ def _evaluate(args: argparse.Namespace) -> int:
 
 
 def add_evaluation(commands: Commands) -> None:
-    evaluate = add_command(commands, "evaluate", "loss, perplexity and bits per byte of a model on any text", _evaluate)
+    text = "compute loss, perplexity and bits per byte of a model on a text"
+    evaluate = add_command(commands, "evaluate", text, _evaluate)
     add_model(evaluate)
-    evaluate.add_argument(
-        "--data", nargs="+", metavar="FILE", help="text files and folders (default: the validation data of the run)"
-    )
+    text = "text files and folders (default: the validation data of the run)"
+    evaluate.add_argument("--data", nargs="+", metavar="FILE", help=text)
     evaluate.add_argument("--batch-size", type=int, metavar="N", help="windows in a batch (default: as in the run)")
     evaluate.add_argument("--seq-len", type=int, metavar="N", help="tokens in a window (default: as in the run)")
-    evaluate.add_argument("--device", help="default: cuda if there is a GPU, else cpu")
+    evaluate.add_argument("--device", help="where to run (default: cuda if there is a GPU, else cpu)")
     add_dtype(
-        evaluate, "default: as in the run; for a folder of weights bfloat16 on CUDA, else float32", choices=DTYPES
+        evaluate,
+        "compute in this dtype (default: as in the run; for a folder of weights bfloat16 on CUDA, else float32)",
+        choices=DTYPES,
     )
     evaluate.add_argument("--json", action="store_true", help="JSON instead of the table")

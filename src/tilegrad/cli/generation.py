@@ -224,38 +224,32 @@ def _settings(args: argparse.Namespace) -> ModelSettings:
 
 
 def add_generation(commands: Commands) -> None:
-    text = add_command(commands, "generate", "generate text with a trained model", _generate)
-    add_model(text)
-    text.add_argument(
-        "text", nargs="*", metavar="PROMPT", help=f"texts to continue; - reads stdin (default: {PROMPT!r})"
-    )
-    text.add_argument("--prompt", metavar="TEXT", help="same as one PROMPT")
-    text.add_argument("--prompt-file", metavar="FILE", help="a file with a prompt in each line; - reads stdin")
-    text.add_argument(
-        "--max-tokens", type=int, default=80, metavar="N", help="most new tokens of a sequence (default: %(default)s)"
-    )
-    text.add_argument(
-        "--num-samples", type=int, default=1, metavar="N", help="sequences for each prompt (default: %(default)s)"
-    )
-    text.add_argument("--batch-size", type=int, metavar="N", help="sequences at a time (default: at most 32)")
-    text.add_argument(
-        "--stop", action="append", metavar="TEXT", help="end a sequence before this text; may be given several times"
-    )
-    text.add_argument(
-        "--no-eos", action="store_true", help="continue after a token that ends a text (default: end before it)"
-    )
-    text.add_argument("--json", action="store_true", help="print a line of JSON for each sequence")
-    text.add_argument("--logprobs", action="store_true", help="with --json: the log-probability of each token")
-    text.add_argument("--verbose", action="store_true", help="print tokens per second, on stderr")
-    _add_sampling(text)
+    generate = add_command(commands, "generate", "generate text with a trained model", _generate)
+    add_model(generate)
+    text = f"texts to continue; - reads stdin (default: {PROMPT!r})"
+    generate.add_argument("text", nargs="*", metavar="PROMPT", help=text)
+    generate.add_argument("--prompt", metavar="TEXT", help="same as one PROMPT")
+    generate.add_argument("--prompt-file", metavar="FILE", help="a file with a prompt in each line; - reads stdin")
+    text = "most new tokens of a sequence (default: %(default)s)"
+    generate.add_argument("--max-tokens", type=int, default=80, metavar="N", help=text)
+    text = "sequences for each prompt (default: %(default)s)"
+    generate.add_argument("--num-samples", type=int, default=1, metavar="N", help=text)
+    generate.add_argument("--batch-size", type=int, metavar="N", help="sequences at a time (default: at most 32)")
+    text = "end a sequence before this text; may be given several times"
+    generate.add_argument("--stop", action="append", metavar="TEXT", help=text)
+    text = "continue after a token that ends a text (default: end before it)"
+    generate.add_argument("--no-eos", action="store_true", help=text)
+    generate.add_argument("--json", action="store_true", help="print a line of JSON for each sequence")
+    generate.add_argument("--logprobs", action="store_true", help="with --json: the log-probability of each token")
+    generate.add_argument("--verbose", action="store_true", help="print tokens per second, on stderr")
+    _add_sampling(generate)
 
     chat = add_command(commands, "chat", "talk with a model, using its tokenizer's chat template", _chat)
     add_model(chat)
     chat.add_argument("--system", metavar="TEXT", help="the system message, which comes before your first message")
     chat.add_argument("--once", metavar="PROMPT", help="answer this message and exit")
-    chat.add_argument(
-        "--max-tokens", type=int, metavar="N", help="most tokens of an answer (default: as many as fit in the context)"
-    )
+    text = "most tokens of an answer (default: as many as fit in the context)"
+    chat.add_argument("--max-tokens", type=int, metavar="N", help=text)
     _add_sampling(chat)
 
 
@@ -268,9 +262,10 @@ def _add_sampling(command: Parser) -> None:
     ):
         command.add_argument(flag, type=float, default=default, metavar="X", help=f"{text} (default: %(default)s)")
     command.add_argument("--top-k", type=int, metavar="N", help="sample only from the N likeliest tokens")
-    command.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="the same seed gives the same text (default: %(default)s)"
+    text = "the same seed gives the same text (default: %(default)s)"
+    command.add_argument("--seed", type=int, default=0, metavar="N", help=text)
+    command.add_argument("--device", help="where to run (default: cuda if there is a GPU, else cpu)")
+    add_dtype(
+        command, "compute in this dtype (default: bfloat16 on CUDA, else the dtype of the weights)", choices=DTYPES
     )
-    command.add_argument("--device", help="default: cuda if there is a GPU, else cpu")
-    add_dtype(command, "default: bfloat16 on CUDA, else the dtype of the weights", choices=DTYPES)
     command.add_argument("--invariant", action="store_true", help="the same bits in any batch and in training; slower")

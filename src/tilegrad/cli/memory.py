@@ -1,4 +1,4 @@
-"""`tilegrad plan`: every byte of a training step, or of a decoder, before any is allocated."""
+"""`tilegrad plan`: plans the memory of a training step or of a decoder, and allocates nothing."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def _plan(args: argparse.Namespace) -> int:
         check_replaceable(page, '<meta name="generator" content="tilegrad">')
     content = given_keys(args)
     run = settled(run_from(content, args.config or "flags"))
-    where = Path(args.config).stem if args.config else None
+    name = Path(args.config).stem if args.config else content.get("model", {}).get("preset", "tiny")
     t = run.train
     check_device(t.device)
     if args.generate:
-        return _plan_decoder(args, run, where or content.get("model", {}).get("preset", "tiny"), page)
-    for name in ("max_tokens", "prompt_tokens", "repetition_penalty"):
-        if getattr(args, name) is not None:
-            raise ValueError(f"{name.replace('_', '-')}: got {getattr(args, name)} without --generate; give both")
+        return _plan_decoder(args, run, name, page)
+    for flag in ("max_tokens", "prompt_tokens", "repetition_penalty"):
+        if getattr(args, flag) is not None:
+            raise ValueError(f"{flag.replace('_', '-')}: got {getattr(args, flag)} without --generate; give both")
     if args.world_size < 1:
         raise ValueError(f"world-size: got {args.world_size}; accepted: at least 1")
     device = torch.device(t.device)
@@ -70,13 +70,12 @@ def _plan(args: argparse.Namespace) -> int:
     except OverBudget as error:
         raise ValueError(f"{error}; {largest_sentence}") if args.fit else error from None
     spec = replace(spec, recompute=choice)
-    name = where or content.get("model", {}).get("preset", "tiny")
     title = f"{name}, batch {t.batch_size} × {t.seq_len} tokens, {t.dtype}"
     title += f", one of {args.world_size} ranks, shard {args.shard}" if args.world_size > 1 else ""
     title += f", {args.context} ranks to a sequence" if args.context > 1 else ""
     report = step_report(plan, spec, title)
-    chosen = {name: sum(name in block for block in spec.recompute) for name in ("norm", "activation", "block")}
-    recomputed = ", ".join(f"{name} in {n} blocks" for name, n in chosen.items() if n)
+    counts = {part: sum(part in block for block in choice) for part in ("norm", "activation", "block")}
+    recomputed = ", ".join(f"{part} in {n} blocks" for part, n in counts.items() if n)
     _print(args, report, device, page, [f"recomputed: {recomputed}"] if recomputed else [], largest, largest_sentence)
     return 0
 
@@ -109,7 +108,7 @@ def _print(
 
 
 def _plan_decoder(args: argparse.Namespace, run: RunConfig, name: str, page: Path | None) -> int:
-    """Print every byte of the decoder that `generate` would use."""
+    """Print the memory plan of the decoder that `generate` would use."""
     import torch
 
     from ..engine.decoder import decoder_spec, largest_batch, plan_decoder
@@ -119,16 +118,16 @@ def _plan_decoder(args: argparse.Namespace, run: RunConfig, name: str, page: Pat
     from ..training.config import DTYPES
 
     t, size = run.train, run.model.block_size
-    for flag, given, usual in (
+    for flag, value, accepted in (
         ("world-size", args.world_size, 1),
         ("context", args.context, 1),
         ("memory-budget", t.memory_budget, None),
     ):
-        if given != usual:
-            raise ValueError(f"{flag}: got {given} with --generate; accepted: {usual}")
-    for flag, given in (("max-tokens", args.max_tokens), ("prompt-tokens", args.prompt_tokens)):
-        if given is not None and given < 1:
-            raise ValueError(f"{flag}: got {given}; accepted: an int ≥ 1")
+        if value != accepted:
+            raise ValueError(f"{flag}: got {value} with --generate; accepted: {accepted}")
+    for flag, value in (("max-tokens", args.max_tokens), ("prompt-tokens", args.prompt_tokens)):
+        if value is not None and value < 1:
+            raise ValueError(f"{flag}: got {value}; accepted: an int ≥ 1")
     prompt = args.prompt_tokens or 1
     # The decoder does not read the last new token.
     capacity = size if args.max_tokens is None else min(size, prompt + args.max_tokens - 1)
@@ -159,22 +158,16 @@ def _largest_batch(spec: StepSpec, budget: int | None) -> tuple[dict[str, int | 
 
 
 def add_memory(commands: Commands) -> None:
-    plan = add_command(
-        commands,
-        "plan",
-        "every byte of the training step that `train` would run with the same arguments; nothing is allocated",
-        _plan,
-    )
+    text = "plan the memory of the training step that `train` would run with the same arguments; allocate nothing"
+    plan = add_command(commands, "plan", text, _plan)
     plan.add_argument("--html", metavar="FILE", help="write the timeline as a page")
     plan.add_argument("--json", action="store_true", help="JSON instead of the table")
     plan.add_argument("--fit", action="store_true", help="also find the largest batch size that fits into free memory")
     plan.add_argument("--generate", action="store_true", help="plan generation instead: --batch-size sequences at once")
-    plan.add_argument(
-        "--max-tokens", type=int, metavar="N", help="with --generate: most new tokens (default: up to block_size)"
-    )
-    plan.add_argument(
-        "--prompt-tokens", type=int, metavar="N", help="with --generate: tokens of the longest prompt (default: 1)"
-    )
+    text = "with --generate: most new tokens (default: up to block_size)"
+    plan.add_argument("--max-tokens", type=int, metavar="N", help=text)
+    text = "with --generate: tokens of the longest prompt (default: 1)"
+    plan.add_argument("--prompt-tokens", type=int, metavar="N", help=text)
     text = "with --generate: as in generate; unless it is 1, the plan has batch_size · vocab_size bytes more"
     plan.add_argument("--repetition-penalty", type=float, metavar="X", help=text)
     plan.add_argument("--world-size", type=int, default=1, metavar="N", help="plan one of N ranks (default: 1)")

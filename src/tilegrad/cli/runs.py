@@ -151,19 +151,13 @@ def _demo(_args: argparse.Namespace) -> int:
 
 
 def add_runs(commands: Commands) -> None:
-    add_command(
-        commands,
-        "demo",
-        "train the tiny model on the text that ships with the package, about 90 seconds on 2 cores",
-        _demo,
-    )
-    init = add_command(
-        commands, "init", "write a TOML file to start from, with every key, its default and its unit", _init
-    )
-    init.add_argument(
-        "--finetune", action="store_true", help="a run that fine-tunes a model on conversations, with adapters"
-    )
-    init.add_argument("file", nargs="?", metavar="FILE", help="default: run.toml, or finetune.toml; never overwritten")
+    text = "train the tiny model on the text that ships with the package, in about 90 seconds on 2 cores"
+    add_command(commands, "demo", text, _demo)
+    text = "write a TOML file to start from, with the default and the unit of every key"
+    init = add_command(commands, "init", text, _init)
+    text = "a run that fine-tunes a model on conversations, with adapters"
+    init.add_argument("--finetune", action="store_true", help=text)
+    init.add_argument("file", nargs="?", metavar="FILE", help="the new file (default: run.toml, or finetune.toml)")
     train = add_command(commands, "train", "train a model; a run is a folder with log, checkpoints and report", _train)
     train.add_argument("--out", metavar="DIR", help="the run's folder (default: runs/ + name of FILE or preset)")
     train.add_argument(
@@ -175,18 +169,8 @@ def add_runs(commands: Commands) -> None:
         "here; flags may change only keys that affect no past step",
     )
     add_ranks(train)
-    train.add_argument(
-        "--timeout",
-        type=float,
-        default=600.0,
-        metavar="SECONDS",
-        help="how long a collective waits for a rank (default: %(default)s)",
-    )
+    text = "how long a collective waits for a rank (default: %(default)s)"
+    train.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help=text)
     add_keys(train)
-    warm = add_command(
-        commands,
-        "warm-up",
-        "compile the kernels that `train` would need with the same arguments, into the cache of Triton; read no data",
-        _warm_up,
-    )
-    add_keys(warm)
+    text = "compile the kernels that `train` would need with the same arguments, into Triton's cache; read no data"
+    add_keys(add_command(commands, "warm-up", text, _warm_up))

@@ -110,18 +110,14 @@ def add_weights(commands: Commands) -> None:
     importer = add_command(
         commands, "import", "import Hugging Face weights or a GGUF file: GPT-2, Llama, Mistral, Qwen2, Qwen3", _import
     )
-    importer.add_argument(
-        "source",
-        metavar="DIR_OR_FILE",
-        help="a folder with config.json and *.safetensors, a .safetensors, a .gguf, or ORG/NAME in Hugging Face's cache",
-    )
+    text = "a folder with config.json and *.safetensors, a .safetensors, a .gguf, or ORG/NAME in Hugging Face's cache"
+    importer.add_argument("source", metavar="DIR_OR_FILE", help=text)
     importer.add_argument("--out", metavar="DIR", help="the new folder (default: models/NAME, with the source's name)")
     importer.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json to use instead of the one in a .gguf")
     importer.add_argument("--adapter", metavar="DIR", help="a folder of PEFT's adapters to merge into the weights")
     exporter = add_command(commands, "export", "write a run's weights for transformers, llama.cpp or Ollama", _export)
-    exporter.add_argument(
-        "run_folder", metavar="RUN", help="the folder of a run, a checkpoint in such a folder, or a folder of weights"
-    )
+    text = "the folder of a run, a checkpoint in such a folder, or a folder of weights"
+    exporter.add_argument("run_folder", metavar="RUN", help=text)
     exporter.add_argument("out", metavar="OUT", help="the new folder, or the new file with --gguf")
     exporter.add_argument("--gguf", action="store_true", help="write one GGUF file, for llama.cpp and Ollama")
     add_dtype(
@@ -129,16 +125,11 @@ def add_weights(commands: Commands) -> None:
         "dtype of the exported weights; q8_0 only with --gguf (default: the run's)",
         choices=(*DTYPES, "float16", "q8_0"),
     )
-    exporter.add_argument(
-        "--best", action="store_true", help="the checkpoint with the lowest validation loss, not the newest"
-    )
-    exporter.add_argument(
-        "--adapter",
-        action="store_true",
-        help="only the run's adapters, as PEFT saves them (default: merged into the weights)",
-    )
+    text = "the checkpoint with the lowest validation loss, not the newest"
+    exporter.add_argument("--best", action="store_true", help=text)
+    text = "only the run's adapters, as PEFT saves them (default: merged into the weights)"
+    exporter.add_argument("--adapter", action="store_true", help=text)
     add_init(exporter)
     add_averages(exporter)
-    exporter.add_argument(
-        "--max-shard-size", metavar="X", help="split into files of at most this size, such as 5GB (default: one file)"
-    )
+    text = "split into files of at most this size, such as 5GB (default: one file)"
+    exporter.add_argument("--max-shard-size", metavar="X", help=text)

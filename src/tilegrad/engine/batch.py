@@ -76,10 +76,9 @@ def check_spec(spec: StepSpec) -> None:
         window is None or is_count(window, MODEL_LIMITS["window"]) for window in windows
     ):
         raise ValueError(f"windows: got {shown(windows)}; accepted: a sequence of ints ≥ 1, or None for no window")
-    if spec.lora is not None and not isinstance(spec.lora, LoraConfig):
-        raise ValueError(f"lora: got {shown(spec.lora)}; accepted: None or a LoraConfig")
-    if spec.muon is not None and not isinstance(spec.muon, MuonConfig):
-        raise ValueError(f"muon: got {shown(spec.muon)}; accepted: None or a MuonConfig")
+    for name, config, kind in (("lora", spec.lora, LoraConfig), ("muon", spec.muon, MuonConfig)):
+        if config is not None and not isinstance(config, kind):
+            raise ValueError(f"{name}: got {shown(config)}; accepted: None or a {kind.__name__}")
     if spec.muon is not None and spec.lora is not None:
         raise ValueError(
             "muon: got a MuonConfig with lora, but Muon does not update adapters; accepted: None with lora"
@@ -211,21 +210,22 @@ def micro_batches(
     targets: Tensor | Sequence[Tensor],
     cu_seqlens: Tensor | Sequence[Tensor | None] | None = None,
 ) -> list[Batch]:
-    """The micro-batches of a step. Arguments that are tensors form one micro-batch; lists have one element for each."""
-    x, y = ([arg] if isinstance(arg, Tensor) else list(arg) for arg in (tokens, targets))
-    if len(x) != len(y):
-        raise ValueError(f"targets: got {len(y)} micro-batches; accepted: {len(x)}, as tokens has")
+    """The micro-batches of a step. Tensors are one micro-batch; lists have one tensor for each micro-batch."""
+    all_tokens, all_targets = ([arg] if isinstance(arg, Tensor) else list(arg) for arg in (tokens, targets))
+    n = len(all_tokens)
+    if n != len(all_targets):
+        raise ValueError(f"targets: got {len(all_targets)} micro-batches; accepted: {n}, as tokens has")
     if cu_seqlens is None:
-        cu_seqlens = [None] * len(x)
-    ends = list(cu_seqlens) if isinstance(cu_seqlens, list | tuple) else [cu_seqlens]
-    if not all(isinstance(each, Tensor | None) for each in ends):
+        cu_seqlens = [None] * n
+    ends = [cu_seqlens] if isinstance(cu_seqlens, Tensor) else cu_seqlens
+    if not isinstance(ends, list | tuple) or not all(isinstance(x, Tensor | None) for x in ends):
         raise ValueError(
             f"cu_seqlens: got {shown(cu_seqlens)}; accepted: None, a torch.int32 tensor, or a list with a tensor "
             "or None for each micro-batch"
         )
-    if len(x) != len(ends):
-        raise ValueError(f"cu_seqlens: got {len(ends)} micro-batches; accepted: {len(x)}, as tokens has, or None")
-    return [Batch(*each) for each in zip(x, y, ends, strict=True)]
+    if n != len(ends):
+        raise ValueError(f"cu_seqlens: got {len(ends)} micro-batches; accepted: {n}, as tokens has, or None")
+    return list(map(Batch, all_tokens, all_targets, ends))
 
 
 def check_some(micro_batches: int) -> None:

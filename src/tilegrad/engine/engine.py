@@ -294,15 +294,15 @@ class Engine:
         batches = micro_batches(tokens, targets, cu_seqlens)
         self._check(batches)
         check_micro_batches(len(batches), self.spec)
-        ranks, first, loss = self.ranks, self.draws, 0.0
-        total, taken = ranks.count(sum(count_targets(batch.targets) for batch in batches), len(batches))
+        ranks, first_draw, loss = self.ranks, self.draws, 0.0
+        total, all_batches = ranks.count(sum(count_targets(batch.targets) for batch in batches), len(batches))
         unpadded = len(batches)
         batches = ranks.padded(batches)
 
         def models() -> Iterator[Transformer]:
             nonlocal loss
             for i, batch in enumerate(batches):
-                self.draws = first + ranks.number_of(i)
+                self.draws = first_draw + ranks.number_of(i)
                 model = self._load(batch, total, accumulate=i > 0)
                 yield model
                 loss += self._mean_loss(model) * (self._count / total if total else 0.0)
@@ -324,7 +324,7 @@ class Engine:
                 self._model(self.batch_size, self.seq_len // self.spec.context).scale_step()
                 ranks.sum_gradients()
             ranks.agree_on_largest()
-        self.draws, self.loss, self._has_gradients = first + taken, loss, True
+        self.draws, self.loss, self._has_gradients = first_draw + all_batches, loss, True
         return loss
 
     def optimizer_step(self, learning_rate: float) -> float:

@@ -31,7 +31,7 @@ SAMPLES = 64
 
 @dataclass(frozen=True, slots=True)
 class GradientError:
-    """The error of one tensor's gradient in its `checked` entries. `worst` is the index with the largest error."""
+    """The errors of one tensor's gradient, in `checked` entries and along a direction. `worst` has the largest error."""
 
     tensor: str
     shape: tuple[int, ...]

@@ -38,7 +38,7 @@ class InferenceMemory:
     """The arenas of a plan from `without_given`, and the parameters: the caller's tensors, or copies in an arena."""
 
     def __init__(self, plan: MemoryPlan, params: Mapping[str, Tensor]) -> None:
-        self.plan, self.arenas = plan, Arenas(plan)
+        self.arenas = Arenas(plan)
         self._given = params if "frozen" not in plan.arenas else {}
         for handle in plan.trace.handles.values():
             if handle.role == "frozen" and not self._given:

@@ -51,7 +51,7 @@ def check_threads(planned_for: int, device: torch.device) -> None:
 
 
 def too_large(planned_bytes: int, device: torch.device) -> str | None:
-    """The error for a plan that is larger than the device's memory; None if it fits or the memory is unknown."""
+    """The error for a plan that is larger than the device's memory; None if the plan fits or the memory is unknown."""
     limit = memory_limit(device)
     if limit is None or planned_bytes <= limit:
         return None

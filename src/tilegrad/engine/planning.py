@@ -68,9 +68,9 @@ def unplanned_bytes(spec: StepSpec) -> dict[str, int]:
 
 def _cublas_workspace(device: torch.device) -> int:
     """Bytes of torch's workspace for one stream: CUBLAS_WORKSPACE_CONFIG (:KiB:count…), or 32 MiB on Hopper, else 8.125 MiB."""
-    given = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
-    if given:
-        numbers = [int(x) for x in given.strip(":").split(":") if x.isdigit()]
+    setting = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
+    if setting:
+        numbers = [int(x) for x in setting.strip(":").split(":") if x.isdigit()]
         return sum(size * count for size, count in zip(numbers[::2], numbers[1::2], strict=False)) * 1024
     hopper = not torch.cuda.is_available() or gpu.capability(device)[0] == 9
     return (4096 * 8 if hopper else 4096 * 2 + 16 * 8) * 1024

@@ -71,9 +71,9 @@ def choose_recompute(spec: StepSpec, budget: int | None) -> tuple[Recompute, Mem
     if peak(n, n, n) > budget:
         smallest, blocks = min((peak(n, n, blocks), -blocks) for blocks in range(n + 1))
         if smallest > budget:
-            what = "all" if -blocks == n else f"{-blocks} of {n} blocks, and the norms and activations of the others,"
+            parts = "all" if -blocks == n else f"{-blocks} of {n} blocks, and the norms and activations of the others,"
             raise OverBudget(
-                f"memory_budget: got {budget:,} bytes; accepted: at least {smallest:,}, with {what} recomputed"
+                f"memory_budget: got {budget:,} bytes; accepted: at least {smallest:,}, with {parts} recomputed"
             )
     blocks = _fewest(n, lambda k: peak(n, n, k) <= budget)
     activations = _fewest(n - blocks, lambda k: peak(n, k, blocks) <= budget)

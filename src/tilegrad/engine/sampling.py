@@ -31,26 +31,23 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        temperature, top_k, seed, largest = self.temperature, self.top_k, self.seed, sys.float_info.max
-        if not _number(temperature) or not 0.0 <= temperature <= largest:
-            raise ValueError(f"temperature: got {temperature!r}; accepted: a number ≥ 0, 0 = always the likeliest")
-        if top_k is not None and (not _int(top_k) or top_k < 1):
-            raise ValueError(f"top_k: got {top_k!r}; accepted: None or an int ≥ 1")
-        if not _number(self.top_p) or not 0.0 < self.top_p <= 1.0:
-            raise ValueError(f"top_p: got {self.top_p!r}; accepted: a number in (0, 1], 1 = all")
-        if not _number(self.min_p) or not 0.0 <= self.min_p <= 1.0:
-            raise ValueError(f"min_p: got {self.min_p!r}; accepted: a number in [0, 1], 0 = all")
-        if not _number(self.repetition_penalty) or not 0.0 < self.repetition_penalty <= largest:
-            raise ValueError(
-                f"repetition_penalty: got {self.repetition_penalty!r}; accepted: a finite number > 0, 1 = no penalty"
-            )
-        if not _int(seed) or not -(1 << 63) <= seed < 1 << 64:
-            raise ValueError(f"seed: got {seed!r}; accepted: an int, −2⁶³ … 2⁶⁴ − 1, as torch.Generator takes it")
+        t, k, p, min_p, penalty = self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty
+        seed, most = self.seed, sys.float_info.max
+        for name, valid, accepted in (
+            ("temperature", _number(t) and 0.0 <= t <= most, "a number ≥ 0, 0 = always the likeliest"),
+            ("top_k", k is None or (_int(k) and k >= 1), "None or an int ≥ 1"),
+            ("top_p", _number(p) and 0.0 < p <= 1.0, "a number in (0, 1], 1 = all"),
+            ("min_p", _number(min_p) and 0.0 <= min_p <= 1.0, "a number in [0, 1], 0 = all"),
+            ("repetition_penalty", _number(penalty) and 0 < penalty <= most, "a finite number > 0, 1 = no penalty"),
+            ("seed", _int(seed) and -(2**63) <= seed < 2**64, "an int, −2⁶³ … 2⁶⁴ − 1, as torch.Generator takes it"),
+        ):
+            if not valid:
+                raise ValueError(f"{name}: got {getattr(self, name)!r}; accepted: {accepted}")
 
     def row(self) -> tuple[float, float, float, float, float]:
         """The settings as `sample_fwd` reads them, rounded to float32. A temperature or repetition_penalty above the largest
-        float32 becomes the largest. A top_p or repetition_penalty below the smallest normal float32 becomes the smallest, so it
-        stays positive. A temperature below the smallest becomes 0."""
+        float32 becomes the largest float32. A top_p or repetition_penalty below the smallest normal float32 becomes that
+        smallest float32, so that it stays positive. A temperature below the smallest normal float32 becomes 0."""
         temperature = _float32(self.temperature) if self.temperature >= _TINY else 0.0
         top_k = 0.0 if self.top_k is None else float(min(self.top_k, MOST_TOKENS))
         top_p, penalty = _float32(self.top_p), _float32(self.repetition_penalty)

@@ -132,9 +132,9 @@ def cut(
         if is_whole and world > 1:
             slices, length = _assign(own, world, loads)
             names: list[str | int] = []
-            for each in slices:
-                names += [p.name for p in each]
-                used = sum(_elements(p) for p in each)
+            for slice_params in slices:
+                names += [p.name for p in slice_params]
+                used = sum(map(_elements, slice_params))
                 names += [length - used] if length > used else []
             buckets.append(Bucket(tuple(names), start, start + world * length, world * length, whole=True))
             start += world * length

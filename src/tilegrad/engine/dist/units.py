@@ -94,8 +94,7 @@ class Units:
             end += size
 
         def buffers(kind: str, form: Handle, role: Role) -> Buffers:
-            whole = role == "activations"
-            type, share = (BufferType.COMM, 1) if whole else (BufferType.TEMP, world)
+            type, share = (BufferType.COMM, 1) if role == "activations" else (BufferType.TEMP, world)
             by_name = {
                 unit: Handle(f"{kind} of {unit}", ((b.stop - b.start) // share,), form.dtype, type, role, unit, form.device)
                 for unit, b in buckets.items()
@@ -117,9 +116,9 @@ class Units:
     def view(self, handle: Handle) -> Tensor:
         """The tensor of the value or the gradient of a parameter: a view of the buffer of its unit."""
         unit, name = self.owner[handle.name]
-        whole = (self.grads if handle.role == "grads" else self.values)[unit]
-        at, n = self.starts[name] - self.buckets[unit].start, handle.nbytes // handle.dtype.itemsize
-        return whole[at : at + n].view(handle.shape)
+        buffer = (self.grads if handle.role == "grads" else self.values)[unit]
+        begin, n = self.starts[name] - self.buckets[unit].start, handle.nbytes // handle.dtype.itemsize
+        return buffer[begin : begin + n].view(handle.shape)
 
     def schedule(self, steps: Sequence[Touch]) -> tuple[Actions, Actions]:
         """(actions before each op, actions after each op)"""
@@ -194,8 +193,8 @@ class Units:
             grads.zero_()
 
         def take() -> None:
-            own = grads.view(self.world, -1)[mesh.rank]
-            total.copy_(own) if first else total.add_(own)
+            summed = grads.view(self.world, -1)[mesh.rank]
+            total.copy_(summed) if first else total.add_(summed)
 
         if action.startswith("wait"):
             mesh.wait(works.pop(stream, None))

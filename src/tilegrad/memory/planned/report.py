@@ -76,7 +76,7 @@ class MemoryReport:
             "saved_bytes": self.saved_bytes,
             "shared_gradients_bytes": self.shared_gradients_bytes,
             "ops": self.ops,
-            "peak": {"op": self.peak_op, "name": self.peak_op_name, "alive": [_plain(span) for span in self.alive]},
+            "peak": {"op": self.peak_op, "name": self.peak_op_name, "alive": [_as_json(span) for span in self.alive]},
             "roles": [asdict(row) for row in self.roles],
             "types": [asdict(row) for row in self.types],
             "layers": [asdict(row) for row in self.layers],
@@ -163,5 +163,5 @@ def _columns(cells: Sequence[tuple[str, ...]], right: tuple[bool, ...]) -> list[
     ]
 
 
-def _plain(span: Span) -> dict[str, object]:
+def _as_json(span: Span) -> dict[str, object]:
     return asdict(span) | {"type": span.type.value}
