@@ -194,7 +194,7 @@ FLAGS: dict[str, tuple[object, ...]] = {  # flag of `generate` → some of its v
 NOT_DRAWN = {"help", "run_folder", "prompt", "prompt_file", "best", "init", "average", "device"}
 
 
-def has_bytes_of_a_plan(spec: dict[str, Any]) -> bool:
+def is_accepted(spec: dict[str, Any]) -> bool:
     """Whether `generate` takes this combination of values on this machine."""
     without_library = isinstance(library.library(), str)
     invariant = spec.get("invariant") and (without_library or spec.get("dtype") == "float64")
@@ -227,7 +227,7 @@ def test_a_plan_has_the_bytes_that_generate_allocates(
     model = tilegrad.load("run")
     keys = [word for name, value in SMALL["model"].items() for word in (f"--model.{name}", str(value))]
     keys += ["--model.vocab_size", str(model.config.vocab_size)]
-    for spec in covering(FLAGS, has_bytes_of_a_plan):
+    for spec in covering(FLAGS, is_accepted):
         assert main(["generate", "run", *spec["text"], *flags_of(command, spec), "--device", "cpu"]) == 0, spec
         sequences = len(spec["text"]) * spec["num_samples"]
         planned = {
