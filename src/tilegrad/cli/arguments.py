@@ -90,15 +90,15 @@ def which_weights(args: argparse.Namespace) -> dict[str, Any]:
 
 def add_averages(command: argparse.ArgumentParser) -> None:
     """Add --no-averaged and --average to a command that reads the weights of a run."""
-    text = "the weights themselves, not their average (optimizer.ema)"
+    text = "use the weights themselves, not their average (optimizer.ema)"
     command.add_argument("--no-averaged", dest="averaged", action="store_false", help=text)
-    text = "the mean of the weights of the run's newest N checkpoints"
+    text = "use the mean of the weights of the run's newest N checkpoints"
     command.add_argument("--average", type=int, metavar="N", help=text)
 
 
 def add_init(command: argparse.ArgumentParser) -> None:
     """Add --init to a command that reads the weights of a run."""
-    text = "the weights that the run's adapters were trained on, if that folder has moved"
+    text = "the folder with the weights that the run's adapters were trained on, if it has moved"
     command.add_argument("--init", metavar="DIR", help=text)
 
 

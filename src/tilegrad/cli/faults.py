@@ -1,5 +1,5 @@
-"""Reports of errors: a command prints one sentence on stderr. If several ranks have the same error, one of them prints it.
-Reporting does not fail if the encoding of the terminal lacks a character, or if nobody reads stdout or stderr any more."""
+"""Reports of errors: a command prints one sentence on stderr. If several ranks have the same error, one of them prints it. A
+report does not fail if the encoding of the terminal lacks a character, or if nobody reads stdout or stderr any more."""
 
 from __future__ import annotations
 

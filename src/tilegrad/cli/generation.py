@@ -94,7 +94,7 @@ def _read_stdin() -> str:
 
 
 def _stream(generation: Generation) -> int:
-    """Print the prompt, and its continuation as tokens are drawn. Returns the number of tokens."""
+    """Print the prompt, and its continuation as tokens are drawn. Returns the number of drawn tokens."""
     print(generation.prompts[0], end="", flush=True)
     tokens = 0
     try:
@@ -106,7 +106,7 @@ def _stream(generation: Generation) -> int:
 
 
 def _print_all(generation: Generation, args: argparse.Namespace) -> int:
-    """Print the sequences in order, each once all sequences before it are complete. Returns the number of tokens."""
+    """Print the sequences in order, each when all earlier sequences are complete. Returns the number of drawn tokens."""
     from .progress import watch
 
     out = None if sys.stdout.isatty() else sys.stdout  # None: print to sys.stdout, which the bar replaces

@@ -159,7 +159,9 @@ def add_runs(commands: Commands) -> None:
     init.add_argument("--finetune", action="store_true", help=text)
     init.add_argument("file", nargs="?", metavar="FILE", help="the new file (default: run.toml, or finetune.toml)")
     train = add_command(commands, "train", "train a model; a run is a folder with log, checkpoints and report", _train)
-    train.add_argument("--out", metavar="DIR", help="the run's folder (default: runs/ + name of FILE or preset)")
+    train.add_argument(
+        "--out", metavar="DIR", help="the run's folder (default: runs/NAME, with the name of FILE or preset)"
+    )
     train.add_argument(
         "--resume",
         nargs="?",

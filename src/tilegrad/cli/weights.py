@@ -127,7 +127,7 @@ def add_weights(commands: Commands) -> None:
     )
     text = "the checkpoint with the lowest validation loss, not the newest"
     exporter.add_argument("--best", action="store_true", help=text)
-    text = "only the run's adapters, as PEFT saves them (default: merged into the weights)"
+    text = "write only the run's adapters, as PEFT saves them (default: merge the adapters into the weights)"
     exporter.add_argument("--adapter", action="store_true", help=text)
     add_init(exporter)
     add_averages(exporter)

@@ -40,8 +40,8 @@ MOST_SHAPES = 32  # a decoder or a scorer keeps its programs for this many shape
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """The inputs of a step, as views of one int64 buffer. Each tuple has one element for each micro-batch: tokens and targets
-    (b, t), one seed for each block with dropout, and for packed rows the documents' cu_seqlens and positions.
+    """The inputs of a step, as views of one int64 buffer. Each tuple has one element for each micro-batch: `tokens` and
+    `targets` (b, t), `seeds` of dropout (one for each block), and `packed` with the documents' cu_seqlens and positions.
 
     The buffer begins with tokens and targets, which the caller may have on the device. `from_host` is the rest of the buffer,
     which the host computes for every step."""

@@ -6,8 +6,8 @@ torchrun, or with one rank, there is no process group, and every collective is a
 
 A collective that waits for a lost rank fails with an error that names no rank, and on a GPU it may never fail. So a heartbeat
 thread on each rank publishes a `Note` (beat, number of collectives entered, place) in the store every second. After a failure
-two snapshots of the notes are compared. A rank whose beat has not changed is dead or stopped. Among the live ranks, those with
-the lowest number of collectives are behind, and the others wait for them. If a rank gives up because of another rank, it
+two snapshots of the notes are compared. A rank whose beat has not changed is dead or stopped. The live ranks that have entered
+the fewest collectives are behind, and the other live ranks wait for them. A rank that gives up because of another rank
 publishes this before it ends, so that it does not count as dead. No clocks are compared.
 """
 
@@ -57,7 +57,7 @@ class Note(NamedTuple):
 
 
 def missing(before: dict[int, Note], after: dict[int, Note]) -> str:
-    """A message that names the ranks for which the others wait, from two snapshots of the notes more than one beat apart."""
+    """A message that names the ranks for which the other ranks wait, from two snapshots of notes more than one beat apart."""
     unchanged = [rank for rank in after if before[rank].beat == after[rank].beat]
     silent = [rank for rank in unchanged if not after[rank].gave_up]
     alive = [rank for rank in after if rank not in silent and not after[rank].gave_up]

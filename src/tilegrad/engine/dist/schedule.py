@@ -8,8 +8,8 @@ run of the program on handles, and says when collectives may start.
     follow     runs the program on tensors, with collectives before and after its ops
 
 An arena has parameters of two or more dimensions before vectors, each kind in the order of declaration. With Muon, the matrices
-of the blocks come first. The backward completes gradients from the end of the arena to its beginning, so buckets are cut from
-the end. Each rank owns one of `world` equal slices of a bucket.
+of the blocks come first. The backward completes gradients from the end of the arena to the beginning, so buckets are cut from
+the end. A bucket has `world` equal slices, one for each rank.
 
     params    │ wte ░░░ │ blocks 0, 1 ░░ │ blocks 2, 3 ░░ │ biases, norms ░ │     ░: padding to world · align elements
     grads       the same layout                                                 each padding is a COMM handle, always zero
