@@ -210,6 +210,7 @@ ONES = [(1, 1), slowly((1, 768)), slowly((1023, 1))]
 @pytest.mark.parametrize(("n", "c"), ONES)
 def test_kernels_compile_for_sizes_and_strides_of_1(n: int, c: int, tmp_path: Path) -> None:
     """Triton makes a constant of an argument that is 1."""
+    from tilegrad.kernels.activation import Sums
     from tilegrad.kernels.activation import triton_ops as activation
     from tilegrad.kernels.column_sum import triton_ops as column_sum
 
@@ -219,12 +220,10 @@ def test_kernels_compile_for_sizes_and_strides_of_1(n: int, c: int, tmp_path: Pa
     with compiling(90, tmp_path) as found:
         column_sum.fwd(x, sums=torch.empty(c), accumulate=False, scratch=poisoned(column_sum.workspace(x)))
         activation.fwd(x, "gelu", a=y, scratch={})
-        activation.bwd(x, x, "tanh", dh=y, a=y, dh_sum=None, accumulate=False, scratch={})
+        activation.bwd(x, x, "tanh", dh=y, a=y, sums=Sums((), accumulate=False), scratch={})
         activation.swiglu_fwd(x, x, a=y, scratch={})
-        sums, scratch = torch.empty(c), poisoned(activation.workspace(x, "swiglu"))
-        activation.swiglu_bwd(
-            x, x, x, dgate=y, dup=y, a=y, dgate_sum=sums, dup_sum=sums, accumulate=False, scratch=scratch
-        )
+        sums, scratch = Sums((torch.empty(c),) * 2, accumulate=False), poisoned(activation.workspace(x, "swiglu"))
+        activation.swiglu_bwd(x, x, x, dgate=y, dup=y, a=y, sums=sums, scratch=scratch)
     assert len(found) == 7
 
 

@@ -61,10 +61,10 @@ class Rounded:
         self, da: Buffer, h: Buffer, kind: str, *, a: Buffer | None, dh_sum: Buffer | None, accumulate: bool, scratch: Scratch
     ) -> None:  # fmt: skip
         """Rounds dh = da ∘ act'(h), which is not kept."""
+        dh8, dh8t, state = self.rows, self.columns, self.state
         fp8_activation_bwd(
-            da, h, kind, dh8=self.rows, dh8t=self.columns, a=a, dh_sum=dh_sum, accumulate=accumulate, state=self.state,
-            scratch=scratch,
-        )  # fmt: skip
+            da, h, kind, dh8=dh8, dh8t=dh8t, a=a, dh_sum=dh_sum, accumulate=accumulate, state=state, scratch=scratch
+        )
 
 
 @dataclass(frozen=True, slots=True)

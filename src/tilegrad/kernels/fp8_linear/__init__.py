@@ -182,10 +182,8 @@ def fp8_softmax_bwd(
     check_columns("logits", logits)
     _check_width("logits", v)
     _check_rounded(logits.device, (n, v), dl8, dl8t, state)
-    FP8_LINEAR.run(
-        "softmax_bwd", Problem(logits, None), logits, targets, row_max, factor, inv_total, softcap,
-        dl8=dl8, dl8t=dl8t, state=state, kernel=kernel,
-    )  # fmt: skip
+    reads = logits, targets, row_max, factor, inv_total, softcap
+    FP8_LINEAR.run("softmax_bwd", Problem(logits, None), *reads, dl8=dl8, dl8t=dl8t, state=state, kernel=kernel)
 
 
 @op(accumulates=("out",))

@@ -409,7 +409,7 @@ def fwd(
     p = ceil_div(v, chunk)
     flags = tokens if seen is None else seen  # any address: without seen it is not read
     strides = logits.stride(0), 0 if seen is None else seen.stride(0)
-    seeing = {"SEEN": seen is not None, **dependent(logits, b)}
+    seeing: dict[str, object] = {"SEEN": seen is not None, **dependent(logits, b)}
     warps = min(CHUNK_WARPS, max(1, tile // 32))
     options = {"SEGMENT": segment, "TILE": tile, "num_warps": warps, "enable_fp_fusion": False, **seeing}
 

@@ -229,10 +229,10 @@ def _prepare(call: Backward, scratch: Scratch) -> tuple[Launch, ...]:
     )  # fmt: skip
     if dq is not None:
         strides = row_strides(dq, varlen=varlen)
-        numbers = rows_b, rows_h, sizes.hq, row_tiles, sizes.tq, d // 8, tile.m, dq_warps, scale, block_d, BLOCK
-        add(_hopper_postprocess_kernel, code, grid, acc, semaphores, cu_q, dq, *strides, *numbers)
+        dq_numbers = rows_b, rows_h, sizes.hq, row_tiles, sizes.tq, d // 8, tile.m, dq_warps, scale, block_d, BLOCK
+        add(_hopper_postprocess_kernel, code, grid, acc, semaphores, cu_q, dq, *strides, *dq_numbers)
     if dsinks is not None and mask.sinks is not None:
         sinks, key = mask.sinks, (varlen, mask.sinks.dtype, dsinks.dtype)
-        numbers = sinks.stride(0), dsinks.stride(0), rows_b, rows_h, sizes.batch, sizes.tq, divisor, 1024
-        add(_hopper_dsinks_kernel, key, sizes.hq, neg_lse2, delta, sinks, cu_q, dsinks, *numbers)
+        dsinks_numbers = sinks.stride(0), dsinks.stride(0), rows_b, rows_h, sizes.batch, sizes.tq, divisor, 1024
+        add(_hopper_dsinks_kernel, key, sizes.hq, neg_lse2, delta, sinks, cu_q, dsinks, *dsinks_numbers)
     return tuple(launches)
