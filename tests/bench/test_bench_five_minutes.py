@@ -283,6 +283,9 @@ def test_the_table_says_when_a_goal_is_met() -> None:
         a_run("nanochat", 0, 5.0, 2.0, 1.8, 1.2), a_run("muon", 0, 5.0, 1.7, 1.5, 1.0), a_run("muon", 1, 5.0, 1.6, 1.4, 1.1),
     ]  # fmt: skip
     told = report(runs)
+    assert "| nanochat | 1.2000 | – | 1 | " in told and "met" not in told.split("nanochat; goal: ")[1].splitlines()[0]
+    assert "nanochat; goal: more than the spread, which needs two seeds of each" in told
+    told = report([*runs, a_run("nanochat", 1, 5.0, 2.0, 1.7, 1.2)])
     assert "| nanogpt | 1.5000 | 0.2000 | 2 | 300.0 | 3,000 | 10 | 1.00 |" not in told  # seed 0 never reaches 1.5
     assert "| nanogpt | 1.5000 | 0.2000 | 2 | – | 3,000 | 10 | 1.00 |" in told
     assert "muon: +0.1500 bits per byte below nanochat; goal: more than 0.1000, met" in told
