@@ -183,7 +183,7 @@ def five_minutes(paths: list[Path]) -> str:
     end = max(run["seconds"] for run in runs)
     shown = [p["bits_per_byte"] for run in runs for p in run["curve"] if p["seconds"] >= end / 5]
     plot = Plot(62, 44, 600, 320, end, min(shown), max(shown))
-    title = f"Validation bits per byte over seconds of training on one device, {runs[0]['size']}, {len(runs)} runs"
+    title = f"Validation bits per byte over seconds of training on one device, {len(runs)} runs"
     parts = [f'<text class="head" x="8" y="20">{html.escape(title)}</text>', *plot.axes(" s")]
     present = [name for name in CONTENDERS if any(run["contender"] == name for run in runs)]
     for i, name in enumerate(present):
