@@ -223,6 +223,18 @@ def answer_of(pipe: Connection) -> Any:
         return "the process ended without an answer"
 
 
+def ask(name: str, question: object, workers: Workers, failed: dict[str, str]) -> Any:
+    """The answer of a contender. After an error: None, and the contender is in `failed` instead of `workers`."""
+    pipe, _ = workers[name]
+    pipe.send(question)
+    answer = answer_of(pipe)
+    if not isinstance(answer, str):
+        return answer
+    failed[name] = answer
+    workers.pop(name)
+    return None
+
+
 def stop(workers: Workers) -> None:
     for pipe, process in workers.values():
         pipe.send(None)
@@ -237,13 +249,7 @@ def measure(
     found: dict[str, list[tuple[float, int]]] = {name: [] for name in workers}
     for i in range(rounds):
         for name in list(workers)[:: -1 if i % 2 else 1]:
-            pipe, _ = workers[name]
-            pipe.send(seconds)
-            answer = answer_of(pipe)
-            if isinstance(answer, str):
-                failed[name] = answer
-                workers.pop(name)
-            else:
+            if answer := ask(name, seconds, workers, failed):
                 found[name].append(answer)
     stop(workers)
     return {name: rows for name, rows in found.items() if name in workers}, failed
@@ -267,13 +273,8 @@ def breakdowns(
     """(contender of ours → a step by group, contender that failed → its error)"""
     workers, failed = start(shape, device, names, budget)
     found = {}
-    for name, (pipe, _) in list(workers.items()):
-        pipe.send(PROFILE)
-        answer = answer_of(pipe)
-        if isinstance(answer, str):
-            failed[name] = answer
-            workers.pop(name)
-        else:
+    for name in list(workers):
+        if answer := ask(name, PROFILE, workers, failed):
             launches, products = answer
             found[name] = break_down(launches, floors_of(name, shape), PROFILED_STEPS, products)
     stop(workers)

@@ -25,9 +25,7 @@ from ..memory.types import BufferType
 from . import compile_ahead
 from .scratch import borrow
 
-Reads = tuple[
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None
-]  # a backward's q, k, v, o, lse, do and dlse
+Reads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]  # q, k, v, o, lse, do, dlse
 GRADIENTS = ("dq", "dk", "dv", "dbias", "dsinks")
 fast_path: ModuleType | None = None  # fast_path.cpp
 

@@ -356,8 +356,8 @@ def latest_good(folder: Path, before: Path) -> Path | None:
 
 
 def newest_checkpoints(folder: Path, average: int) -> tuple[Path, ...]:
-    """The newest `average` checkpoints, in the order in which they were saved. If the run was resumed from an older checkpoint,
-    those after it are older than the newest but have as many steps or more; they are left out."""
+    """The newest `average` checkpoints, in the order in which they were saved. A checkpoint that was saved earlier but has as
+    many steps or more is left out: it has other weights, because the run was then resumed from a checkpoint before it."""
     saved: list[Path] = []
     for path in reversed(_saved(folder)):
         if not saved or _parse(path)[1] < _parse(saved[0])[1]:
