@@ -411,19 +411,19 @@ def test_the_kernels_of_a_step_compile_for_sizes_of_1(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("architecture", [slowly(80), 90])
-@pytest.mark.parametrize("n", [1, 4096])
+@pytest.mark.parametrize(("n", "k"), [(1, 768), (1, 1536), (4096, 768)])
 def test_products_in_a_fixed_order_use_one_kind_of_instruction(
-    architecture: int, n: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    architecture: int, n: int, k: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Any number of rows is multiplied by one kind of instruction, so that the order of additions is the same."""
     from tilegrad.kernels.linear import triton_ops
 
     monkeypatch.setattr(triton_ops, "takes_tma", lambda *_: architecture >= 90)
-    x, w, b, y = (torch.empty(*shape, dtype=torch.bfloat16) for shape in ((n, 768), (2304, 768), (2304,), (n, 2304)))
+    x, w, b, y = (torch.empty(*shape, dtype=torch.bfloat16) for shape in ((n, k), (2304, k), (2304,), (n, 2304)))
     scratch = poisoned(triton_ops.workspace(x, w, bias=True))
     with compiling(architecture, tmp_path) as found:
         triton_ops.fwd(x, w, b, y=y, scale=1.0, scratch=scratch)
-    check(found, architecture, {"_product_kernel"} | ({"_add_splits_kernel"} if n == 1 else set()))
+    check(found, architecture, {"_product_kernel"} | ({"_add_splits_kernel"} if (n, k) == (1, 1536) else set()))
     products = set(re.findall(r"HGMMA\.64x\d+x16\.F32\.BF16|HMMA\.\w+", found["_product_kernel"].sass))
     assert len(products) == 1 and (architecture < 90 or "HGMMA" in products.pop())
     assert ("UTMALDG" in found["_product_kernel"].sass) == (architecture >= 90 and n > triton_ops.FEW)

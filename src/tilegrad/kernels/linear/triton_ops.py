@@ -5,7 +5,7 @@
 Each s_i is computed by tl.dot in steps of BLOCK_K. The order of additions in s_i, and the order in which the s_i are added,
 depend only on K. So a row has the same bits for any N:
 
-    N ≤ FEW    a program computes one s_i of a tile of yᵀ, so there are enough programs to read w at full memory bandwidth.
+    N ≤ FEW    if there are several s_i, a program computes one of them for a tile of yᵀ, so that enough programs read w, and
                `_add_splits_kernel` adds the s_i
     N > FEW    a program computes all s_i of its tile one after another, and adds them; from MANY rows on, TMA copies tiles
 
@@ -29,7 +29,7 @@ from ..gpu import capability, ceil_div, launch, padded
 from ..ordered_sum import BLOCK, WARPS, add_parts, ahead
 from ..scratch import Scratch, Shapes, TensorLike
 
-SPLIT, BLOCK_K = 256, 64
+SPLIT, BLOCK_K = 768, 64
 FEW = 64  # rows of x up to which splits are computed by different programs
 MANY = 1024  # least rows of x with which TMA copies tiles, because a launch with descriptors takes the host 20 to 40 µs
 LINE: tl.constexpr = tl.constexpr(128)  # bytes of a line of the L2 cache
@@ -54,7 +54,8 @@ def _prefetch(w, w_m, m, k, first_output, first, SPLIT: tl.constexpr, BLOCK_M: t
     because all multiprocessors write through the same L2, and tiles are read from it only after the wait."""
     STEP: tl.constexpr = LINE // (w.dtype.element_ty.primitive_bitwidth // 8)
     rows = tl.minimum(first_output + tl.arange(0, BLOCK_M), m - 1).to(tl.int64)[:, None]
-    columns = tl.minimum(first + STEP * tl.arange(0, SPLIT // STEP), k - 1)[None, :]
+    last = tl.minimum(first + SPLIT, k) - 1
+    columns = tl.minimum(first + STEP * tl.arange(0, triton.next_power_of_2(SPLIT // STEP)), last)[None, :]
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [w + rows * w_m + columns], tl.int32, is_pure=False, pack=1
     )
@@ -132,9 +133,10 @@ def _add_splits_kernel(
 
 
 def workspace(x: TensorLike, w: TensorLike, invariant: bool = False, backward: bool = False, *, bias: bool) -> Shapes:
-    """Never empty, because a caller that declares scratch for more than FEW rows may also run fewer."""
+    """Also for more than FEW rows, because a caller that declares scratch for these may run fewer."""
     (n, k), m = x.shape, w.shape[-2]
-    return {"parts": ((ceil_div(k, SPLIT), min(n, FEW), m), torch.float32)}
+    splits = ceil_div(k, SPLIT)
+    return {"parts": ((splits, min(n, FEW), m), torch.float32)} if splits > 1 else {}
 
 
 def takes_tma(*tensors: Tensor) -> bool:
@@ -152,13 +154,14 @@ def fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scale: float, scra
     tma = n >= MANY and takes_tma(x, w, y)
     tile = TILE_TMA if tma else TILE_FLOAT32 if x.dtype == torch.float32 else TILE
     tile = TILE_FEW._replace(n=max(16, padded(n))) if few else tile
-    splits, parts = ceil_div(k, SPLIT), scratch["parts"] if few else None
+    splits = ceil_div(k, SPLIT)
+    parts = scratch["parts"] if few and splits > 1 else None
     sizes = {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": BLOCK_K, "STAGES": tile.stages, "num_warps": tile.warps}
     constants = {"SPLIT": SPLIT, "TMA": tma, "WHOLE": k % BLOCK_K == 0, **sizes, **dependent(x, n)}
     blocks = ((x, tile.n, BLOCK_K), (w, tile.m, BLOCK_K), (y, tile.n, tile.m))
     tiled = [TensorDescriptor.from_tensor(t, block) if tma else t for t, *block in blocks]
     strides = x.stride(0), w.stride(0), y.stride(0)
-    grid = (ceil_div(m, tile.m), ceil_div(n, tile.n), splits if few else 1)
+    grid = (ceil_div(m, tile.m), ceil_div(n, tile.n), 1 if parts is None else splits)
     launch(_product_kernel, grid, y, *tiled, b, parts, *strides, n, m, k, **constants)
     if parts is not None:
         constants = {"BLOCK": BLOCK, "AHEAD": ahead(splits), "num_warps": WARPS, **dependent(x, n)}
