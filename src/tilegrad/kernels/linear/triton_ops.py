@@ -2,8 +2,9 @@
 
     s_i = Σ x w over the columns i·SPLIT … (i + 1)·SPLIT of K           y = ((s_0 + s_1) + s_2) + … + b
 
-Each s_i is computed by tl.dot in steps of BLOCK_K. The order of additions in s_i, and the order in which the s_i are added,
-depend only on K. So a row has the same bits for any N:
+Each s_i is computed by tl.dot in steps of BLOCK_K. In half precision an MMA adds 16 products at a time, in the order of K, with
+any BLOCK_K. So the order of additions in s_i, and the order in which the s_i are added, depend only on K. A row has the same bits
+for any N:
 
     N ≤ FEW    if there are several s_i, a program computes one of them for a tile of yᵀ, so that enough programs read w, and
                `_add_splits_kernel` adds the s_i
@@ -29,7 +30,7 @@ from ..gpu import capability, ceil_div, launch, padded
 from ..ordered_sum import BLOCK, WARPS, add_parts, ahead
 from ..scratch import Scratch, Shapes, TensorLike
 
-SPLIT, BLOCK_K = 768, 64
+SPLIT = 768  # a multiple of each tile's columns
 FEW = 64  # rows of x up to which splits are computed by different programs
 MANY = 1024  # least rows of x with which TMA copies tiles, because a launch with descriptors takes the host 20 to 40 µs
 LINE: tl.constexpr = tl.constexpr(128)  # bytes of a line of the L2 cache
@@ -38,14 +39,16 @@ LINE: tl.constexpr = tl.constexpr(128)  # bytes of a line of the L2 cache
 class Tile(NamedTuple):
     m: int  # rows of w
     n: int  # rows of x; 0: all, padded
+    k: int  # columns of both
     stages: int
     warps: int
 
 
-TILE_FEW = Tile(64, 0, 4, 4)
-TILE_TMA = Tile(64, 128, 3, 4)
-TILE = Tile(64, 128, 4, 4)
-TILE_FLOAT32 = Tile(64, 64, 3, 8)
+TILE_FEW = Tile(64, 0, 64, 4, 4)
+TILE_FEW_DEEP = Tile(64, 0, 128, 6, 4)  # loads all SPLIT columns at once, into up to 192 KiB of shared memory
+TILE_TMA = Tile(64, 128, 64, 3, 4)
+TILE = Tile(64, 128, 64, 4, 4)
+TILE_FLOAT32 = Tile(64, 64, 64, 3, 8)
 
 
 @triton.jit
@@ -139,6 +142,11 @@ def workspace(x: TensorLike, w: TensorLike, invariant: bool = False, backward: b
     return {"parts": ((splits, min(n, FEW), m), torch.float32)} if splits > 1 else {}
 
 
+def takes_deep_tile(x: Tensor) -> bool:
+    """Whether TILE_FEW_DEEP fits into the shared memory: half precision on H100, H200 and B200."""
+    return x.dtype != torch.float32 and x.device.type == "cuda" and capability(x.device)[0] in (9, 10)
+
+
 def takes_tma(*tensors: Tensor) -> bool:
     """Whether TMA can copy their tiles: half precision on Hopper and later, several aligned rows and columns."""
     device, dtype = tensors[0].device, tensors[0].dtype
@@ -153,12 +161,13 @@ def fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scale: float, scra
     (n, k), m, few = x.shape, w.shape[0], x.shape[0] <= FEW
     tma = n >= MANY and takes_tma(x, w, y)
     tile = TILE_TMA if tma else TILE_FLOAT32 if x.dtype == torch.float32 else TILE
-    tile = TILE_FEW._replace(n=max(16, padded(n))) if few else tile
+    if few:
+        tile = (TILE_FEW_DEEP if takes_deep_tile(x) else TILE_FEW)._replace(n=max(16, padded(n)))
     splits = ceil_div(k, SPLIT)
     parts = scratch["parts"] if few and splits > 1 else None
-    sizes = {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": BLOCK_K, "STAGES": tile.stages, "num_warps": tile.warps}
-    constants = {"SPLIT": SPLIT, "TMA": tma, "WHOLE": k % BLOCK_K == 0, **sizes, **dependent(x, n)}
-    blocks = ((x, tile.n, BLOCK_K), (w, tile.m, BLOCK_K), (y, tile.n, tile.m))
+    sizes = {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k, "STAGES": tile.stages, "num_warps": tile.warps}
+    constants = {"SPLIT": SPLIT, "TMA": tma, "WHOLE": k % tile.k == 0, **sizes, **dependent(x, n)}
+    blocks = ((x, tile.n, tile.k), (w, tile.m, tile.k), (y, tile.n, tile.m))
     tiled = [TensorDescriptor.from_tensor(t, block) if tma else t for t, *block in blocks]
     strides = x.stride(0), w.stride(0), y.stride(0)
     grid = (ceil_div(m, tile.m), ceil_div(n, tile.n), 1 if parts is None else splits)
