@@ -3,8 +3,7 @@
     s_i = Σ x w over the columns i·SPLIT … (i + 1)·SPLIT of K           y = ((s_0 + s_1) + s_2) + … + b
 
 Each s_i is computed by tl.dot in steps of BLOCK_K. In half precision an MMA adds 16 products at a time, in the order of K, with
-any BLOCK_K. So the order of additions in s_i, and the order in which the s_i are added, depend only on K, and the bits of a row do
-not depend on N:
+any BLOCK_K. So the order of all additions depends only on K, and the bits of a row do not depend on N:
 
     N ≤ FEW    if there are several s_i, a program computes one of them for a tile of yᵀ, so that enough programs read w, and
                `_add_splits_kernel` adds the s_i
