@@ -151,7 +151,7 @@ def _demo(_args: argparse.Namespace) -> int:
 
 
 def add_runs(commands: Commands) -> None:
-    text = "train the tiny model on the text that ships with the package, in about 90 seconds on 2 cores"
+    text = "train the tiny model on the text that ships with the package, in about 100 seconds on 2 cores"
     add_command(commands, "demo", text, _demo)
     text = "write a TOML file to start from, with the default and the unit of every key"
     init = add_command(commands, "init", text, _init)
