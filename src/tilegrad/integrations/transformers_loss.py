@@ -2,7 +2,7 @@
 
 While a model is in training mode and gets labels, its lm_head returns a `Logits`: the hidden states and the weights, not yet
 multiplied. A model may scale or cap logits and select rows of them; a `Logits` records these operations. torch's
-`cross_entropy` of a `Logits` is `tilegrad.linear_cross_entropy`. So the loss function of transformers runs unchanged: it shifts
+`cross_entropy` of a `Logits` calls `tilegrad.linear_cross_entropy`. So transformers' own loss function is unchanged: it shifts
 labels, ignores −100 and divides by num_items_in_batch. Without labels, or in evaluation mode, logits are computed as usual.
 
 `_wrap` changes the forward of every class named …ForCausalLM or …LMHeadModel, even of a class that is defined later.
@@ -153,7 +153,7 @@ def _refuse(got: str) -> NoReturn:
 
 
 def use_linear_cross_entropy(*, enabled: bool) -> None:
-    """Set whether causal language models of transformers train without logits."""
+    """Sets whether causal language models of transformers train without logits."""
     global _enabled, _watching
     _enabled = enabled
     if _watching or not enabled:
