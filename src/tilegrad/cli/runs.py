@@ -73,10 +73,10 @@ def _init(args: argparse.Namespace) -> int:
             new.write(finetune() if args.finetune else example())
     except FileExistsError:
         raise ValueError(f"{file}: got a file that already exists; accepted: a new name") from None
-    done, change = ("a run that fine-tunes a model", "Fill in train.init and data.files")
+    content, advice = ("a run that fine-tunes a model", "Fill in train.init and data.files")
     if not args.finetune:
-        done, change = "every key with its default", "Change it"
-    print(f"{file}: {done}. {change}, then: tilegrad train {shlex.quote(str(file))}")
+        content, advice = "every key with its default", "Change it"
+    print(f"{file}: {content}. {advice}, then: tilegrad train {shlex.quote(str(file))}")
     return 0
 
 

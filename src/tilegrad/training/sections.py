@@ -1,4 +1,4 @@
-"""Sections of keys → a run: a TOML file, flags or a dictionary, with [model], [train], [optimizer], [data] and [lora]. An
+"""Reads a run from sections of keys, [model], [train], [optimizer], [data] and [lora]: a TOML file, flags or a dictionary. An
 unknown key is an error.
 
 [model]
@@ -15,12 +15,12 @@ rank = 16
 ranks. A key that is not given has the value of the preset, or with train.init the value of `initial_run`, except these keys:
 
     gradient_accumulation   at least the number of ranks
-    seq_len        block_size, where block_size is given
-    warmup_steps   steps / 20, where steps or epochs is given
-    decay_steps    steps / 5, where the schedule is wsd or trapezoid
+    seq_len        block_size, if block_size is given
+    warmup_steps   steps / 20, if steps or epochs is given
+    decay_steps    steps / 5, if the schedule is wsd or trapezoid
     dtype          bfloat16 on CUDA, float32 on a CPU
     vocab_size     at least 256 for tokenizer = "bytes", and at least bpe_vocab_size for "bpe"
-    learning_rate  2e-4 with adapters, and min_learning_rate 2e-5
+    learning_rate  with adapters 2e-4, and min_learning_rate 2e-5
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def preset_run(name: str) -> RunConfig:
 
 def initial_run(folder: Path) -> RunConfig:
     """Settings to fine-tune the weights in `folder`, with their model and tokenizer."""
-    from ..pretrained.weights import open_weights  # imported only where weights are read
+    from ..pretrained.weights import open_weights  # imported only if weights are read
 
     source = open_weights(folder)
     if source.tokenizer is None:
@@ -179,17 +179,17 @@ def _adapters(lora: Values, init: object) -> AdapterConfig | None:
     lora = {name: value for name, value in lora.items() if value is not None}
     if not lora:
         return None
-    of_folder: Values = {}
+    saved: Values = {}
     if isinstance(lora.get("adapter"), str) and not {f.name for f in fields(LoraConfig)} <= {*lora}:
         if not isinstance(init, str):
             raise ValueError(
                 f"init: got None with lora.adapter {lora['adapter']!r}; accepted: the folder of the weights (--init DIR)"
             )
-        from ..pretrained.adapters import open_adapter  # imported only where weights are read
+        from ..pretrained.adapters import open_adapter  # imported only if weights are read
         from ..pretrained.weights import open_weights
 
-        of_folder = asdict(open_adapter(Path(lora["adapter"]), open_weights(Path(init))).lora)
-    return AdapterConfig(**{**of_folder, **lora})
+        saved = asdict(open_adapter(Path(lora["adapter"]), open_weights(Path(init))).lora)
+    return AdapterConfig(**{**saved, **lora})
 
 
 def checked(content: Sections, where: str) -> dict[str, Values]:
