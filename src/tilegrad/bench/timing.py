@@ -1,5 +1,5 @@
 """Interleaved times of calls: in a round each call runs once, so that a change in the speed of the machine affects all calls,
-and the order rotates from round to round. Also the sustained time of steps back to back."""
+and the order rotates from round to round. `sustained` times steps back to back."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def regular_file(path: Path, accepted: str = "a file") -> Path:
 
 
 def file_in(folder: Path, name: object, named_by: str = "") -> Path:
-    """The file `name` in a folder, by the rule of this module for names. `named_by` is the file that contains the name."""
+    """The file `name` in a folder, after a check of its name by the rule above. `named_by`: the file that contains the name."""
     where = f"{named_by}: " if named_by else f"{folder}: "
     if not isinstance(name, str) or name in ("", ".", "..") or {"/", "\\", "\0"} & {*name}:
         raise ValueError(f"{where}got the name {shown(name)}; accepted: the name of a file in {folder}")
