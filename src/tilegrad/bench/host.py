@@ -88,10 +88,10 @@ def _microseconds(run: Thunk, device: torch.device) -> float:
     began = time.perf_counter_ns()
     for _ in range(CALLS):
         run()
-    took = time.perf_counter_ns() - began
+    elapsed = time.perf_counter_ns() - began
     if wait:
         wait()
-    return took / CALLS / 1e3
+    return elapsed / CALLS / 1e3
 
 
 def measure(
@@ -119,9 +119,9 @@ def measure(
         for name in names[first:] + names[:first]:
             with calls[name][1]():
                 for direction, run in runs[name].items():
-                    took = _microseconds(run, device)
+                    call_us = _microseconds(run, device)
                     if round_ >= 0:
-                        times[name][direction].append(took)
+                        times[name][direction].append(call_us)
     return times, left_out
 
 

@@ -246,11 +246,11 @@ def _indexed(folder: Path, index: Path) -> dict[str, Path]:
     for file, path in paths.items():
         with open_tensors(path) as opened:
             in_file, in_index = {*opened.keys()}, {name for name, holder in names.items() if holder == file}
-        more = sorted(name for name in in_file - in_index if not name.endswith(_BUFFERS))
-        if in_index - in_file or more:
+        unexpected = sorted(name for name in in_file - in_index if not name.endswith(_BUFFERS))
+        if in_index - in_file or unexpected:
             raise ValueError(
                 f"{path}: missing tensors: {sorted(in_index - in_file)[:3] or 'none'}; "
-                f"unexpected tensors: {more[:3] or 'none'}; "
+                f"unexpected tensors: {unexpected[:3] or 'none'}; "
                 f"accepted: exactly those that {index.name} lists"
             )
     return {name: paths[file] for name, file in names.items()}

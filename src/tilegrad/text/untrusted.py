@@ -28,10 +28,10 @@ def regular_file(path: Path, accepted: str = "a file") -> Path:
     try:
         if path.is_file():
             return path
-        there = path.exists() or path.is_symlink()
+        exists = path.exists() or path.is_symlink()
     except (OSError, ValueError) as error:  # a name that is too long or contains a zero byte
         raise ValueError(f"{shown(str(path))}: is not a file name ({error}); accepted: {accepted}") from error
-    if there:
+    if exists:
         what = "a folder" if path.is_dir() else "a link to nothing" if path.is_symlink() else "a FIFO or a device"
         raise ValueError(f"{path}: got {what}; accepted: {accepted}")
     raise FileNotFoundError(f"{path}: no such file; accepted: {accepted}")

@@ -274,12 +274,12 @@ def with_steps(run: RunConfig, rows: Callable[[int], int]) -> RunConfig:
     return replace(run, train=train)
 
 
-def resumed(own: RunConfig, asked: Sections) -> RunConfig:
-    """The run `own` with the changes in `asked`. Raises if a key that is not in MAY_CHANGE has another value."""
+def resumed(own: RunConfig, requested: Sections) -> RunConfig:
+    """The run `own` with the changes in `requested`. Raises if a key that is not in MAY_CHANGE has another value."""
     changes: dict[str, Values] = {"train": {}, "optimizer": {}}
     own_values = own.plain()
     may_change = MAY_CHANGE | ({"train.init"} if own.lora is not None else set())  # the base weights may have moved
-    for section, values in checked(asked, "resume").items():
+    for section, values in checked(requested, "resume").items():
         for name, value in values.items():
             if name == "preset":
                 model = asdict(preset_run(value).model) | {"vocab_size": own.model.vocab_size} | values
@@ -290,18 +290,19 @@ def resumed(own: RunConfig, asked: Sections) -> RunConfig:
                 continue
             if name == "seq_len" and value == 0:
                 value = own.model.block_size
-            section_of_own = getattr(own, section)
-            if isinstance(value, Mapping | list | tuple) and section_of_own is not None:
+            own_section = getattr(own, section)
+            if isinstance(value, Mapping | list | tuple) and own_section is not None:
                 # as in own_values: rope_scaling with its defaults, tuples as lists
-                changed = replace(section_of_own, **{name: value})
+                changed = replace(own_section, **{name: value})
                 value = replace(own, **{section: changed}).plain()[section][name]
-            had = own_values.get(section, {}).get(name)
-            if value == had or (name, value) in _AUTOMATIC:
+            own_value = own_values.get(section, {}).get(name)
+            if value == own_value or (name, value) in _AUTOMATIC:
                 continue
             if f"{section}.{name}" not in may_change:
                 shown_name = f"{section}.{name}" if section in ("lora", "optimizer") else name
                 raise ValueError(
-                    f"{shown_name}: got {value!r}; accepted: the run's value, {had!r}, when resuming{_REMEDIES.get(name, '')}"
+                    f"{shown_name}: got {value!r}; accepted: the run's value, {own_value!r}, when resuming"
+                    f"{_REMEDIES.get(name, '')}"
                 )
             changes[section][name] = value
     train, optimizer = changes["train"], changes["optimizer"]
