@@ -1,4 +1,4 @@
-"""An exact test whether two tensors share memory, for any strides.
+"""An exact test of whether two tensors share memory, for any strides.
 
 Parts of one buffer may interleave without sharing a byte, like q, k and v of a fused (B, T, 3, H, D). Two tensors share a byte
 if Σ strideₐ · iₐ − Σ strideᵦ · jᵦ equals the distance of their addresses for some indices i and j in range. A stride of both

@@ -58,7 +58,7 @@ def value_embedding_bwd(
     dv, needed = _values(drows, table), _buffers(drows, table, backward=True)
     (e, de), given = views(scratch, needed, drows.device, "value_embedding").values(), scratch or {}
     embedding_fwd(tokens, table, None, x=e, scratch=of("embedding", given))
-    own = of("scaled_sum", given)
-    scaled_sum_bwd(dv, e, None, scalar, None, dx=de, da=dscalar, accumulate=accumulate, scratch=own)
+    sum_scratch = of("scaled_sum", given)
+    scaled_sum_bwd(dv, e, None, scalar, None, dx=de, da=dscalar, accumulate=accumulate, scratch=sum_scratch)
     if dtable is not None:
         embedding_bwd(de, tokens, dwte=dtable, accumulate=accumulate, scratch=of("embedding", given))

@@ -8,7 +8,7 @@
                                       o[b] = attention of q[b] to columns 0 … p of k_cache[b] and v_cache[b]
 
 The equations of attention/mask.py apply with Tq = 1 and Tk = p + 1: window, softcap, ALiBi slopes, sinks and scale are
-taken from the mask. The mask must be causal, without dropout, bias, intervals and packed sequences.
+taken from the mask. The mask must be causal, without dropout, bias, intervals or packed sequences.
 
 A position outside 0 … capacity − 1 writes nothing and gives o[b] = 0, so −1 marks a row of the batch without a sequence. A slot
 outside 0 … B · capacity − 1 writes nothing either. Columns after positions[b] are not used, so a cache needs no initial value.

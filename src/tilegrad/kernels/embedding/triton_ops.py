@@ -91,14 +91,14 @@ def _join_kernel(ordered, parts, dwte, scale, dwte_v, N, C, RUN: tl.constexpr, B
     if last + 1 < N:
         token = tl.load(ordered + last)
         begun_before = tl.load(ordered + first - 1, mask=first > 0, other=-1) == token
-        goes_on = tl.load(ordered + last + 1) == token
-        if goes_on and not begun_before:
+        continues = tl.load(ordered + last + 1) == token
+        if continues and not begun_before:
             total = tl.zeros([BLOCK_C], tl.float32)
             place = last + 1
-            while goes_on:
+            while continues:
                 total += tl.load(parts + place // RUN * C + c, mask=here, other=0.0)
                 place += RUN
-                goes_on = tl.load(ordered + place, mask=place < N, other=-1) == token
+                continues = tl.load(ordered + place, mask=place < N, other=-1) == token
             at = dwte + token.to(tl.int64) * dwte_v + c
             tl.store(at, tl.load(at, mask=here, other=0.0) + total * scale, mask=here)
 

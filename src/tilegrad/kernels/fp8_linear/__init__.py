@@ -48,8 +48,8 @@ Factor = Literal["x", "w", "dy"]
 
 
 class Problem(NamedTuple):
-    """The properties of a product that decide which kernels accept it: its second factor w, the output that it is added to, and
-    the device of x. w=None means a rounding without a product. summed: how many column sums of x's width the call forms."""
+    """The properties of a product that decide which kernels accept it: its second factor w, the output to add to, and the
+    device of x. w=None means a rounding without a product. summed: how many column sums of x's width the call forms."""
 
     x: TensorLike
     w: TensorLike | None

@@ -55,6 +55,6 @@ def product(
             return
         block = scratch["product"]
         for i in blocks(a8.shape[0], block.shape[0]):
-            found = block[: i.stop - i.start]
-            torch._scaled_mm(a8[i], b8.t(), *scales, out_dtype=out.dtype, use_fast_accum=fast, out=found)
-            out[i].add_(found)
+            part = block[: i.stop - i.start]
+            torch._scaled_mm(a8[i], b8.t(), *scales, out_dtype=out.dtype, use_fast_accum=fast, out=part)
+            out[i].add_(part)

@@ -1,6 +1,6 @@
 """Rotary positions in Triton: a program rotates some heads of one position and reads and writes each number once.
 
-Both halves are loaded before either is stored, so y may be x. q and k are therefore rotated in place.
+Both halves are loaded before either is stored, so y may be x: q and k are rotated in place.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"

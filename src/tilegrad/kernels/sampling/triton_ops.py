@@ -143,9 +143,9 @@ def _maxima_kernel(
         chunk_raw_tops = tl.maximum(chunk_raw_tops, tl.where(l != l, INFINITY, l))
         chunk_tops = tl.maximum(chunk_tops, y)
         if SEGMENT > 0:
-            of_tile: tl.constexpr = TILE // SEGMENT
-            largest = tl.max(tl.reshape(y, [of_tile, SEGMENT]), 1)
-            tl.store(segments + b * segments_n + k // SEGMENT + tl.arange(0, of_tile), largest)
+            tile_segments: tl.constexpr = TILE // SEGMENT
+            largest = tl.max(tl.reshape(y, [tile_segments, SEGMENT]), 1)
+            tl.store(segments + b * segments_n + k // SEGMENT + tl.arange(0, tile_segments), largest)
     tl.store(raw_tops + b * P + p, tl.max(chunk_raw_tops, 0))
     tl.store(tops + b * P + p, tl.max(chunk_tops, 0))
     if p == 0:

@@ -118,7 +118,7 @@ def load(
     for b in range(0, sequences):
         start_q = 0
         start_k = 0
-        tq = params.tq + (t >> 31)  # adds 0, opaque to the compiler: otherwise tq takes a register of the whole kernel
+        tq = params.tq + (t >> 31)  # adds 0, opaque to the compiler: otherwise tq takes a register in the whole kernel
         tk = params.tk
         heads = params.kv_heads
         if VARLEN:
@@ -132,21 +132,21 @@ def load(
         after = before + col_tiles * heads
         while t < after:
             if VARLEN:
-                b_of = b
+                tile_b = b
                 kv_head = (t - before) // col_tiles
                 n = t - before - kv_head * col_tiles
             else:
                 head, n = head_and_column(t, params, col_tiles)
-                b_of = head // params.kv_heads
-                kv_head = head - b_of * params.kv_heads
+                tile_b = head // params.kv_heads
+                kv_head = head - tile_b * params.kv_heads
             if DESCENDING:
                 n = col_tiles - 1 - n
-            tile = work_tile(b_of, kv_head, n, start_q, start_k, tq, tk, params, part, t, BLOCK_M, BLOCK_N)
+            tile = work_tile(tile_b, kv_head, n, start_q, start_k, tq, tk, params, part, t, BLOCK_M, BLOCK_N)
             state = _load_tile(sources, params, tile, iteration, state, inputs, tile_info, BLOCK_M, BLOCK_N, DO_FIRST)
             iteration += 1
             t, part = take_tile(tile_counter, params)
         before = after
-    none = WorkTile(-1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
-    publish_tile(tile_info, iteration, none, params)
+    no_tile = WorkTile(-1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+    publish_tile(tile_info, iteration, no_tile, params)
     named_drain(inputs.q, state, Q_EMPTY, INPUT_THREADS)
     named_drain(inputs.do, state, DO_EMPTY, INPUT_THREADS)

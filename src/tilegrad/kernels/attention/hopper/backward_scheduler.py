@@ -31,7 +31,7 @@ LAST = gl.constexpr(2)  # flag: the last row tile of the work tile
 GAP_WORD = gl.constexpr(24)  # in tile info, the first word of the gaps
 TESTED = gl.constexpr(32)  # column tiles that a dQ store warp tests at a time
 FLAG_BITS = gl.constexpr(2)  # row info is (index << FLAG_BITS) + flags; with intervals there is one more flag
-PARTIAL = gl.constexpr(4)  # that flag: an interval of a column contains one of the rows
+PARTIAL = gl.constexpr(4)  # that flag: an interval of a column contains a row of the tile
 
 # Arguments that all work tiles share. left, right: None where that side is unbounded.
 #   all_heads           batch · kv_heads

@@ -214,9 +214,9 @@ def earlier_tiles(m, tile, params, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
 def _skipped_before(m, before, tile, params, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
     """How many column tiles, in descending order, row tile m has skipped since it last visited one. If it has visited none, it
     has skipped all `before` tiles before tile.n."""
-    own = tile.b * params.last_tiles_b + tile.kv_head * params.last_tiles_h + m
+    place = tile.b * params.last_tiles_b + tile.kv_head * params.last_tiles_h + m
     skipped = before
-    if gl.load(params.last_tiles + own) != tile.n:
+    if gl.load(params.last_tiles + place) != tile.n:
         skipped = skipped_tiles(m, tile, params, BLOCK_M, BLOCK_N)
     return skipped
 

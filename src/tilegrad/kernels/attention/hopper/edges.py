@@ -21,10 +21,10 @@ def edges_of(b, kv_head, n, params):
 def masks_all(edges, start, stop, params):
     """Whether the first interval of every column contains all rows [start, stop), or the second interval of every column does.
     If so, the tile is skipped."""
-    gone = (gl.load(edges + 1) <= start) & (gl.load(edges + 2) >= stop)
+    masked = (gl.load(edges + 1) <= start) & (gl.load(edges + 2) >= stop)
     if params.second is not None:
-        gone |= (gl.load(edges + 5) <= start) & (gl.load(edges + 6) >= stop)
-    return gone
+        masked |= (gl.load(edges + 5) <= start) & (gl.load(edges + 6) >= stop)
+    return masked
 
 
 @gluon.jit

@@ -121,7 +121,7 @@ def load(
             iteration += 1
         index = next_index(iteration, params)
     zero = index * 0
-    none = WorkTile(zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero)
-    publish_tile(iteration, none, zero + END, pipelines)
+    no_tile = WorkTile(zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero)
+    publish_tile(iteration, no_tile, zero + END, pipelines)
     named_drain(pipelines.k, k_state, K_EMPTY, THREADS)
     named_drain(pipelines.v, v_state, V_EMPTY, THREADS)

@@ -76,10 +76,10 @@ def _hopper_preprocess_kernel(
     d = tl.sum(o_tile * do_tile, 1)
     d -= tl.load(dlse + b * dlse_b + h * dlse_h + t * dlse_t, mask=inside & (has_dlse != 0), other=0.0)
     some = lse_row > float("-inf")
-    nothing = tl.where(divisor < 0.0, float("inf"), float("-inf"))
+    of_no_column = tl.where(divisor < 0.0, float("inf"), float("-inf"))
 
     at = h * rows_h + first_row(b, start_q, rows_b, cu_seqlens_q is not None) + rows
-    tl.store(neg_lse2 + at, tl.where(some, -to_log2(lse_row, IEEE_FP32=False) / divisor, nothing))
+    tl.store(neg_lse2 + at, tl.where(some, -to_log2(lse_row, IEEE_FP32=False) / divisor, of_no_column))
     tl.store(delta + at, tl.where(some, -d, 0.0))
     wanted = (c < D) & (zero_dq != 0)
     tl.store(dq_acc + at.to(tl.int64)[:, None] * D + c, tl.zeros([BLOCK, BLOCK_D], tl.float32), mask=wanted)
@@ -104,11 +104,11 @@ def _hopper_postprocess_kernel(
     D = d_eighths * 8
     both = (rows < tq)[:, None] & (c < D)
     at = h * rows_h + first_row(b, start_q, rows_b, cu_seqlens_q is not None) + rows
-    came = both
+    added = both
     if dq_semaphores is not None:
         number = (b * heads + h) * row_tiles + tile * BLOCK // rows_of_semaphore
-        came = both & (tl.load(dq_semaphores + number * dq_warps) > 0)
-    sums = tl.load(dq_acc + dq_line(at).to(tl.int64)[:, None] * D + c, mask=came, other=0.0)
+        added = both & (tl.load(dq_semaphores + number * dq_warps) > 0)
+    sums = tl.load(dq_acc + dq_line(at).to(tl.int64)[:, None] * D + c, mask=added, other=0.0)
     tl.store(_rows_of(dq, dq_b, dq_h, dq_t, b, h, t, 8) + c, (sums * scale).to(dq.dtype.element_ty), mask=both)
 
 

@@ -1,7 +1,7 @@
 """Attention's backward in Triton, deterministic: each element of a gradient is computed by one program, without atomics.
 
     delta   delta = rowsum(do ∘ o) − dlse      row_lse = lse
-            (a row that attends to no key has delta = 0 and row_lse = +inf, so p = 0)
+            (a row with lse = −inf has delta = 0 and row_lse = +inf, so p = 0)
     dk, dv  a program has a tile of columns of a kv head and loops over its query heads and the rows that attend to it
               (1) sᵀ = k qᵀ   (2) dpᵀ = v doᵀ   (3) dv += rᵀ do   (4) dk += dxᵀ q
     dq      a program has a tile of rows and loops over the columns that they attend to

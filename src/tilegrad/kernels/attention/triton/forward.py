@@ -53,7 +53,7 @@ from .scores import (
     own_list,
     scores,
 )
-from .softmax import combine, no_column, weights, with_sink
+from .softmax import combine, no_column, softmax_step, with_sink
 
 SIZES = [f"{x}_{axis}" for x in ("q", "k", "v", "o", "lse", "parts", "lse_parts") for axis in "bhts"]
 SIZES += ["bias_b", "bias_h", "bias_i", "bias_j", "slopes_b", "slopes_h", "sinks_h"]
@@ -83,7 +83,7 @@ def _attend(
         k_tile = load_tile(k + steps(start, k_t, ALIGN), k_offsets, head.tk - start, D, CHECKED=MASKED)
         s = dot_transposed(q, k_tile, None, IEEE_FP32)
         x, _tanh = scores(s, i, j, head, IEEE_FP32, MASKED)
-        p, alpha, new_max = weights(x, row_max, log2_factor, coarse_factor, PLAIN, IEEE_FP32)
+        p, alpha, new_max = softmax_step(x, row_max, log2_factor, coarse_factor, PLAIN, IEEE_FP32)
         row_sum = row_sum * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
         if head.seed is not None:
@@ -235,9 +235,9 @@ def _combine_kernel(
         part = load_tile(parts + steps(split, parts_s, 1), part_offsets, tq - start, DV, CHECKED=True)
         new_max = tl.maximum(row_max, x)
         alpha = exponential(row_max - new_max, IEEE_FP32)
-        weight = exponential(x - new_max, IEEE_FP32)
-        row_sum = row_sum * alpha + weight
-        acc = acc * alpha[:, None] + part * weight[:, None]
+        share_of_part = exponential(x - new_max, IEEE_FP32)
+        row_sum = row_sum * alpha + share_of_part
+        acc = acc * alpha[:, None] + part * share_of_part[:, None]
         row_max = new_max
 
     some = row_sum > 0.0

@@ -97,18 +97,18 @@ def _list_kernel(
 ):  # fmt: skip
     """Lists the tiles that one tile of rows visits, or one tile of columns if COLUMNS. Tile 0 of rows begins at first_row ≤ 0:
     Hopper's forward aligns its tiles with the last row, so its first tile may begin before row 0."""
-    own_tiles = col_tiles if COLUMNS else row_tiles
-    own = tl.program_id(0) % own_tiles
-    edges += steps(tl.program_id(0) // own_tiles, 4 * PAIRS, 1) * col_tiles
+    axis_tiles = col_tiles if COLUMNS else row_tiles
+    tile = tl.program_id(0) % axis_tiles
+    edges += steps(tl.program_id(0) // axis_tiles, 4 * PAIRS, 1) * col_tiles
     runs += steps(tl.program_id(0), 4 * MOST_RUNS + 2, 1)
     if COLUMNS:
-        start = own * BLOCK_N
+        start = tile * BLOCK_N
         first, unmasked, unmasked_end, last = band_tiles(
             start, tl.minimum(start + BLOCK_N, tk), tq - tk, right, left, tq, BLOCK_M
         )
     else:
-        start = tl.maximum(first_row + own * BLOCK_M, 0)
-        stop = tl.minimum(first_row + own * BLOCK_M + BLOCK_M, tq)
+        start = tl.maximum(first_row + tile * BLOCK_M, 0)
+        stop = tl.minimum(first_row + tile * BLOCK_M + BLOCK_M, tq)
         first, unmasked, unmasked_end, last = band_tiles(start, stop, tk - tq, left, right, tk, BLOCK_N)
     last = tl.minimum(last, row_tiles if COLUMNS else col_tiles)  # a list has no tile after the last
     cut = last  # from here on all tiles count as masked
@@ -122,9 +122,9 @@ def _list_kernel(
         if COLUMNS:
             rows = n * BLOCK_M
             kind = _kinds(
-                edges, own + n * 0, rows, tl.minimum(rows + BLOCK_M, tq), n, unmasked, unmasked_end, n < last, PAIRS
+                edges, tile + n * 0, rows, tl.minimum(rows + BLOCK_M, tq), n, unmasked, unmasked_end, n < last, PAIRS
             )
-            previous = _kinds(edges, own + n * 0, rows - BLOCK_M, rows, n - 1, unmasked, unmasked_end, before, PAIRS)
+            previous = _kinds(edges, tile + n * 0, rows - BLOCK_M, rows, n - 1, unmasked, unmasked_end, before, PAIRS)
         else:
             kind = _kinds(edges, n, start, stop, n, unmasked, unmasked_end, n < last, PAIRS)
             previous = _kinds(edges, n - 1, start, stop, n - 1, unmasked, unmasked_end, before, PAIRS)
