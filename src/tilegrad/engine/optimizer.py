@@ -246,12 +246,12 @@ def _flats(
 ) -> _Flats:
     form, copied = next(handles(ordered[0].master)), ordered[0].value is not ordered[0].master
     acc = accumulation_dtype(form.dtype)
-    of_moments = torch.bfloat16 if states.moments == "bfloat16" else acc
+    moments_dtype = torch.bfloat16 if states.moments == "bfloat16" else acc
 
     def state(name: str, of: Sequence[Param], dtype: torch.dtype = acc) -> FlatHandle | None:
         if not buckets:
-            own = [_handle(form, f"{name}.{p.name}", p.master.shape, dtype) for p in of]
-            return flat(name, own) if own else None
+            state_handles = [_handle(form, f"{name}.{p.name}", p.master.shape, dtype) for p in of]
+            return flat(name, state_handles) if state_handles else None
         size = sum(b.stop - b.start for b in buckets if of is ordered or not b.whole) // world
         return flat(name, [_handle(form, f"optimizer.{name}", (size,), dtype)]) if size else None
 
@@ -262,7 +262,7 @@ def _flats(
         masters = _flat_of("params", ordered, (), lambda p: p.master)
         if buckets:
             masters = cast(FlatHandle, state("master", ordered))
-    m, v = cast(FlatHandle, state("m", ordered, of_moments)), state("v", by_adamw, of_moments)
+    m, v = cast(FlatHandle, state("m", ordered, moments_dtype)), state("v", by_adamw, moments_dtype)
     return _Flats(masters, grads, m, v, state("ema", ordered) if averaged else None, rounded)
 
 
@@ -284,8 +284,8 @@ def _scratch_of(
     )
     if muon is not None and matrices:  # the most scratch that any rank needs, because all ranks have the same plan
         for r in range(world):
-            own = [_inside(matrices, *bucket.part(r, world)) for bucket in buckets]
-            scratch = larger(scratch, below("muon", muon_workspace(masters, muon, own)))
+            parts = [_inside(matrices, *bucket.part(r, world)) for bucket in buckets]
+            scratch = larger(scratch, below("muon", muon_workspace(masters, muon, parts)))
     return scratch
 
 

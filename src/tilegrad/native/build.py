@@ -92,14 +92,26 @@ def _commands(cxx: str, flags: Sequence[str], folder: Path) -> Iterator[list[str
     for name in ("native", "gemm/gemm", "threads/thread_pool", "threads/work_queue"):
         source, target = str(SOURCES / f"{name}.cpp"), str(folder / f"{Path(name).name}.o")
         yield [cxx, *flags, f"-I{SOURCES}", *defines, f'-DDIGEST="{digest()}"', "-c", source, "-o", target]
-    for isa, own in isas.items():
+    for isa, isa_flags in isas.items():
         double = ["-DWITH_DOUBLE"] if isa == "portable" else []
         names = ["attention/kernels"]  # only attention uses AMX, for products of tiles
         names += [] if isa == "amx" else ["rows/norm_gelu", "rows/sampling", "rows/adamw", "gemm/fixed_order"]
         for name in names:
             source, target = str(SOURCES / f"{name}.cpp"), str(folder / f"{Path(name).name}_{isa}.o")
             special = OWN_FLAGS.get(name, ())
-            yield [cxx, *flags, *special, f"-I{SOURCES}", *own, *double, f"-DISA={isa}", "-c", source, "-o", target]
+            yield [
+                cxx,
+                *flags,
+                *special,
+                f"-I{SOURCES}",
+                *isa_flags,
+                *double,
+                f"-DISA={isa}",
+                "-c",
+                source,
+                "-o",
+                target,
+            ]
 
 
 def objects(cxx: str, folder: Path, flags: Sequence[str] = FLAGS) -> list[str]:

@@ -80,9 +80,9 @@ class Units:
         starts: dict[str, int] = {}
         owner: dict[str, tuple[str, str]] = {}
         end = 0
-        for unit, own in by_unit.items():
-            ordered = sorted(own, key=lambda p: len(p.master.shape) < 2)
-            layout, step = flat("unit", [p.master for p in ordered]), world * align_of(own[0].master)
+        for unit, unit_params in by_unit.items():
+            ordered = sorted(unit_params, key=lambda p: len(p.master.shape) < 2)
+            layout, step = flat("unit", [p.master for p in ordered]), world * align_of(unit_params[0].master)
             size = -(-layout.shape[0] // step) * step
             matrices = sum(len(p.master.shape) >= 2 for p in ordered)
             decayed = (*layout.starts, layout.shape[0])[matrices]
