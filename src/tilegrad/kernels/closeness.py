@@ -58,8 +58,8 @@ def complaints(got: Mapping[str, Tensor], exact: Mapping[str, Tensor], bounds: M
 
 
 def assert_close(got: Mapping[str, Tensor], exact: Mapping[str, Tensor], bounds: Mapping[str, Bound]) -> None:
-    found = complaints(got, exact, bounds)
-    assert not found, "; ".join(found)
+    lines = complaints(got, exact, bounds)
+    assert not lines, "; ".join(lines)
 
 
 class Ratios(NamedTuple):

@@ -79,8 +79,8 @@ def derivative(h, KIND: tl.constexpr, EXACT: tl.constexpr):
     if KIND == "gelu":
         sigmoid_v, sigmoid_minus_v = sigmoids_next_to_1(SLOPE * h * (1.0 + CUBIC * h * h), EXACT)
         product = sigmoid_v * sigmoid_minus_v
-        rest = h * product * (SLOPE + 3.0 * SLOPE * CUBIC * h * h)
-        return sigmoid_v + tl.where(product == 0.0, 0.0, rest)
+        second = h * product * (SLOPE + 3.0 * SLOPE * CUBIC * h * h)
+        return sigmoid_v + tl.where(product == 0.0, 0.0, second)
     elif KIND == "tanh":
         sigmoid_2h, sigmoid_minus_2h = sigmoids(2.0 * h, EXACT)
         return 4.0 * sigmoid_2h * sigmoid_minus_2h

@@ -163,9 +163,9 @@ def _check(
         if x is not None:
             _rows(name, x, b, heads, k_cache)
     _check_numbers("positions", positions, b, k_cache)
-    one = q[:, : n_head * d].unflatten(1, (n_head, d))[:, :, None]
-    check_options(one, k_cache, v_cache, mask)
-    check_tensors(one, k_cache, v_cache, mask)
+    q_heads = q[:, : n_head * d].unflatten(1, (n_head, d))[:, :, None]
+    check_options(q_heads, k_cache, v_cache, mask)
+    check_tensors(q_heads, k_cache, v_cache, mask)
     reads = {"q": q, "k": k, "v": v, "positions": positions, "alibi_slopes": mask.alibi_slopes, "sinks": mask.sinks}
     check_apart({"o": o, "k_cache": k_cache, "v_cache": v_cache}, reads)
 

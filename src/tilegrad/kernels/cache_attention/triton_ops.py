@@ -82,10 +82,10 @@ def _attend_kernel(
     rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     query_head = h * GROUP + rows
-    here = (rows < GROUP)[:, None] & (d < D)[None, :]
+    inside = (rows < GROUP)[:, None] & (d < D)[None, :]
     b64 = b.to(tl.int64)
     head_offsets = tl.multiple_of(query_head[:, None] * q_h, [ALIGN, ALIGN])
-    q_tile = tl.load(q + steps(b, q_b, ALIGN) + head_offsets + d[None, :], mask=here, other=0.0)
+    q_tile = tl.load(q + steps(b, q_b, ALIGN) + head_offsets + d[None, :], mask=inside, other=0.0)
     if FP64:
         q_tile = q_tile.to(ACC)
     if NEGATIVE:
@@ -111,10 +111,10 @@ def _attend_kernel(
         start = first + t * BLOCK_N
         j = start + tl.arange(0, BLOCK_N)
         tile = start.to(tl.int64) * D + tl.arange(0, BLOCK_N)[:, None] * D + d[None, :]
-        there = (j <= position)[:, None] & (d < D)[None, :]
+        attended = (j <= position)[:, None] & (d < D)[None, :]
         new = (j == position)[:, None]
-        k_tile = tl.load(tl.where(new, k + d[None, :], k_cache + tile), mask=there, other=0.0)
-        v_tile = tl.load(tl.where(new, v + d[None, :], v_cache + tile), mask=there, other=0.0)
+        k_tile = tl.load(tl.where(new, k + d[None, :], k_cache + tile), mask=attended, other=0.0)
+        v_tile = tl.load(tl.where(new, v + d[None, :], v_cache + tile), mask=attended, other=0.0)
         s = dot_transposed(q_tile, k_tile, None, IEEE_FP32)
         x, _tanh = scores(s, i, j[None, :], head, IEEE_FP32, MASKED=True)
         p, alpha, row_max = softmax_step(x, row_max, log2_factor, coarse_factor, PLAIN, IEEE_FP32)
@@ -124,7 +124,7 @@ def _attend_kernel(
     part = (b64 * kv_heads * GROUP + query_head) * splits + split
     tl.store(max_parts + part, row_max, mask=rows < GROUP)
     tl.store(sum_parts + part, row_sum, mask=rows < GROUP)
-    tl.store(acc_parts + part[:, None] * D + d[None, :], acc, mask=here)
+    tl.store(acc_parts + part[:, None] * D + d[None, :], acc, mask=inside)
     appends = (position < begin + SPLIT) & (d < D)
     row = position.to(tl.int64) * D + d
     tl.store(k_cache + row, tl.load(k + d, mask=appends, other=0.0), mask=appends)
@@ -143,10 +143,10 @@ def _merge_kernel(
     wait_for_previous(DEPENDENT)
     n = tl.program_id(0)
     b, h = n // heads, n % heads
-    one = tl.arange(0, 1)
+    zero = tl.arange(0, 1)
     d = tl.arange(0, BLOCK_D)[None, :]
     first, position = _columns_of(positions, b, capacity, left)
-    part = n.to(tl.int64) * splits + one
+    part = n.to(tl.int64) * splits + zero
     row_sum = tl.zeros([1], sum_parts.dtype.element_ty)
     row_max = no_column(row_sum, coarse_factor, PLAIN)
     empty = row_max
@@ -160,12 +160,12 @@ def _merge_kernel(
     for t in tl.range(0, (position // SPLIT - first + AHEAD) // AHEAD):
         for ahead in tl.static_range(AHEAD):
             split = first + t * AHEAD + ahead
-            there = split * SPLIT + one <= position
-            part_max = tl.load(max_parts + part + split, mask=there, other=0.0)
-            part_max = tl.where(there, part_max, empty)
-            part_sum = tl.load(sum_parts + part + split, mask=there, other=0.0)
+            computed = split * SPLIT + zero <= position
+            part_max = tl.load(max_parts + part + split, mask=computed, other=0.0)
+            part_max = tl.where(computed, part_max, empty)
+            part_sum = tl.load(sum_parts + part + split, mask=computed, other=0.0)
             at_acc = acc_parts + (part + split)[:, None] * D + d
-            part_acc = tl.load(at_acc, mask=there[:, None] & (d < D), other=0.0)
+            part_acc = tl.load(at_acc, mask=computed[:, None] & (d < D), other=0.0)
             acc, row_max, row_sum = combine(
                 acc, row_max, row_sum, part_acc, part_max, part_sum, log2_factor, coarse_factor, PLAIN, IEEE_FP32
             )
@@ -182,11 +182,11 @@ def _write_kernel(
     n = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots + n)
-    here = (slot >= 0) & (slot < limit) & (c < kv_heads * D)
-    to = ((slot // capacity * kv_heads + c // D) * capacity + slot % capacity) * D + c % D
+    inside = (slot >= 0) & (slot < limit) & (c < kv_heads * D)
+    destination = ((slot // capacity * kv_heads + c // D) * capacity + slot % capacity) * D + c % D
 
-    tl.store(k_cache + to, tl.load(k + n * k_n + c, mask=here, other=0.0), mask=here)
-    tl.store(v_cache + to, tl.load(v + n * v_n + c, mask=here, other=0.0), mask=here)
+    tl.store(k_cache + destination, tl.load(k + n * k_n + c, mask=inside, other=0.0), mask=inside)
+    tl.store(v_cache + destination, tl.load(v + n * v_n + c, mask=inside, other=0.0), mask=inside)
 
 
 def workspace(cache: TensorLike, n_head: int, rows: int | None = None) -> Shapes:

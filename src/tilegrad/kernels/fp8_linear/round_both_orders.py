@@ -50,8 +50,8 @@ def _update_largest(largest, a):
 @triton.jit
 def _keep_largest(state, part, largest):
     largest = tl.where(largest == largest, largest, float("inf"))
-    at = state + FIRST_PART + part
-    tl.store(at, tl.maximum(tl.load(at), tl.max(tl.max(largest, 1), 0)))
+    pointer = state + FIRST_PART + part
+    tl.store(pointer, tl.maximum(tl.load(pointer), tl.max(tl.max(largest, 1), 0)))
 
 
 @triton.jit
@@ -63,8 +63,8 @@ def _round_row(a, inverse, bound, x8, x8t, rows, columns, N, C, WIDTH, INTERPRET
         a = tl.clamp(a, -bound, bound, propagate_nan=tl.PropagateNan.ALL)
     if x8 is not None:
         a8 = a.to(x8.dtype.element_ty)
-        here = (rows[:, None] < N) & (columns[None, :] < C)
-        tl.store(x8 + rows[:, None].to(tl.int64) * WIDTH + columns[None, :], a8, mask=here)
+        inside = (rows[:, None] < N) & (columns[None, :] < C)
+        tl.store(x8 + rows[:, None].to(tl.int64) * WIDTH + columns[None, :], a8, mask=inside)
         return a8
     else:
         return a.to(x8t.dtype.element_ty)
@@ -106,19 +106,19 @@ def _store_columns(a, b, c, d, x8t, x8t_c, fours, columns, C, PITCH, INTERPRETED
         words = _four_rows_in_words(a, b, c, d, INTERPRETED)
         into = x8t.to(tl.pointer_type(tl.int32), bitcast=True)
         pitch, stride = tl.multiple_of(PITCH // 4, 4), tl.multiple_of(x8t_c // 4, 4)
-        here = (columns[:, None] < C) & (fours[None, :] < pitch)
-        tl.store(into + columns[:, None].to(tl.int64) * stride + fours[None, :], tl.trans(words), mask=here)
+        inside = (columns[:, None] < C) & (fours[None, :] < pitch)
+        tl.store(into + columns[:, None].to(tl.int64) * stride + fours[None, :], tl.trans(words), mask=inside)
 
 
 @triton.jit
 def _load_numbers(x, rows, columns, x_n, N, C, KIND: tl.constexpr):
     """x, or act(h) if KIND is the name of an activation; swiglu: x = [up, gate], and gate is C columns after up."""
-    here = (rows[:, None] < N) & (columns[None, :] < C)
-    at = x + rows[:, None].to(tl.int64) * x_n + columns[None, :]
-    a = tl.load(at, mask=here, other=0.0).to(tl.float32)
+    inside = (rows[:, None] < N) & (columns[None, :] < C)
+    pointers = x + rows[:, None].to(tl.int64) * x_n + columns[None, :]
+    a = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
     exact: tl.constexpr = x.dtype.element_ty == tl.float32
     if KIND == "swiglu":
-        gate = tl.load(at + C, mask=here, other=0.0).to(tl.float32)
+        gate = tl.load(pointers + C, mask=inside, other=0.0).to(tl.float32)
         sigmoid_gate, _ = sigmoids_next_to_1(gate, exact)
         return gate * sigmoid_gate * a
     elif KIND != "":
@@ -158,24 +158,24 @@ def _quantize_kernel(
 @triton.jit
 def _gradients(da, h, a, rows, columns, N, C, KIND: tl.constexpr):
     """dh = da ∘ act'(h) of a row, and dgate for swiglu, else dh again. Stores a = act(h) if it is given."""
-    here = (rows[:, None] < N) & (columns[None, :] < C)
+    inside = (rows[:, None] < N) & (columns[None, :] < C)
     exact: tl.constexpr = h.dtype.element_ty == tl.float32
     row = rows[:, None].to(tl.int64)
-    da_tile = tl.load(da + row * C + columns[None, :], mask=here, other=0.0).to(tl.float32)
+    da_tile = tl.load(da + row * C + columns[None, :], mask=inside, other=0.0).to(tl.float32)
     if KIND == "swiglu":
-        up = tl.load(h + row * (2 * C) + columns[None, :], mask=here, other=0.0).to(tl.float32)
-        gate = tl.load(h + row * (2 * C) + C + columns[None, :], mask=here, other=0.0).to(tl.float32)
+        up = tl.load(h + row * (2 * C) + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        gate = tl.load(h + row * (2 * C) + C + columns[None, :], mask=inside, other=0.0).to(tl.float32)
         sigmoid_gate, sigmoid_minus_gate = sigmoids_next_to_1(gate, exact)
         dh = da_tile * gate * sigmoid_gate
         dgate = da_tile * up * (sigmoid_gate * (1.0 + gate * sigmoid_minus_gate))
         recomputed = gate * sigmoid_gate * up
     else:
-        h_tile = tl.load(h + row * C + columns[None, :], mask=here, other=0.0).to(tl.float32)
+        h_tile = tl.load(h + row * C + columns[None, :], mask=inside, other=0.0).to(tl.float32)
         dh = da_tile * derivative(h_tile, KIND, exact)
         dgate = dh
         recomputed = activate(h_tile, KIND, exact)
     if a is not None:
-        tl.store(a + row * C + columns[None, :], recomputed.to(a.dtype.element_ty), mask=here)
+        tl.store(a + row * C + columns[None, :], recomputed.to(a.dtype.element_ty), mask=inside)
     return dh, dgate
 
 
@@ -244,12 +244,12 @@ def _quantize_activation_bwd_kernel(
 
 @triton.jit
 def _gradient_of_logits(logits, targets, row_max, factor, scale, logits_n, rows, columns, N, V, SOFTCAP: tl.constexpr):
-    inside, here = rows < N, (rows[:, None] < N) & (columns[None, :] < V)
-    maxima = tl.load(row_max + rows, mask=inside, other=float("inf"))
-    factors = tl.load(factor + rows, mask=inside, other=0.0)
-    target = tl.load(targets + rows, mask=inside, other=-1)
+    row_inside, inside = rows < N, (rows[:, None] < N) & (columns[None, :] < V)
+    maxima = tl.load(row_max + rows, mask=row_inside, other=float("inf"))
+    factors = tl.load(factor + rows, mask=row_inside, other=0.0)
+    target = tl.load(targets + rows, mask=row_inside, other=-1)
     exact: tl.constexpr = logits.dtype.element_ty == tl.float32
-    x = tl.load(logits + rows[:, None].to(tl.int64) * logits_n + columns[None, :], mask=here, other=0.0)
+    x = tl.load(logits + rows[:, None].to(tl.int64) * logits_n + columns[None, :], mask=inside, other=0.0)
     x = capped(x.to(tl.float32), SOFTCAP, exact)
     dl = tl.exp2(x * LOG2E - (maxima * LOG2E)[:, None]) * factors[:, None]
     dl = tl.where(columns[None, :] == target.to(tl.int32)[:, None], dl - scale, dl)
@@ -284,10 +284,10 @@ def _quantize_softmax_bwd_kernel(
 
 
 @triton.jit
-def _scale_kernel(state, jumps, apart, PADDED: tl.constexpr):
+def _scale_kernel(state, jumps, stride, PADDED: tl.constexpr):
     """s = largest magnitude / L, if this magnitude is finite and not 0; resets the magnitudes. One program for each state."""
     i = tl.arange(0, PADDED)
-    state += tl.program_id(0).to(tl.int64) * apart
+    state += tl.program_id(0).to(tl.int64) * stride
     largest = tl.max(tl.load(state + FIRST_PART + i, mask=i < PARTS, other=0.0), 0)
     bound = tl.load(state + FORMAT)
     if (largest > 0.0) & (largest < float("inf")):

@@ -75,8 +75,8 @@ def _native_refuses(problem: Problem) -> str | None:
         return "takes float32 only"
     if min(*x.shape, *w.shape[-2:]) < 2:
         return "takes matrices, not vectors: BLAS multiplies vectors by another function"
-    found = rows.refusal(x) or library.blas()
-    return found if isinstance(found, str) else _by_rows(problem)
+    reason_or_blas = rows.refusal(x) or library.blas()
+    return reason_or_blas if isinstance(reason_or_blas, str) else _by_rows(problem)
 
 
 def _torch_refuses(problem: Problem) -> str | None:

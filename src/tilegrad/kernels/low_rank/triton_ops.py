@@ -49,8 +49,8 @@ def _low_rank_kernel(
             tl.store(du_parts + (j.to(tl.int64) * n + steps) * R + ranks[None, :], du, in_u)
 
     if u is not None:
-        at = db_parts + (s.to(tl.int64) * w + columns[:, None]) * R + ranks[None, :]
-        tl.store(at, db, inside)
+        pointers = db_parts + (s.to(tl.int64) * w + columns[:, None]) * R + ranks[None, :]
+        tl.store(pointers, db, inside)
 
 
 @triton.jit
@@ -65,10 +65,10 @@ def _sum_parts_kernel(
 
     first_part = parts + steps * R + ranks[None, :]
     total = add_parts(total, first_part, tl.cast(n, tl.int64) * R, count, inside, AHEAD) * scale
-    at = out + steps * out_n + ranks[None, :] * out_r
+    pointers = out + steps * out_n + ranks[None, :] * out_r
     if ACCUMULATE:
-        total += tl.load(at, inside, 0.0)
-    tl.store(at, total.to(out.dtype.element_ty), inside)
+        total += tl.load(pointers, inside, 0.0)
+    tl.store(pointers, total.to(out.dtype.element_ty), inside)
 
 
 def _tiles(wide: TensorLike) -> tuple[int, int, int]:

@@ -125,9 +125,9 @@ def _norm_bwd_kernel(
             step = g - hat * (tl.sum(g * hat, 1) / C)[:, None]
             if mean is not None:
                 step -= (tl.sum(g, 1) / C)[:, None]
-            at = dx + steps * dx_n + columns[None, :]
-            new = (tl.load(at, inside, 0.0).to(tl.float32) + step * row_rstd).to(dx.dtype.element_ty)
-            tl.store(at, new, inside)
+            pointers = dx + steps * dx_n + columns[None, :]
+            new = (tl.load(pointers, inside, 0.0).to(tl.float32) + step * row_rstd).to(dx.dtype.element_ty)
+            tl.store(pointers, new, inside)
             if DX_SUM:
                 dx_sum += tl.where(inside, new.to(tl.float32), 0.0)
         if y is not None:

@@ -92,8 +92,8 @@ def _logprobs_kernel(logits, targets, logprobs, logits_n, V, scale, TILE: tl.con
             tl.store(logprobs + n, float("nan"))
         else:
             total = log_of_total(total_mass(row, V, top, scale, TILE), scale)
-            at = tl.load(row + target).to(tl.float64)
-            tl.store(logprobs + n, ((at - top.to(tl.float64)) - total).to(tl.float32))
+            of_target = tl.load(row + target).to(tl.float64)
+            tl.store(logprobs + n, ((of_target - top.to(tl.float64)) - total).to(tl.float32))
 
 
 @triton.jit
@@ -348,8 +348,8 @@ def _choose_kernel(
             _, token = _first_of_largest(scores, indices, V)
 
         masses = tl.sum(tl.load(totals + b * P + parts, mask=parts < P, other=0), 0)
-        at = tl.load(row + token).to(tl.float64)
-        logprob = (at - raw_top.to(tl.float64)) - log_of_total(masses, scale)
+        of_token = tl.load(row + token).to(tl.float64)
+        logprob = (of_token - raw_top.to(tl.float64)) - log_of_total(masses, scale)
         tl.store(tokens + b, token.to(tl.int64))
         tl.store(logprobs + b, logprob.to(tl.float32))
         if SEEN:

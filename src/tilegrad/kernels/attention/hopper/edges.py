@@ -30,7 +30,7 @@ def masks_all(edges, start, stop, params):
 @gluon.jit
 def masks_some(edges, start, stop, params):
     """Whether an interval of a column may contain a row of [start, stop). If so, each element of the tile is tested."""
-    some = (gl.load(edges) < stop) & (start < gl.load(edges + 3))
+    masked = (gl.load(edges) < stop) & (start < gl.load(edges + 3))
     if params.second is not None:
-        some |= (gl.load(edges + 4) < stop) & (start < gl.load(edges + 7))
-    return some
+        masked |= (gl.load(edges + 4) < stop) & (start < gl.load(edges + 7))
+    return masked

@@ -31,10 +31,10 @@ from .pipeline import K_EMPTY, kv_threads, named_acquire, named_drain, write_wor
 
 
 @gluon.jit
-def _load_block(descs, at, pipeline, state, BARRIER: gl.constexpr, THREADS: gl.constexpr):
+def _load_block(descs, coordinates, pipeline, state, BARRIER: gl.constexpr, THREADS: gl.constexpr):
     """Loads one block of k or v and returns the next state."""
     named_acquire(pipeline, state, BARRIER, THREADS)
-    load_tile(descs, at, pipeline, state % pipeline.full.shape[0])
+    load_tile(descs, coordinates, pipeline, state % pipeline.full.shape[0])
     return state + 1
 
 

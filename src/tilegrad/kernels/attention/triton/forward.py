@@ -188,8 +188,8 @@ def _attention_fwd_kernel(
                 Visits(first, unmasked, unmasked_end, last, runs), D, DV, BLOCK_N, ALIGN, IEEE_FP32, MASKED,
             )  # fmt: skip
 
-    some = row_sum > 0.0
-    row_sum = tl.where(some, row_sum, 1.0)
+    nonzero = row_sum > 0.0
+    row_sum = tl.where(nonzero, row_sum, 1.0)
     if o is not None:
         o_offsets = tile_offsets(o_t, BLOCK_M, BLOCK_DV, ALIGN, INT64_OFFSETS)
         o = at(o, o_b, o_h, o_t, b, h, start_q + start, ALIGN) + steps(split, o_s, ALIGN)
@@ -203,7 +203,7 @@ def _attention_fwd_kernel(
             value = product_lse(row_max, value, factor, c, IEEE_FP32)
         if not PLAIN:
             value += row_max
-        tl.store(lse + steps(rows, lse_t, 1), tl.where(some, value, float("-inf")), mask=rows < tq)
+        tl.store(lse + steps(rows, lse_t, 1), tl.where(nonzero, value, float("-inf")), mask=rows < tq)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -240,13 +240,13 @@ def _combine_kernel(
         acc = acc * alpha[:, None] + part * share_of_part[:, None]
         row_max = new_max
 
-    some = row_sum > 0.0
-    row_sum = tl.where(some, row_sum, 1.0)
+    nonzero = row_sum > 0.0
+    row_sum = tl.where(nonzero, row_sum, 1.0)
     if o is not None:
         o = at(o, o_b, o_h, o_t, b, h, start_q + start, 1)
         offsets = tile_offsets(o_t, BLOCK_M, BLOCK_DV, 1, INT64_OFFSETS=True)
         store_tile(o, offsets, ratio(acc, row_sum[:, None], IEEE_FP32), tq - start, DV)
     if lse is not None:
         lse = at(lse, lse_b, lse_h, lse_t, b, h, start_q, 1)
-        value = tl.where(some, row_max + logarithm(row_sum, IEEE_FP32), float("-inf"))
+        value = tl.where(nonzero, row_max + logarithm(row_sum, IEEE_FP32), float("-inf"))
         tl.store(lse + steps(rows, lse_t, 1), value, mask=inside)
