@@ -7,9 +7,9 @@ expose wrong live ranges. An observer of names receives only the op's name and a
 microsecond per call. `follow` (engine/dist/schedule.py) uses such an observer to start collectives between ops. Without an
 observer the op runs directly.
 
-`record` lists the calls that a program makes on fixed buffers, so that they can be repeated. It repeats calls of kernels
-without checks and selection. It does on a CPU what a CUDA graph does on a GPU. A kernel in C++ returns its call of the native
-library, so that a repetition skips the kernel's Python code.
+`record` lists the calls that a program makes on fixed buffers, so that they can be repeated. A repeated call of a kernel
+skips the op's checks and the selection of the kernel. This is for a CPU what a CUDA graph is for a GPU. A kernel in C++ returns
+its call of the native library, so that a repetition skips the kernel's Python code.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ def _gather(k: Tensor, v: Tensor, group: Ranks, buffers: Scratch) -> None:
 
 
 def _scatter(dk: Tensor, dv: Tensor, group: Ranks, buffers: Scratch) -> None:
-    """dk, dv = the gradients of this rank's rows, summed over ranks and runs. Both runs attend to the first run's columns."""
+    """dk, dv = the gradients of this rank's rows, summed over ranks and runs. A run attends to no column after it."""
     dparts, c = buffers["dparts"], dk.shape[2] // 2
     first, last = runs_of(group.rank, group.world)
     sources = ((buffers["dk"], buffers["run_dk"]), (buffers["dv"], buffers["run_dv"]))

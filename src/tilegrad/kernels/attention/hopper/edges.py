@@ -1,5 +1,5 @@
-"""The edges of a tile of columns, as ../triton/intervals.py computes them. A column has one interval or two. The tile's first
-intervals have four edges: least start, largest start, least end, largest end. So have its second intervals.
+"""The edges of a tile of columns, as ../triton/intervals.py computes them. A column has one interval or two. The first
+intervals of a tile have four edges: least start, largest start, least end, largest end. Its second intervals have four more.
 
 `params` of the forward or of the backward has the pointer `edges`, its strides edges_b between sequences and edges_h between
 kv heads, counted in tiles, and `second`, which is None if a column has one interval."""
