@@ -196,10 +196,10 @@ def _ranges(masters: FlatHandle, ordered: Sequence[Param], by_muon: int) -> list
 def _matrices(ordered: Sequence[Param], starts: dict[str, int]) -> Iterator[Matrix]:
     """The matrices that Muon updates, with their offsets in `grads`."""
     by_name = {p.name: p.matrices for p in ordered}
-    for name, at in starts.items():
+    for name, start in starts.items():
         for rows, columns in by_name.get(name, ()):  # a pad has no matrices
-            yield Matrix(at, rows, columns)
-            at += rows * columns
+            yield Matrix(start, rows, columns)
+            start += rows * columns
 
 
 def _inside(matrices: Matrices, start: int, stop: int) -> Matrices:
@@ -212,7 +212,7 @@ def _places(ordered: Sequence[Param], starts: dict[str, int]) -> Places:
     the params of a single process. Parameters that follow each other both in this range and in these params share a place."""
     alone = _flat_of("params", ordered, (), lambda p: p.master)
     places: list[Place] = []
-    for start, element in sorted((starts[p.name], at) for p, at in zip(ordered, alone.starts, strict=True)):
+    for start, element in sorted((starts[p.name], first) for p, first in zip(ordered, alone.starts, strict=True)):
         if not places or element - start != places[-1].element - places[-1].start:
             places.append(Place(start, element))
     return tuple(places)
@@ -403,7 +403,7 @@ class Optimizer:
         """Run the guard, clip, and update by Muon and AdamW; then update the average. `norm` must already be the norm of the
         gradients of all ranks."""
         adamw = self.adamw
-        by_adamw = [own for own in self.owned if own.v is not None]
+        by_adamw = [owned for owned in self.owned if owned.v is not None]
         guard(
             self.loss,
             MAX_SKIPPED,
@@ -432,7 +432,7 @@ class Optimizer:
                 rounded=None if self.rounded is None else rounded,
                 scratch=of("adamw", self.scratch),
             )
-        by_muon = [own for own in self.owned if own.matrices]
+        by_muon = [owned for owned in self.owned if owned.matrices]
         if by_muon and self.muon is not None:
             params, grads, m, _, _, rounded, _, matrices, _ = map(list, zip(*by_muon, strict=True))
             muon_step(
@@ -449,22 +449,22 @@ class Optimizer:
                 rounded=None if self.rounded is None else rounded,
                 scratch=of("muon", self.scratch),
             )
-        averages = [own.ema for own in self.owned if own.ema is not None]
+        averages = [owned.ema for owned in self.owned if owned.ema is not None]
         if averages:
-            masters = [own.params for own in self.owned]
+            masters = [owned.params for owned in self.owned]
             ema_step(masters, self.norm, self.adam_step, self.decay, ema=averages, scratch=of("ema", self.scratch))
 
     def begin_average(self) -> None:
         """ema = params. Called before the first update."""
-        for own in self.owned:
-            if own.ema is not None:
-                own.ema.copy_(own.params)
+        for owned in self.owned:
+            if owned.ema is not None:
+                owned.ema.copy_(owned.params)
 
     def swap_average(self) -> None:
         """Exchange params and ema, in the slices of this rank."""
-        for own in self.owned:
-            if own.ema is not None:
-                swap(own.params, own.ema)
+        for owned in self.owned:
+            if owned.ema is not None:
+                swap(owned.params, owned.ema)
 
     def set_seed(self, seed: int) -> None:
         """Set the seed of stochastic rounding."""

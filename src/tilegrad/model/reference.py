@@ -58,16 +58,16 @@ def low_rank(
     describe the adapters in the parameters."""
     parts = () if lora is None else adapter_parts(config, lora)
     adapter = next((each for each in parts if each.name == name), None)
-    wanted: dict[str, tuple[int, int]] = {}
+    shapes: dict[str, tuple[int, int]] = {}
     if adapter is not None and lora is not None:
-        wanted = {adapter.b_name(i, part): (width, lora.rank) for part, width in adapter.widths.items()}
-        wanted[adapter.a_name(i)] = (lora.rank * len(adapter.widths), adapter.inputs)
+        shapes = {adapter.b_name(i, part): (width, lora.rank) for part, width in adapter.widths.items()}
+        shapes[adapter.a_name(i)] = (lora.rank * len(adapter.widths), adapter.inputs)
     a = f"blocks.{i}.{name}.lora_a"
-    for key in {a, *wanted}:
-        want, has = wanted.get(key), tuple(p[key].shape) if key in p else None
-        if want != has:
+    for key in {a, *shapes}:
+        expected, shape = shapes.get(key), tuple(p[key].shape) if key in p else None
+        if expected != shape:
             raise ValueError(
-                f"lora: got {lora} with adapters in params that do not fit it ({key}: {has}, not {want}); accepted: the "
+                f"lora: got {lora} with adapters in params that do not fit it ({key}: {shape}, not {expected}); accepted: the "
                 "LoraConfig that they were trained with, or None without adapters"
             )
     if adapter is None or lora is None:

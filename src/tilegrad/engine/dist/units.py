@@ -232,7 +232,7 @@ def _run(call: Call) -> None:
 
 
 def _bound(actions: Mapping[int, Sequence[tuple[str, str]]], act: Callable[[str, str], None]) -> dict[int, list[Work]]:
-    return {i: [partial(act, *what) for what in todo] for i, todo in actions.items()}
+    return {i: [partial(act, *action) for action in todo] for i, todo in actions.items()}
 
 
 def gathered(units: Units, mesh: Mesh) -> dict[str, Tensor]:

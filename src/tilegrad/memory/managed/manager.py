@@ -331,9 +331,9 @@ class AttentionBufferManager:
     def scope(self, module_name: str) -> Iterator[None]:
         """In this context, allocations are counted under this name, in the innermost scope only. The name "" means no scope. A
         lightweight manager keeps no counts per scope."""
-        outer, here = self._open_scope(), Scope(module_name)
+        outer, opened = self._open_scope(), Scope(module_name)
         try:
-            self._scope.set((weakref.ref(here), outer) if here else None)
+            self._scope.set((weakref.ref(opened), outer) if opened else None)
             yield
         finally:
             self._scope.set(outer)
