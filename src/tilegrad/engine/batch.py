@@ -96,12 +96,12 @@ def _check_float8(spec: StepSpec) -> None:
         raise ValueError(f"head: got {spec.head!r}; accepted: {' or '.join(map(repr, get_args(HeadProducts)))}")
     c, form = spec.config, Form((16, 16), spec.dtype, spec.device)
     sizes = {"n_embd": c.n_embd}
-    of_linear = {
+    linear_sizes = {
         "ffn_dim": c.ffn,
         "n_head · head_size": c.n_head * c.head_dim,
         "n_kv_head · head_size": c.kv_heads * c.head_dim,
     }
-    for name, level, more in (("linear", spec.linear, of_linear), ("head", spec.head, {"vocab_size": c.vocab_size})):
+    for name, level, more in (("linear", spec.linear, linear_sizes), ("head", spec.head, {"vocab_size": c.vocab_size})):
         if level == "plain":
             continue
         bfloat16 = spec.dtype == torch.bfloat16

@@ -427,7 +427,7 @@ class Engine:
 
     @property
     def jumps(self) -> dict[str, int]:
-        """tensor in float8 → how often its largest magnitude has grown 100-fold from one step to the next; not 0.
+        """tensor in float8 → how often its largest magnitude has grown 100-fold from one step to the next, if ever.
 
         >>> engine.jumps
         {}

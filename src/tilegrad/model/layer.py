@@ -263,9 +263,9 @@ class Declare:
             self.params[name] = Param(name, value, None, value, init, accumulate, matrices, adds=self.accumulate)
         elif name not in self.params:
             acc, states = self.accumulation_dtype, self.states
-            own = states.masters != "none"
-            master = self.buffer(name, shape, acc if own else self.dtype, role="params")
-            copied = own and self.dtype != acc and self.device.type != "cpu"
+            has_master = states.masters != "none"
+            master = self.buffer(name, shape, acc if has_master else self.dtype, role="params")
+            copied = has_master and self.dtype != acc and self.device.type != "cpu"
             value = self.buffer(f"{name} (compute)", shape, self.dtype, role="params") if copied else master
             in_bfloat16 = states.gradients == "bfloat16"
             role: Role = "activations" if self.shares_gradients else "grads"
@@ -274,8 +274,8 @@ class Declare:
             scratch = (
                 self.scratch("keep", keep_gradient_workspace(Form(shape, acc, self.device))) if in_bfloat16 else {}
             )
-            own_grad = (total, self.accumulate, scratch)
-            self.params[name] = Param(name, value, grad, master, init, accumulate, matrices, *own_grad)
+            total_fields = (total, self.accumulate, scratch)
+            self.params[name] = Param(name, value, grad, master, init, accumulate, matrices, *total_fields)
         return self.params[name]
 
     def is_frozen(self, name: str) -> bool:

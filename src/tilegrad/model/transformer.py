@@ -162,17 +162,17 @@ class Head:
 
     def _gradients(self, n: Buffer, loss: dict[str, Buffer]) -> None:
         """dn and dw, and the loss if there is a buffer for it."""
-        given, scratch = (n, self.w.value, self.targets, self.inv_total), self.backward_scratch
+        inputs, scratch = (n, self.w.value, self.targets, self.inv_total), self.backward_scratch
         dw = "dwte" if self.kind == "embedding_mse" else "dw"
         out: dict[str, Any] = {**loss, "dx": n, dw: self.w.grad, "accumulate": self.w.accumulate}
         if self.fp8 is not None:
-            fp8_cross_entropy_step(*self.fp8.of(n), *given[2:], **out, softcap=self.terms.softcap, scratch=scratch)
+            fp8_cross_entropy_step(*self.fp8.of(n), *inputs[2:], **out, softcap=self.terms.softcap, scratch=scratch)
         elif self.kind == "cross_entropy":
             run = cross_entropy_step if loss else cross_entropy_bwd
-            run(*given, **out, invariant=self.invariant, terms=self.terms, scratch=scratch)
+            run(*inputs, **out, invariant=self.invariant, terms=self.terms, scratch=scratch)
         else:
             run_mse = embedding_mse_step if loss else embedding_mse_bwd
-            run_mse(*given, **out, scratch=scratch)
+            run_mse(*inputs, **out, scratch=scratch)
         self.w.keep()
 
 
