@@ -205,7 +205,7 @@ def test_diverged_weights_are_null_in_json(monkeypatch: pytest.MonkeyPatch, caps
 def test_a_long_evaluation_shows_its_progress(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(evaluation, "_SHOWN_S", -1.0)
+    monkeypatch.setattr(evaluation, "_PROGRESS_S", -1.0)
     capsys.readouterr()
     assert main(["evaluate", "run", "--json"]) == 0
     out, error = capsys.readouterr()

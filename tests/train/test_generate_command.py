@@ -137,7 +137,7 @@ def test_ctrl_c_keeps_the_sequences_that_are_complete(capsys: pytest.CaptureFixt
 def test_many_sequences_show_progress_and_verbose_shows_the_rate(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "_SHOWN_S", 0.0)
+    monkeypatch.setattr(command, "_PROGRESS_S", 0.0)
     assert main(["generate", "run", "a", "b", "--max-tokens", "3", "--verbose"]) == 0
     error = capsys.readouterr().err.splitlines()
     assert re.fullmatch(r"1 of 2 sequences, 3 tokens, [\d,.]+ tokens/s", error[0]) and error[1].startswith("2 of 2 seq")

@@ -1,5 +1,5 @@
 """Interleaved times of calls: in a round each call runs once, so that a change in the speed of the machine affects all calls,
-and the order rotates from round to round. Also the sustained time of steps back to back."""
+and the order rotates from round to round. `sustained` times steps back to back."""
 
 from __future__ import annotations
 
@@ -72,13 +72,13 @@ def interleaved(thunks: dict[str, Thunk], repeats: int, device: torch.device) ->
         for name in names[first:] + names[:first]:
             run = thunks[name]
             if on_device is not None:
-                took, host_ms[name] = on_device.ms(run, host_ms[name])
+                call_ms, host_ms[name] = on_device.ms(run, host_ms[name])
             else:
                 began = time.perf_counter()
                 run()
-                took = 1e3 * (time.perf_counter() - began)
+                call_ms = 1e3 * (time.perf_counter() - began)
             if round_ >= 0:
-                ms[name].append(took)
+                ms[name].append(call_ms)
     return ms
 
 

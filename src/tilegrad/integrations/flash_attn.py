@@ -150,7 +150,7 @@ def flash_attn_with_kvcache(
         at = torch.arange(batch, device=q.device)[:, None], columns[:, None] + torch.arange(k.shape[1], device=q.device)
         k_cache[at], v_cache[at] = k.to(k_cache.dtype), v.to(v_cache.dtype)
         columns = columns + k.shape[1]
-    zeros = torch.zeros_like(columns)  # unused columns of a cache become a sequence without rows
+    zeros = torch.zeros_like(columns)  # the unused columns of a cache become a packed sequence without rows
     ends_q, ends_k = (
         pad(torch.stack(lengths, 1).flatten().cumsum(0), (1, 0)).int()
         for lengths in ((zeros + rows, zeros), (columns, longest - columns))
@@ -193,13 +193,13 @@ def _int(name: str, x: SupportsIndex) -> int:
         raise TypeError(f"{name}: got {x!r}; accepted: an int, also of NumPy or torch") from None
 
 
-def _unpacked(name: str, packed: Tensor, form: str) -> tuple[Tensor, ...]:
-    """Views of q, k and v, or of k and v, in a tensor of this form."""
+def _unpacked(name: str, packed: Tensor, layout: str) -> tuple[Tensor, ...]:
+    """Views of q, k and v, or of k and v, in a tensor of this layout, such as "(B, T, 3, H, D)"."""
     _check_tensors(**{name: packed})
-    sizes = form.strip("()").split(", ")
+    sizes = layout.strip("()").split(", ")
     count = sizes[-3]
     fits = packed.ndim == len(sizes) and str(packed.shape[-3]) == count
-    require(fits, name, f"shape {tuple(packed.shape)}", form, show=str)
+    require(fits, name, f"shape {tuple(packed.shape)}", layout, show=str)
     return packed.unbind(-3)
 
 

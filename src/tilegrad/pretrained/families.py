@@ -1,6 +1,6 @@
 """Families of Hugging Face models (GPT-2, Llama, Mistral, Qwen2, Qwen3): names of tensors, and config.json ↔ ModelConfig.
 
-A table maps each tensor of tilegrad to the Hugging Face tensors that are stacked in it. The matrices of GPT-2 are transposed
+A table maps each tensor of tilegrad to the Hugging Face tensors that are stacked in it. GPT-2's matrices are transposed there
 (Conv1D). The type of each value in a config.json is checked, and null counts as missing.
 """
 
@@ -134,7 +134,7 @@ def _bool(c: Config, name: str, *, default: bool = False) -> bool:
 
 
 def _layers(c: Config, name: str) -> int:
-    """The number of layers, checked before any object is made for each of them."""
+    """The number of layers, checked before anything is made for each layer."""
     count = _int(c, name)
     if not 1 <= count <= LIMITS["n_layer"]:
         raise ValueError(f"{name}: got {shown(count)}; accepted: 1 … {LIMITS['n_layer']}")

@@ -39,7 +39,7 @@ from .folder import locate, own_data, upgraded
 from .ranks import Ranks
 from .sections import initial_run, run_from, settled
 
-_SHOWN_S = 5.0  # seconds between two progress events
+_PROGRESS_S = 5.0  # seconds between two progress events
 # Keys that only training uses. An evaluation has their defaults.
 _OF_TRAINING = ("gradient_accumulation", "stages", "masters", "gradients", "linear", "head")
 
@@ -49,7 +49,7 @@ class Evaluation:
     """The loss of a model on a text. `bytes` is None if the tokenizer does not know the bytes of its tokens, `perplexity` is
     None if the loss is not a cross-entropy, and `bits_per_byte` is None in both cases, or if there are no bytes."""
 
-    loss: float  # nats per token; mean squared error where model.loss is embedding_mse
+    loss: float  # nats per token; mean squared error if model.loss is embedding_mse
     perplexity: float | None
     bits_per_byte: float | None
     tokens: int  # targets
@@ -187,7 +187,7 @@ def _evaluate(scorer: Scorer, rows: Rows, batch_size: int, lengths: Tokens | Non
         count += n
         if lengths is not None:
             nbytes += int(lengths[targets[targets >= 0].numpy()].sum())
-        if time.monotonic() - last_shown > _SHOWN_S and count:
+        if time.monotonic() - last_shown > _PROGRESS_S and count:
             last_shown = time.monotonic()
             show("evaluate", {"batch": number, "batches": batches, "loss": total / count, "tokens": count})
     if not count:

@@ -146,8 +146,8 @@ def _open(start: Start, show: Show, ranks: Ranks) -> Run:
 
 
 def _prepare(start: Start, show: Show, mesh: Mesh, summary: Numbers) -> tuple[TokenFile, Tokenizer]:
-    """The tokens of a new run; rank 0 prepares them first. `summary` gets the counts. They are shown only after the run has
-    begun, because from then on a closed output ends the run with a save."""
+    """The tokens of a new run; rank 0 prepares them first. `summary` gets the counts of the data, which are shown only after
+    the run has begun, because from then on a closed output ends the run with a save."""
     config, data = start.config, start.config.data
     mesh.at("preparing data")
     tokens, tokenizer = mesh.first(lambda: prepare_data(config, start.folder / "data", kept_counts(show, summary)))
