@@ -88,7 +88,7 @@ def _lines(name: str) -> list[str]:
 
 def _read_stdin() -> str:
     try:
-        return sys.stdin.read().removesuffix("\n")
+        return sys.stdin.read().removeprefix("\ufeff").removesuffix("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"stdin: got bytes with {error.reason}; accepted: text in {error.encoding}") from error
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple, get_args
 
@@ -152,6 +152,11 @@ def check_decay(name: str, decay: float) -> None:
         )
 
 
+def check_seed(seed: object) -> None:
+    if not isinstance(seed, int) or isinstance(seed, bool) or not -(2**63) <= seed < 2**64:
+        raise ValueError(f"seed: got {shown(seed)}; accepted: an int, −2⁶³ … 2⁶⁴ − 1, as torch.Generator takes it")
+
+
 def check_invariant(spec: StepSpec) -> None:
     """Refuse invariant=True if a kernel of the forward cannot guarantee that a row of activations has the same bits in any
     batch, in training and in generation."""
@@ -211,6 +216,11 @@ def micro_batches(
     cu_seqlens: Tensor | Sequence[Tensor | None] | None = None,
 ) -> list[Batch]:
     """The micro-batches of a step. Tensors are one micro-batch; lists have one tensor for each micro-batch."""
+    given: dict[str, object] = {"tokens": tokens, "targets": targets}
+    for name, value in given.items():
+        if not isinstance(value, Tensor | Iterable):
+            got = None if value is None else type(value).__name__
+            raise ValueError(f"{name}: got {got}; accepted: a tensor of ints, (b, t), or a list of such tensors")
     all_tokens, all_targets = ([arg] if isinstance(arg, Tensor) else list(arg) for arg in (tokens, targets))
     n = len(all_tokens)
     if n != len(all_targets):

@@ -119,7 +119,8 @@ class Param:
     Without masters (States.masters), `master` is `value` in the compute dtype, on every device. With gradients in bfloat16,
     `grad` has the gradient of one micro-batch, which an op overwrites, and `keep` adds it to `total`, the sum of a step.
 
-    A frozen parameter has no gradient or moment: `grad` is None, and `master` is `value`, in the compute dtype on CUDA.
+    A frozen parameter has no gradient or moment: `grad` is None, and `master` is `value`, in the compute dtype on CUDA and
+    without masters.
 
     `matrices` are the (rows, columns) of the matrices in the weight of a linear layer, one after the other, which Muon updates.
     The weight of q, k and v together has three matrices. Other parameters have none.
@@ -258,7 +259,8 @@ class Declare:
         """The parameter `name`, with its gradient unless it is frozen. The first call with a name declares it."""
         accumulate = self.accumulate and self.states.gradients == "float32"
         if name not in self.params and self.is_frozen(name):
-            rounded = self.device.type != "cpu" or (self.cache is not None and not self.invariant)
+            lean = self.device.type != "cpu" or self.states.masters == "none"
+            rounded = lean or (self.cache is not None and not self.invariant)
             value = self.buffer(name, shape, self.dtype if rounded else self.accumulation_dtype, role="frozen")
             self.params[name] = Param(name, value, None, value, init, accumulate, matrices, adds=self.accumulate)
         elif name not in self.params:

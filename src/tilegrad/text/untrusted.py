@@ -76,8 +76,9 @@ def read_json(path: Path) -> object:
 
 
 def decoded(path: Path) -> str:
+    """The text of a file, without a byte order mark."""
     try:
-        return read_bytes(path).decode("utf-8")
+        return read_bytes(path).decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: is not UTF-8 at byte {error.start} ({error.reason})") from error
 

@@ -183,7 +183,7 @@ def _load_params(
     path: Path, shapes: Mapping[str, tuple[int, ...]], *, averaged: bool, mean_of: Sequence[Path]
 ) -> Checkpoint:
     """The parameters of these shapes: the trained ones from the checkpoint, the frozen ones from the run's own copy."""
-    frozen = load_own(path.parent.parent, read_state(path))
+    frozen = {name: _widened(x) for name, x in load_own(path.parent.parent, read_state(path)).items()}
     if not mean_of:
         loaded = _load_trained(path, shapes, frozen, averaged=averaged)
         return replace(loaded, tensors={name: (frozen | loaded.tensors)[name] for name in shapes})

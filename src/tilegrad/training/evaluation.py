@@ -33,13 +33,15 @@ from ..engine.spec import StepSpec
 from ..engine.state import averaged
 from ..pretrained.weights import is_weights
 from .checkpoint import read_state
-from .config import DTYPES, RunConfig, TrainConfig, Values, check_vocab_size
+from .config import DTYPES, OptimizerConfig, RunConfig, TrainConfig, Values, check_vocab_size
 from .dataset import Dataset, needs_documents, prepare_data
 from .folder import locate, own_data, upgraded
 from .ranks import Ranks
 from .sections import initial_run, run_from, settled
 
 _PROGRESS_S = 5.0  # seconds between two progress events
+# Keys that only training uses. An evaluation has their defaults.
+_OF_TRAINING = ("gradient_accumulation", "stages", "masters", "gradients", "linear", "head")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +105,9 @@ def evaluate_weights(
     check_device(device)
     own = config.train.seq_len
     automatic = {"dtype": "auto"} if is_weights(at) else {}
-    t = replace(config.train, **{"device": device, "linear": "plain", "head": "plain", **automatic, **settings})
-    config = replace(config, train=t)
+    trains = {name: getattr(TrainConfig(), name) for name in _OF_TRAINING}
+    t = replace(config.train, **{"device": device, **trains, **automatic, **settings})
+    config = replace(config, train=t, optimizer=OptimizerConfig())
     with TemporaryDirectory(prefix="tilegrad-evaluate-") as scratch:
         if files:
             config = _with_files(config, files)

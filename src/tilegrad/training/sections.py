@@ -280,7 +280,7 @@ def resumed(own: RunConfig, requested: Sections) -> RunConfig:
     own_values = own.plain()
     may_change = MAY_CHANGE | ({"train.init"} if own.lora is not None else set())  # the base weights may have moved
     for section, values in checked(requested, "resume").items():
-        for name, value in values.items():
+        for name, value in sorted(values.items(), key=lambda item: item[0] == "stages"):  # stages end at the new steps
             if name == "preset":
                 model = asdict(preset_run(value).model) | {"vocab_size": own.model.vocab_size} | values
                 if any(model[key] != own_values["model"][key] for key in own_values["model"] if key not in values):
@@ -293,7 +293,8 @@ def resumed(own: RunConfig, requested: Sections) -> RunConfig:
             own_section = getattr(own, section)
             if isinstance(value, Mapping | list | tuple) and own_section is not None:
                 # as in own_values: rope_scaling with its defaults, tuples as lists
-                changed = replace(own_section, **{name: value})
+                before = changes["train"] if name == "stages" else {}
+                changed = replace(own_section, **before, **{name: value})
                 value = replace(own, **{section: changed}).plain()[section][name]
             own_value = own_values.get(section, {}).get(name)
             if value == own_value or (name, value) in _AUTOMATIC:
@@ -305,7 +306,7 @@ def resumed(own: RunConfig, requested: Sections) -> RunConfig:
                     f"{_REMEDIES.get(name, '')}"
                 )
             changes[section][name] = value
+            if name == "steps":
+                changes[section].setdefault("epochs", None)
     train, optimizer = changes["train"], changes["optimizer"]
-    if "steps" in train and "epochs" not in train:
-        train["epochs"] = None
     return replace(own, train=replace(own.train, **train), optimizer=replace(own.optimizer, **optimizer))
