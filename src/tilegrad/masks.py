@@ -287,7 +287,10 @@ def _integers(name: str, x: Integers, device: torch.device | str | None) -> Tens
         # None, a str, lists of different lengths, an int of more than 64 bits
         raise TypeError(f"{name}: got {x!r}; accepted: {kinds}") from None
     require(given.dtype in (torch.int32, torch.int64), name, given.dtype, kinds, TypeError)
-    numbers = given.to(device)
+    try:
+        numbers = given.to(device)
+    except RuntimeError as error:
+        raise ValueError(f"device: got {device!r}; accepted: a device that torch has here ({error})") from None
     accepted = "(N,), or (B, N) for each sequence of a batch, N ≥ 1"
     fits = numbers.ndim in (1, 2) and numbers.numel()
     require(fits, name, f"shape {tuple(numbers.shape)}", accepted, show=str)

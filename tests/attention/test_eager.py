@@ -292,6 +292,10 @@ def test_the_checks_name_a_bad_option_of_a_known_call() -> None:
     for change in ({"kernel": "none"}, {"kernel": ["native"]}, {"kernel": 3}):
         with pytest.raises((TypeError, ValueError), match=r"kernel|unhashable"):
             attention(q, k, v, **change)
+    for i, name in enumerate("qkv"):
+        for tensors in ((q, k, v), leaves()):
+            with pytest.raises(TypeError, match=f"{name}: got NoneType; accepted: a tensor"):
+                attention(*tensors[:i], None, *tensors[i + 1 : 3])
     with pytest.raises(TypeError, match="q: got int"):
         attention(3, k, v)
     with pytest.raises(ValueError, match="v: got shape"):

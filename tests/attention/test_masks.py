@@ -189,6 +189,7 @@ BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: masks.documents("04"), TypeError, "cu_seqlens: got '04'; accepted: integers"),  # type: ignore[arg-type]
     (lambda: masks.documents([[0, 4], [0, 2, 4]]), TypeError, r"cu_seqlens: got \[\[0, 4\], .*lists of ints with one length"),
     (lambda: masks.documents([0, 2**70]), TypeError, f"cu_seqlens: got .*{2**70}.*; accepted: integers"),
+    (lambda: masks.documents([0, 4], device="nowhere"), ValueError, "device: got 'nowhere'; accepted: a device that torch has"),
     (lambda: masks.documents([0, 4], causal=1), TypeError, "causal: got 1; accepted: True or False"),  # type: ignore[arg-type]
     (lambda: masks.documents(torch.tensor([[[0, 4]]])), ValueError, r"cu_seqlens: got shape \(1, 1, 2\)"),
     (lambda: masks.documents([0]), ValueError, r"cu_seqlens: got \[\[0\]\]; accepted: numbers that start at 0"),

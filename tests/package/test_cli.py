@@ -730,6 +730,7 @@ def test_plan_of_generation_has_the_bytes_of_the_decoder(capsys: pytest.CaptureF
         assert cache == 4 * 2 * 3 * 128 * capacity * 4  # layers, k and v, sequences, channels, tokens, bytes
     for more, words in (
         (["--generate", "--max-tokens", "0"], "max-tokens: got 0; accepted: an int ≥ 1"),
+        (["--generate", "--prompt-tokens", "9"], "prompt-tokens: got 9; accepted: --prompt-tokens with --max-tokens"),
         (["--generate", "--world-size", "2"], "world-size: got 2 with --generate; accepted: 1"),
         (["--generate", "--memory-budget", "1000000"], "memory-budget: got 1000000 with --generate; accepted: None"),
         (["--max-tokens", "5"], "max-tokens: got 5 without --generate; give both"),

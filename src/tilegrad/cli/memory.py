@@ -128,6 +128,9 @@ def _plan_decoder(args: argparse.Namespace, run: RunConfig, name: str, page: Pat
     for flag, value in (("max-tokens", args.max_tokens), ("prompt-tokens", args.prompt_tokens)):
         if value is not None and value < 1:
             raise ValueError(f"{flag}: got {value}; accepted: an int ≥ 1")
+    if args.prompt_tokens is not None and args.max_tokens is None:
+        remedy = f"--prompt-tokens with --max-tokens, because without it the plan has block_size ({size}) tokens"
+        raise ValueError(f"prompt-tokens: got {args.prompt_tokens}; accepted: {remedy}")
     prompt = args.prompt_tokens or 1
     # The decoder does not read the last new token.
     capacity = size if args.max_tokens is None else min(size, prompt + args.max_tokens - 1)

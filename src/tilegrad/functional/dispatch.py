@@ -45,7 +45,7 @@ def attend(
         if found is not None:
             return found  # type: ignore[no-any-return]
     seed = mask.seed
-    if mask.dropout_p or seed is not None:
+    if mask.dropout_p or seed is not None or q is None or k is None or v is None:
         check_options(q, k, v, mask)
         seed = seed_tensor(mask, q.device)
     if deterministic is None:
