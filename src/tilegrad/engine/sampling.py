@@ -58,11 +58,6 @@ class Sampling:
         """Whether sampling reads which tokens a sequence contains."""
         return self.repetition_penalty != 1.0
 
-    @property
-    def seed_word(self) -> int:
-        """The seed as an int64 with the same bits: seeds from 2⁶³ on become negative."""
-        return self.seed - (1 << 64) if self.seed >= 1 << 63 else self.seed
-
 
 def _float32(x: float) -> float:
     return float(np.float32(min(max(x, _TINY), _LARGEST)))
