@@ -25,7 +25,7 @@ from torch import Tensor
 from ..model.config import ModelConfig
 from ..model.lora import GROUPS, LoraConfig, adapter_parts
 from ..text.atomic import save_tensors
-from ..text.untrusted import file_in, open_tensors, read_json, shown
+from ..text.untrusted import file_in, naming, open_tensors, read_json, shown
 from .families import FAMILIES, heights
 from .weights import STORED_DTYPES, Weights, new_folder
 
@@ -150,10 +150,8 @@ def open_adapter(folder: Path, base: Weights) -> AdapterFile:
     content = read_json(path)
     if not isinstance(content, dict):
         raise ValueError(f"{path}: got {shown(content)}; accepted: an object")
-    try:
+    with naming(path):
         rank, alpha, dropout = _settings(content)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
     if not (folder / TENSORS).exists() and (folder / "adapter_model.bin").exists():
         raise FileNotFoundError(
             f"{folder / TENSORS}: no such file (adapter_model.bin is a pickle, which is never read: save_pretrained of a "
@@ -163,10 +161,8 @@ def open_adapter(folder: Path, base: Weights) -> AdapterFile:
     with open_tensors(file) as opened:
         names = {*opened.keys()}
     layers = _layers(file, names, base)
-    try:
+    with naming(path):
         lora = LoraConfig(rank, alpha, layers, dropout)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
     return AdapterFile(file, base.kind, base.config, lora)
 
 

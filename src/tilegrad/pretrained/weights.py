@@ -28,7 +28,7 @@ from ..memory.page import human
 from ..model.config import ModelConfig
 from ..model.transformer import parameters
 from ..text.atomic import check_new, named, save_tensors
-from ..text.untrusted import file_in, open_tensors, read_json, shown
+from ..text.untrusted import file_in, naming, open_tensors, read_json, shown
 from .cache import cached_model, how_to_download
 from .families import FAMILIES, Config, config_json, config_of, theirs
 
@@ -205,10 +205,8 @@ def _read_config(folder: Path) -> tuple[Config, ModelConfig]:
     content = read_json(path)
     if not isinstance(content, dict):
         raise ValueError(f"{path}: got {shown(content)}; accepted: an object")
-    try:
+    with naming(path):
         return content, config_of(content)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
 
 
 def _files(folder: Path, one: Path | None) -> dict[str, Path]:

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -146,6 +147,15 @@ def open_tensors(path: Path) -> safe_open:
         return safe_open(regular_file(path), framework="pt")
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path}: is not a safetensors file, or is damaged: {error}") from error
+
+
+@contextmanager
+def naming(where: object) -> Iterator[None]:
+    """In this context, a ValueError begins with `where`, such as a file."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
 
 
 def shown_keys(record: Mapping[str, object]) -> str:

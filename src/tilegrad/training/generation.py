@@ -33,7 +33,7 @@ from ..engine.spec import StepSpec
 from ..model.config import ModelConfig
 from ..model.lora import LoraConfig
 from ..text.spelling import dtype_name
-from ..text.untrusted import shown
+from ..text.untrusted import naming, shown
 from .config import DTYPES
 from .generated import Finish, Generated, Piece
 
@@ -392,10 +392,8 @@ def _listed(prompts: Prompts, name: str) -> list[str | tuple[int, ...]]:
 def check_text(name: str, text: str) -> None:
     """Refuse text that no tokenizer reads. Python gives a byte of an argument or of stdin that is not UTF-8 as half of a
     surrogate pair."""
-    try:
+    with naming(name):
         check_surrogates(text, shown(text))
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
 
 
 def _encoded(model: TrainedModel, prompt: str | tuple[int, ...], name: str) -> list[int]:
