@@ -69,8 +69,7 @@ def linear_cross_entropy(
     in_one_pass = reduction != "none" and dtype != torch.float16 and torch.is_grad_enabled() and not transformed
     wanted = [in_one_pass and y is not None and y.requires_grad for y in (x, w, bias)]
     terms = (float(softcap or 0.0), float(label_smoothing), float(z_loss))
-    call = ops.fwd_transformed if transformed else torch.ops.tilegrad.linear_cross_entropy_fwd
-    loss: Tensor = call(
+    loss: Tensor = ops.forward(
         x.reshape(-1, x.shape[-1]), w, targets.reshape(-1), bias, *terms, reduction, ignore_index, dtype, wanted
     )[0]
     return loss.reshape(targets.shape) if reduction == "none" else loss

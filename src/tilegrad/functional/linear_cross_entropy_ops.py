@@ -180,9 +180,7 @@ def _gradient(ctx: Any, g: Tensor | None, *_: Tensor | None) -> tuple[Tensor | N
     if g is None:
         return None, None, None, None, *none
     wanted = [need_x, need_w, need_bias]
-    transformed = torch._C._are_functorch_transforms_active()
-    call = bwd_transformed if transformed else torch.ops.tilegrad.linear_cross_entropy_bwd
-    gradients = call(g, *ctx.saved_tensors, *ctx.options, wanted)
+    gradients = backward(g, *ctx.saved_tensors, *ctx.options, wanted)
     dx, dw, dbias = (y if want else None for y, want in zip(gradients, wanted, strict=True))
     return dx, dw, None, dbias, *none
 
@@ -191,7 +189,7 @@ def _vmap(op: Any) -> Any:
     return batching_rule(op, 0, lambda _in_dims, _arguments: False)
 
 
-fwd_transformed, bwd_transformed = register(
+forward, backward = register(
     _library,
     "linear_cross_entropy",
     "tilegrad.linear_cross_entropy",
