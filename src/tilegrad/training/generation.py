@@ -284,13 +284,14 @@ class Generation:
         if not self.prompts:
             return
         model, settings = self.model, self.sampling
-        decoder = open_decoder(
-            model,
+        decoder = Decoder(
+            model.config,
+            model.params,
             self.batch_size,
             self.capacity,
-            settings,
             device=self.device,
             dtype=self.dtype,
+            penalties=settings.has_penalty,
             invariant=self.invariant,
         )
         requests = (
@@ -335,28 +336,6 @@ def place(
     if dtype_name(dtype) not in DTYPES:
         raise ValueError(f"dtype: got {dtype!r}; accepted: {', '.join(DTYPES)}")
     return at, DTYPES[dtype_name(dtype)]
-
-
-def open_decoder(
-    model: TrainedModel,
-    batch_size: int,
-    capacity: int,
-    settings: Sampling,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    invariant: bool,
-) -> Decoder:
-    return Decoder(
-        model.config,
-        model.params,
-        batch_size,
-        capacity,
-        device=device,
-        dtype=dtype,
-        invariant=invariant,
-        penalties=settings.has_penalty,
-    )
 
 
 def _check_count(name: str, value: int) -> None:
