@@ -30,6 +30,7 @@ from ..kernels.attention.api import attention_bwd, attention_fwd, attention_work
 from ..kernels.attention.checks import MAX_HEAD_DIM
 from ..kernels.attention.mask import Mask, attends, distance
 from ..kernels.attention.problem import lse_dtype
+from ..kernels.checks import check_tensor
 from ..kernels.linear import linear_bwd, linear_fwd, linear_workspace
 from ..memory.types import BufferStateError
 from ..text.atomic import check_replaceable, save_tensors, whole_file
@@ -287,10 +288,7 @@ class SharedAttention:
             raise BufferStateError(f"{self.name}: {call} without an output; call forward(x) first")
 
     def _check(self, name: str, x: Tensor) -> None:
-        shape = (self.batch_size, self.seq_len, self.d_model)
-        if tuple(x.shape) != shape or x.dtype != self.dtype or x.device != self.device:
-            got = f"{x.dtype} {tuple(x.shape)} on {x.device}"
-            raise ValueError(f"{name}: got {got}; accepted: {self.dtype} {shape} on {self.device}")
+        check_tensor(name, x, (self.batch_size, self.seq_len, self.d_model), self.dtype, self.device)
 
     def _new(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         return torch.zeros(shape, dtype=dtype or self.dtype, device=self.device)
