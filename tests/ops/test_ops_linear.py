@@ -26,12 +26,13 @@ from tilegrad.kernels.linear import (
     linear_bwd_input,
     linear_fwd,
     linear_workspace,
-    per_head_linear_bwd,
     per_head_linear_bwd_input,
+    per_head_linear_bwd_weight,
     per_head_linear_fwd,
     tiled,
 )
 from tilegrad.kernels.norm import rmsnorm_fwd
+from tilegrad.kernels.scratch import Scratch
 
 
 @pytest.fixture(autouse=True, params=["native", "torch"])
@@ -55,6 +56,15 @@ def dense(x: Tensor, w: Tensor, b: Tensor | None) -> dict[str, Tensor]:
 def per_head(x: Tensor, w: Tensor, b: Tensor | None) -> dict[str, Tensor]:
     y = torch.einsum("nhi,hoi->nho", x.view(-1, *w.shape[:2]), w)
     return {"y": (y if b is None else y + b).flatten(1)}
+
+
+def per_head_linear_bwd(
+    dy: Tensor, x: Tensor, w: Tensor, *, dx: Tensor | None = None, scratch: Scratch, **grads: Any
+) -> None:
+    """`linear_bwd` of each head."""
+    per_head_linear_bwd_weight(dy, x, w, **grads, scratch=scratch)
+    if dx is not None:
+        per_head_linear_bwd_input(dy, w, dx=dx, accumulate=False, scratch=scratch)
 
 
 def run(inputs: Mapping[str, Tensor | None], dy: Tensor, *, heads: bool = False) -> dict[str, Tensor]:

@@ -144,11 +144,9 @@ def calls_outside_models(dtype: torch.dtype) -> None:
         scratch = poisoned(keep_gradient_workspace(grad))
         keep_gradient(grad, total=grad.bfloat16(), accumulate=accumulate, scratch=scratch)
     add_fwd(x, x, y=y)
-    w, heads = randn(h * d, h * d, dtype=dtype), randn(h, d, d, dtype=dtype)
+    w = randn(h * d, h * d, dtype=dtype)
     scratch = poisoned(linear.linear_workspace(x, w, backward=True))
     linear.linear_bwd(x, x, w, dx=y, dw=torch.zeros(w.shape, dtype=acc(dtype)), scratch=scratch)
-    scratch = poisoned(linear.linear_workspace(x, heads, backward=True))
-    linear.per_head_linear_bwd(x, x, heads, dx=y, dw=torch.zeros(heads.shape, dtype=acc(dtype)), scratch=scratch)
     u, thin = randn(n * t, 4, dtype=dtype), [randn(h * d, 4, dtype=dtype)]
     scratch = poisoned(low_rank_workspace(x, w[:4], thin, backward=False))
     low_rank_add_fwd(u, thin, (Part(0, 0, 0),), ys=[y], scratch=scratch)

@@ -258,18 +258,6 @@ def per_head_linear_fwd(
         linear_fwd(x[:, own], w[h], None if b is None else b[h], y=y[:, own], invariant=invariant, **where)
 
 
-@op(accumulates=("dw", "db"))
-def per_head_linear_bwd(
-    dy: Tensor, x: Tensor, w: Tensor, *,
-    dx: Tensor | None = None, dw: Tensor | None = None, db: Tensor | None = None, accumulate: bool = True,
-    **where: Unpack[Where],
-) -> None:  # fmt: skip
-    """`linear_bwd` of each head: dx is overwritten, dw (H, D, D) and db (H, D) are accumulated unless accumulate is False."""
-    per_head_linear_bwd_weight(dy, x, w, dw=dw, db=db, accumulate=accumulate, **where)
-    if dx is not None:
-        per_head_linear_bwd_input(dy, w, dx=dx, accumulate=False, **where)
-
-
 @op(accumulates=("dx",))
 def per_head_linear_bwd_input(dy: Tensor, w: Tensor, *, dx: Tensor, accumulate: bool, **where: Unpack[Where]) -> None:
     """`linear_bwd_input` of each head."""
