@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import gpu
+from ..kernels.checks import is_count, is_number
 from ..kernels.cpu.library import library
 from ..kernels.cpu.rows import DTYPES
 from ..kernels.fp8_linear import EVEN, FP8_LINEAR, Problem
@@ -20,7 +21,7 @@ from ..kernels.norm import NORM
 from ..kernels.scratch import Form
 from ..kernels.table import Problem as NormProblem
 from ..model.config import LIMITS as MODEL_LIMITS
-from ..model.config import ModelConfig, is_count
+from ..model.config import ModelConfig
 from ..model.layer import HeadProducts, Linear, States
 from ..model.lora import LoraConfig
 from ..text.spelling import dtype_name
@@ -146,7 +147,7 @@ def check_states(
 
 
 def check_decay(name: str, decay: float) -> None:
-    if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0.0 <= decay < 1.0:
+    if not is_number(decay) or not 0.0 <= decay < 1.0:
         raise ValueError(
             f"{name}: got {shown(decay)}; accepted: 0 (no average of the weights), or a decay below 1, such as 0.999"
         )

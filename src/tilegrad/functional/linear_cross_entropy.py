@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.attention.checks import DTYPES, TENSOR, require
+from ..kernels.checks import is_number
 from .differentiable import has_tangent, raise_forward_mode
 
 Reduction = Literal["mean", "sum", "none"]
@@ -108,9 +109,6 @@ def _check_tensors(x: Tensor, w: Tensor, targets: Tensor, bias: Tensor | None) -
 def _check_options(
     softcap: float | None, label_smoothing: float, z_loss: float, reduction: str, ignore_index: int
 ) -> None:
-    def is_number(value: object) -> bool:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-
     capped = softcap is None or is_number(softcap) and 0.0 < softcap < float("inf")
     require(capped, "softcap", softcap, "None, or a number > 0")
     smooth = is_number(label_smoothing) and 0.0 <= label_smoothing <= 1.0

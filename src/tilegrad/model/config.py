@@ -7,6 +7,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any, Literal, get_args
 
 from ..kernels.attention.checks import MAX_HEAD_DIM
+from ..kernels.checks import is_count, is_number
 from ..kernels.rope.frequencies import RopeScaling
 from ..text.spelling import did_you_mean
 
@@ -147,10 +148,10 @@ class ModelConfig:
             ("embedding_scale", 1e-3, 1e6),
         ):
             value = getattr(self, name)
-            if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value < high:
+            if not is_number(value) or not low <= value < high:
                 refuse(name, f"a number, {low:g} ≤ {name} < {high:g}")
         cap = self.logit_softcap
-        if cap is not None and (not isinstance(cap, int | float) or isinstance(cap, bool) or not 1e-3 <= cap <= 1e6):
+        if cap is not None and not (is_number(cap) and 1e-3 <= cap <= 1e6):
             refuse("logit_softcap", "None, or a number, 0.001 ≤ logit_softcap ≤ 1e+06")
         if self.head_size is None and (self.n_embd % self.n_head or self.head_dim > MAX_HEAD_DIM):
             refuse("n_head", f"a divisor of n_embd ({self.n_embd}) with n_embd / n_head ≤ {MAX_HEAD_DIM}")
@@ -204,10 +205,6 @@ def _scaling(values: Mapping[str, Any]) -> RopeScaling:
         got = f"the key {unknown[0]!r}" if unknown else "no kind or no factor"
         raise ValueError(f"rope_scaling: got {got}; accepted: {', '.join(names)}; kind and factor are required")
     return RopeScaling(**values)
-
-
-def is_count(value: object, most: int, least: int = 1) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 PRESETS: dict[str, ModelConfig] = {

@@ -16,13 +16,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from ..kernels.checks import is_count, is_number
 from ..kernels.dropout import dropout_bwd, dropout_fwd, dropout_workspace
 from ..kernels.linear import linear_bwd_input, linear_fwd
 from ..kernels.low_rank import Part, join_fwd, joins, low_rank_bwd, low_rank_bwd_a, low_rank_workspace
 from ..kernels.residual import add_fwd
 from ..kernels.scratch import Scratch
 from ..text.spelling import did_you_mean
-from .config import LIMITS, ModelConfig, is_count
+from .config import LIMITS, ModelConfig
 from .layer import Buffer, Constant, Declare, Param, Uniform
 
 # The inputs of the linear layers of a block, in the order of its forward.
@@ -62,7 +63,7 @@ class LoraConfig:
             refuse("rank", f"an int ≥ 1, at most {LIMITS['n_embd']:,}")
         for name in ("alpha", "dropout"):
             value = getattr(self, name)
-            if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= sys.float_info.max:
+            if not is_number(value) or not abs(value) <= sys.float_info.max:
                 refuse(name, "a finite number")
         if self.alpha <= 0:
             refuse("alpha", "a number > 0")

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels.checks import is_count, is_number
 from ..model.config import ModelConfig
 from ..model.lora import GROUPS, LoraConfig, adapter_parts
 from ..text.atomic import save_tensors
@@ -179,11 +180,11 @@ def _settings(content: Mapping[str, object]) -> tuple[int, float, float]:
     if content.get("peft_type") != "LORA":
         raise ValueError(f"peft_type: got {shown(content.get('peft_type'))}; accepted: 'LORA'")
     rank, alpha, dropout = content.get("r"), content.get("lora_alpha"), content.get("lora_dropout", 0.0)
-    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+    if not is_count(rank):
         raise ValueError(f"r: got {shown(rank)}; accepted: an int ≥ 1")
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
+    if not is_number(alpha) or not 0 < alpha < math.inf:
         raise ValueError(f"lora_alpha: got {shown(alpha)}; accepted: a number > 0")
-    if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+    if not is_number(dropout) or not 0 <= dropout < 1:
         raise ValueError(f"lora_dropout: got {shown(dropout)}; accepted: a number, 0 ≤ lora_dropout < 1")
     stabilised = content.get("use_rslora", False)
     if not isinstance(stabilised, bool):

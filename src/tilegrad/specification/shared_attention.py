@@ -30,7 +30,7 @@ from ..kernels.attention.api import attention_bwd, attention_fwd, attention_work
 from ..kernels.attention.checks import MAX_HEAD_DIM
 from ..kernels.attention.mask import Mask, attends, distance
 from ..kernels.attention.problem import lse_dtype
-from ..kernels.checks import check_tensor
+from ..kernels.checks import check_tensor, is_count
 from ..kernels.linear import linear_bwd, linear_fwd, linear_workspace
 from ..memory.types import BufferStateError
 from ..text.atomic import check_replaceable, save_tensors, whole_file
@@ -308,7 +308,7 @@ def _check_arguments(
     seq_len: int, d_model: int, batch_size: int, n_head: int, dtype: torch.dtype, predecessor: object
 ) -> None:
     for name, value in (("seq_len", seq_len), ("d_model", d_model), ("batch_size", batch_size), ("n_head", n_head)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if not is_count(value):
             raise ValueError(f"{name}: got {value!r}; accepted: an int ≥ 1")
     if d_model % n_head or d_model // n_head > MAX_HEAD_DIM:
         raise ValueError(

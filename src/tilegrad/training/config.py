@@ -16,9 +16,10 @@ from ..data.packing import TooLong
 from ..data.prepare import TrainOn
 from ..engine.batch import LIMITS as BATCH_LIMITS
 from ..engine.batch import check_decay, check_states
+from ..kernels.checks import is_count, is_number
 from ..kernels.muon import MuonConfig, Orthogonalization, Scale
 from ..model.config import LIMITS as MODEL_LIMITS
-from ..model.config import PRESETS, ModelConfig, is_count
+from ..model.config import PRESETS, ModelConfig
 from ..model.layer import Declare, HeadProducts, Kept, Linear, Masters, States
 from ..model.lora import LoraConfig, adapter_parts
 from ..model.transformer import check_frozen, declare
@@ -116,7 +117,7 @@ class TrainConfig:
             raise ValueError(f"patience: got {got}; accepted: 0, or eval_interval and eval_batches ≥ 1")
         for name in ("learning_rate", "min_learning_rate", "weight_decay", "max_norm"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            if not is_number(value) or not 0 <= value < math.inf:
                 raise ValueError(f"{name}: got {shown(value)}; accepted: a finite number ≥ 0")
         budget = self.memory_budget
         if budget is not None and not is_count(budget, 1 << 63):
@@ -197,9 +198,7 @@ class OptimizerConfig:
             accepted = " or ".join(map(repr, get_args(Optimizer)))
             raise ValueError(f"optimizer.name: got {shown(self.name)}; accepted: {accepted}")
         rate = self.matrix_learning_rate
-        if rate is not None and (
-            isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < math.inf
-        ):
+        if rate is not None and not (is_number(rate) and 0 <= rate < math.inf):
             raise ValueError(
                 f"optimizer.matrix_learning_rate: got {shown(rate)}; accepted: None, or a finite number ≥ 0"
             )
@@ -266,7 +265,7 @@ class DataConfig:
                 f"bpe_vocab_size: got {shown(self.bpe_vocab_size)}; accepted: an int from 256 (one for each byte) to {most:,}"
             )
         fraction = self.validation_fraction
-        if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 <= fraction < 1:
+        if not is_number(fraction) or not 0 <= fraction < 1:
             raise ValueError(f"validation_fraction: got {fraction!r}; accepted: at least 0 and less than 1")
         if self.validation not in ("windows", "end"):
             raise ValueError(f"validation: got {self.validation!r}; accepted: 'windows' or 'end'")

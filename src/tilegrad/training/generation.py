@@ -30,6 +30,7 @@ from ..engine.decoder import Decoder, Drawn, Prompt
 from ..engine.machine import check_device
 from ..engine.sampling import Sampling
 from ..engine.spec import StepSpec
+from ..kernels.checks import is_count
 from ..model.config import ModelConfig
 from ..model.lora import LoraConfig
 from ..text.spelling import dtype_name
@@ -339,7 +340,7 @@ def place(
 
 
 def _check_count(name: str, value: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not is_count(value):
         raise ValueError(f"{name}: got {value!r}; accepted: an int ≥ 1")
 
 
