@@ -79,7 +79,7 @@ def _is_tensor(x: object) -> bool:
     return hasattr(x, "shape") and isinstance(getattr(x, "dtype", None), torch.dtype) and hasattr(x, "device")
 
 
-def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+def broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
     return len(shape) <= len(to) and all(a in (1, b) for a, b in zip(shape[::-1], to[::-1], strict=False))
 
 
@@ -178,7 +178,7 @@ def _check_mask(q: Any, k: Any, v: Any, mask: Mask) -> None:
         require(bias.dtype in kinds, "bias", bias.dtype, "bool (a mask), float32 or q's dtype", TypeError)
         scores = (batch, hq, sizes.tq, sizes.tk)
         got = f"{_shape(bias)}, and (B, Hq, Tq, Tk) is {scores}"
-        fits = _broadcasts(tuple(bias.shape), scores)
+        fits = broadcasts(tuple(bias.shape), scores)
         require(fits, "bias", got, "a shape that broadcasts to (B, Hq, Tq, Tk)", show=str)
     for name, x in (("alibi_slopes", slopes), ("sinks", sinks)):
         if x is not None:
