@@ -25,7 +25,7 @@ from ..model.config import ModelConfig
 from ..model.layer import HeadProducts, Linear, States
 from ..model.lora import LoraConfig
 from ..text.spelling import dtype_name
-from ..text.untrusted import shown
+from ..text.untrusted import check_choice, refuse, shown
 from .spec import StepSpec
 
 
@@ -64,28 +64,25 @@ def check_spec(spec: StepSpec) -> None:
     """Refuse a spec that no engine supports. parallel/check.py has the checks for several ranks."""
     check_sizes(spec.config, spec.dtype, batch_size=spec.batch_size, seq_len=spec.seq_len)
     _check_documents(spec)
-    if spec.linear not in get_args(Linear):
-        raise ValueError(f"linear: got {spec.linear!r}; accepted: {', '.join(map(repr, get_args(Linear)))}")
+    check_choice(spec, "linear", get_args(Linear))
     check_invariant(spec)
     patterns: object = spec.freeze
     if not isinstance(patterns, tuple) or not all(isinstance(pattern, str) for pattern in patterns):
-        raise ValueError(
-            f"freeze: got {shown(patterns)}; accepted: a sequence of patterns, such as ('wte.*', '*.bias')"
-        )
+        refuse(spec, "freeze", "a sequence of patterns, such as ('wte.*', '*.bias')")
     windows: object = spec.windows
     if not isinstance(windows, tuple) or not all(
         window is None or is_count(window, MODEL_LIMITS["window"]) for window in windows
     ):
-        raise ValueError(f"windows: got {shown(windows)}; accepted: a sequence of ints ≥ 1, or None for no window")
+        refuse(spec, "windows", "a sequence of ints ≥ 1, or None for no window")
     for name, config, kind in (("lora", spec.lora, LoraConfig), ("muon", spec.muon, MuonConfig)):
         if config is not None and not isinstance(config, kind):
-            raise ValueError(f"{name}: got {shown(config)}; accepted: None or a {kind.__name__}")
+            refuse(spec, name, f"None or a {kind.__name__}")
     if spec.muon is not None and spec.lora is not None:
         raise ValueError(
             "muon: got a MuonConfig with lora, but Muon does not update adapters; accepted: None with lora"
         )
     if not isinstance(spec.accumulate, bool):
-        raise ValueError(f"accumulate: got {shown(spec.accumulate)}; accepted: True or False")
+        refuse(spec, "accumulate", "True or False")
     check_decay("ema", spec.ema)
     check_states(spec.states, spec.dtype, muon=spec.muon, lora=spec.lora, ema=spec.ema)
     _check_float8(spec)
@@ -93,8 +90,7 @@ def check_spec(spec: StepSpec) -> None:
 
 def _check_float8(spec: StepSpec) -> None:
     """Refuse float8 on devices, models and sizes that cannot use it."""
-    if spec.head not in get_args(HeadProducts):
-        raise ValueError(f"head: got {spec.head!r}; accepted: {' or '.join(map(repr, get_args(HeadProducts)))}")
+    check_choice(spec, "head", get_args(HeadProducts), " or ")
     c, form = spec.config, Form((16, 16), spec.dtype, spec.device)
     sizes = {"n_embd": c.n_embd}
     of_linear = {
@@ -157,7 +153,7 @@ def check_invariant(spec: StepSpec) -> None:
     """Refuse invariant=True if a kernel of the forward cannot guarantee that a row of activations has the same bits in any
     batch, in training and in generation."""
     if not isinstance(spec.invariant, bool):
-        raise ValueError(f"invariant: got {shown(spec.invariant)}; accepted: True or False")
+        refuse(spec, "invariant", "True or False")
     if not spec.invariant:
         return
     reason = None
@@ -185,10 +181,7 @@ def check_invariant(spec: StepSpec) -> None:
 def _check_documents(spec: StepSpec) -> None:
     """Refuse more `documents` in a row than the row has tokens, and packed rows that the attention kernels do not support."""
     if not is_count(spec.documents, spec.seq_len, least=0):
-        raise ValueError(
-            f"documents: got {shown(spec.documents)}; accepted: 0 (a row is one sequence), or an int from 1 to seq_len, "
-            f"{spec.seq_len}"
-        )
+        refuse(spec, "documents", f"0 (a row is one sequence), or an int from 1 to seq_len, {spec.seq_len}")
     if not spec.documents:
         return
     if spec.context != 1:

@@ -23,6 +23,7 @@ from ..kernels.low_rank import Part, join_fwd, joins, low_rank_bwd, low_rank_bwd
 from ..kernels.residual import add_fwd
 from ..kernels.scratch import Scratch
 from ..text.spelling import did_you_mean
+from ..text.untrusted import refuse
 from .config import LIMITS, ModelConfig
 from .layer import Buffer, Constant, Declare, Param, Uniform
 
@@ -56,19 +57,16 @@ class LoraConfig:
         return self.alpha / self.rank
 
     def __post_init__(self) -> None:
-        def refuse(name: str, accepted: str) -> None:
-            raise ValueError(f"lora.{name}: got {getattr(self, name)!r}; accepted: {accepted}")
-
         if not is_count(self.rank, LIMITS["n_embd"]):
-            refuse("rank", f"an int ≥ 1, at most {LIMITS['n_embd']:,}")
+            refuse(self, "lora.rank", f"an int ≥ 1, at most {LIMITS['n_embd']:,}")
         for name in ("alpha", "dropout"):
             value = getattr(self, name)
             if not is_number(value) or not abs(value) <= sys.float_info.max:
-                refuse(name, "a finite number")
+                refuse(self, f"lora.{name}", "a finite number")
         if self.alpha <= 0:
-            refuse("alpha", "a number > 0")
+            refuse(self, "lora.alpha", "a number > 0")
         if not 0.0 <= self.dropout < 1.0:
-            refuse("dropout", "a number, 0 ≤ dropout < 1")
+            refuse(self, "lora.dropout", "a number, 0 ≤ dropout < 1")
         groups = ("all", *GROUPS)
         accepted = f"{', '.join(map(repr, groups))}, or names out of {', '.join(LAYERS)}"
         if isinstance(self.layers, str):
@@ -80,15 +78,15 @@ class LoraConfig:
             return
         names: object = self.layers
         if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) for name in names):
-            refuse("layers", accepted)
+            refuse(self, "lora.layers", accepted)
         group = next((name for name in self.layers if name in groups), None)
         if group is not None:
-            refuse("layers", f"{group!r} alone, or names out of {', '.join(LAYERS)}")
+            refuse(self, "lora.layers", f"{group!r} alone, or names out of {', '.join(LAYERS)}")
         unknown = [name for name in self.layers if name not in LAYERS]
         if unknown:
             raise ValueError(f"lora.layers: got {unknown[0]!r}{did_you_mean(unknown[0], LAYERS)}; accepted: {accepted}")
         if len(set(self.layers)) != len(self.layers):
-            refuse("layers", f"each name once, out of {', '.join(LAYERS)}")
+            refuse(self, "lora.layers", f"each name once, out of {', '.join(LAYERS)}")
         object.__setattr__(self, "layers", tuple(self.layers))
 
 
