@@ -19,8 +19,6 @@ import torch
 from ..kernels.attention.context import BUFFERS, Ranks
 from ..kernels.attention.mask import Mask
 from ..kernels.attention.qkv import (
-    q_k_v_attention_bwd,
-    q_k_v_attention_fwd,
     qkv_attention_bwd,
     qkv_attention_fwd,
     qkv_attention_workspace,
@@ -401,25 +399,15 @@ class AttentionLayer:
             self.cache.write(self.qkv)
         o, scratch, invariant = self._by_sequence(self.o), self.forward_scratch, self.invariant
         heads = (self.n_head, self.n_kv_head, self.context)
-        if len(self.qkv) == 1:
-            qkv = self._by_sequence(self.qkv[0])
-            qkv_attention_fwd(qkv, self.mask, *heads, o=o, lse=self.lse, scratch=scratch, invariant=invariant)
-        else:
-            q, k, v = map(self._by_sequence, self.qkv)
-            q_k_v_attention_fwd(q, k, v, self.mask, *heads, o=o, lse=self.lse, scratch=scratch, invariant=invariant)
+        qkv = [*map(self._by_sequence, self.qkv)]
+        qkv_attention_fwd(qkv, self.mask, *heads, o=o, lse=self.lse, scratch=scratch, invariant=invariant)
 
     def attend_backward(self) -> None:
         o, do = self._by_sequence(self.o), self._by_sequence(self.do)
         heads = (self.n_head, self.n_kv_head, self.context)
         lse, mask, scratch, ordered = self.lse, self.mask, self.backward_scratch, self.deterministic
-        if len(self.qkv) == 1:
-            qkv, dqkv = self._by_sequence(self.qkv[0]), self._by_sequence(self.dqkv[0])
-            qkv_attention_bwd(qkv, o, lse, do, mask, *heads, dqkv=dqkv, deterministic=ordered, scratch=scratch)
-        else:
-            (q, k, v), (dq, dk, dv) = map(self._by_sequence, self.qkv), map(self._by_sequence, self.dqkv)
-            q_k_v_attention_bwd(
-                q, k, v, o, lse, do, mask, *heads, dq=dq, dk=dk, dv=dv, deterministic=ordered, scratch=scratch
-            )
+        qkv, dqkv = ([*map(self._by_sequence, x)] for x in (self.qkv, self.dqkv))
+        qkv_attention_bwd(qkv, o, lse, do, mask, *heads, dqkv=dqkv, deterministic=ordered, scratch=scratch)
 
     def _by_sequence(self, rows: Buffer) -> Buffer:
         """A view of (N, columns) as (B, T, columns)."""
