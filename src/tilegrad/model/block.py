@@ -106,7 +106,7 @@ class Block:
         """norm1's output → x1 and norm2's output."""
         self.attention.forward(self.norm1.y, y=self.f)
         self.drop1.forward(self.f)
-        self.norm2.add_norm(x, self.f, x1=self.x1)
+        self.norm2.forward(x, self.f, x1=self.x1)
 
     def backward(self, x: Buffer, *, dx: Buffer, dx_sum: Buffer | None) -> None:
         """dx_sum: the bias gradient of the last projection of the previous block."""

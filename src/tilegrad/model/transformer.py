@@ -278,7 +278,7 @@ class Transformer:
             if block.scalars is not None and next_norm is not self.ln_f:
                 add_fwd(block.x1, block.f, y=y)
             else:
-                next_norm.add_norm(block.x1, block.f, x1=y)
+                next_norm.forward(block.x1, block.f, x1=y)
         return self.ln_f.y
 
     def hidden_states_backward(self) -> None:
