@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.cross_entropy import cross_entropy_bwd, cross_entropy_fwd, cross_entropy_step, cross_entropy_workspace
+from ..kernels.cross_entropy import cross_entropy_bwd, cross_entropy_fwd, cross_entropy_workspace
 from ..kernels.cross_entropy.terms import Terms
 from ..kernels.scratch import accumulation_dtype, new_scratch
 from .differentiable import batching_rule, register
@@ -61,7 +61,7 @@ def _forward(
             power, rest = _power_of_two(scale)
             dx_cast = dx if dx is None or dx.dtype == dtype else torch.empty_like(reads[0])
             reads = *reads[:3], power, reads[4]
-            cross_entropy_step(
+            cross_entropy_bwd(
                 *reads, loss=loss, dx=dx_cast, dw=dw, dbias=dbias, accumulate=False, terms=terms, scratch=scratch
             )
             loss.mul_(rest)
