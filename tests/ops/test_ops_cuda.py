@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support import bounds
-from support.ops import DTYPES, acc, poisoned, randn
+from support.ops import DTYPES, acc, linear_bwd, poisoned, randn
 from torch import Tensor
 
 from tilegrad.kernels.activation import (
@@ -27,7 +27,7 @@ from tilegrad.kernels.dropout import dropout_fwd, dropout_workspace
 from tilegrad.kernels.embedding import embedding_bwd, embedding_fwd, embedding_workspace
 from tilegrad.kernels.embedding_mse import embedding_mse_bwd, embedding_mse_workspace
 from tilegrad.kernels.global_norm import global_norm, global_norm_workspace
-from tilegrad.kernels.linear import linear_bwd, linear_fwd, linear_workspace
+from tilegrad.kernels.linear import linear_fwd, linear_workspace
 from tilegrad.kernels.norm import layernorm_bwd, layernorm_fwd, norm_workspace, rmsnorm_bwd, rmsnorm_fwd
 from tilegrad.kernels.rope import rope_bwd, rope_fwd, rope_table, rope_workspace
 

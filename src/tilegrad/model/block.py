@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from ..kernels.dropout import dropout_bwd, dropout_fwd, dropout_workspace
+from ..kernels.dropout import dropout_fwd, dropout_workspace
 from ..kernels.scratch import Scratch
 from .attention import AttentionLayer
 from .feedforward import FeedForward
@@ -56,7 +56,7 @@ class Dropout:
         """Returns dx; dy itself if p = 0."""
         if self.seed is None or self.dx is None:
             return dy
-        dropout_bwd(dy, self.seed, self.p, self.counter, dx=self.dx, scratch=self.scratch)
+        dropout_fwd(dy, self.seed, self.p, self.counter, y=self.dx, scratch=self.scratch)
         return self.dx
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from ..kernels.checks import is_count, is_number
-from ..kernels.dropout import dropout_bwd, dropout_fwd, dropout_workspace
+from ..kernels.dropout import dropout_fwd, dropout_workspace
 from ..kernels.linear import linear_bwd_input, linear_fwd
 from ..kernels.low_rank import Part, join_fwd, joins, low_rank_bwd, low_rank_bwd_a, low_rank_workspace
 from ..kernels.residual import add_fwd
@@ -292,7 +292,7 @@ class Adapter:
             return
         drop, dropped = self.drop, self.drop.dropped
         linear_bwd_input(self.du, self.a.value, dx=dropped, accumulate=False, scratch=self.backward_scratch)
-        dropout_bwd(dropped, drop.seed, drop.p, drop.counter, dx=dropped, scratch=drop.scratch)
+        dropout_fwd(dropped, drop.seed, drop.p, drop.counter, y=dropped, scratch=drop.scratch)
         add_fwd(dx, dropped, y=dx)
 
     def backward_weight(self, x: Buffer) -> None:

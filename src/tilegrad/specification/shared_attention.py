@@ -31,7 +31,7 @@ from ..kernels.attention.checks import MAX_HEAD_DIM
 from ..kernels.attention.mask import Mask, attends, distance
 from ..kernels.attention.problem import lse_dtype
 from ..kernels.checks import check_tensor, is_count
-from ..kernels.linear import linear_bwd, linear_fwd, linear_workspace
+from ..kernels.linear import linear_bwd_input, linear_bwd_weight, linear_fwd, linear_workspace
 from ..memory.types import BufferStateError
 from ..text.atomic import check_replaceable, save_tensors, whole_file
 from .workspace import Lease, Workspace
@@ -151,11 +151,12 @@ class SharedAttention:
         rows, scratch = self._rows, self._scratch(lease, "linear")
         dy = grad_output.reshape(-1, self.d_model)
         grad_attn, grad_q, grad_k, grad_v = (lease[n] for n in ("grad_attn_output", "grad_Q", "grad_K", "grad_V"))
-        linear_bwd(dy, rows(self.attn_output), self.W_o, dx=rows(grad_attn), dw=self.grad_W_o, scratch=scratch)
+        linear_bwd_weight(dy, rows(self.attn_output), self.W_o, dw=self.grad_W_o, scratch=scratch)
+        linear_bwd_input(dy, self.W_o, dx=rows(grad_attn), accumulate=False, scratch=scratch)
         self._attend_backward(lease)
-        linear_bwd(rows(grad_q), x, self.W_q, dx=None, dw=self.grad_W_q, scratch=scratch)
-        linear_bwd(rows(grad_k), x, self.W_k, dx=None, dw=self.grad_W_k, scratch=scratch)
-        linear_bwd(rows(grad_v), x, self.W_v, dx=None, dw=self.grad_W_v, scratch=scratch)
+        linear_bwd_weight(rows(grad_q), x, self.W_q, dw=self.grad_W_q, scratch=scratch)
+        linear_bwd_weight(rows(grad_k), x, self.W_k, dw=self.grad_W_k, scratch=scratch)
+        linear_bwd_weight(rows(grad_v), x, self.W_v, dw=self.grad_W_v, scratch=scratch)
         if grad_x is not None:
             dx = grad_x.view(-1, self.d_model)
             torch.mm(rows(grad_q), self.W_q, out=dx)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..activation import activation_fwd
-from ..linear import linear_bwd, linear_fwd
+from ..linear import linear_bwd_input, linear_bwd_weight, linear_fwd
 from ..scratch import Scratch, Shapes, TensorLike, accumulation_dtype, blocks, of
 from .chunks import chunks, most_rows, products_workspace
 from .terms import PLAIN, Terms
@@ -209,9 +209,9 @@ def _chunk_bwd(
         dl = scratch["dlogits"][:m].copy_(dl)
     if dw is not None:
         _scaled(x, scale, scratch, y=scratch["x_scaled"][:m])
-        linear_bwd(dl, scratch["x_scaled"][:m], w, dw=dw, accumulate=accumulate, scratch=linear)
+        linear_bwd_weight(dl, scratch["x_scaled"][:m], w, dw=dw, accumulate=accumulate, scratch=linear)
     if dx is not None:
-        linear_bwd(dl, x, w, dx=dx, scratch=linear)
+        linear_bwd_input(dl, w, dx=dx, accumulate=False, scratch=linear)
         _scaled(dx, scale, scratch, y=dx)
         dx.masked_fill_(rows["ignored"][:, None], 0.0)  # because 0 · NaN is NaN
 
