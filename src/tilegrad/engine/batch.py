@@ -24,6 +24,7 @@ from ..model.config import LIMITS as MODEL_LIMITS
 from ..model.config import ModelConfig
 from ..model.layer import HeadProducts, Linear, States
 from ..model.lora import LoraConfig
+from ..model.transformer import Transformer
 from ..text.spelling import dtype_name
 from ..text.untrusted import check_choice, refuse, shown
 from .spec import StepSpec
@@ -306,6 +307,15 @@ def write_documents(cu_seqlens: Tensor | None, *, ends: Tensor, positions: Tenso
     in_documents = np.zeros(b * t, dtype=np.int64)
     in_documents[: bounds[-1]] = np.arange(bounds[-1]) - np.repeat(bounds[:-1], np.diff(bounds))
     positions.view(-1).copy_(torch.from_numpy(in_documents))
+
+
+def load_batch(model: Transformer, batch: Batch, total: int) -> None:
+    """Write a batch, and the number of targets that its loss is a mean over, to the inputs of a model."""
+    model.tokens.copy_(batch.tokens)
+    model.head.targets.view(batch.tokens.shape).copy_(batch.targets)
+    model.head.inv_total.fill_(1.0 / total if total else 0.0)
+    if model.packed is not None:
+        write_documents(batch.cu_seqlens, ends=model.packed.cu_seqlens, positions=model.packed.positions)
 
 
 def _check_range(name: str, x: Tensor, low: int, vocab_size: int) -> None:
