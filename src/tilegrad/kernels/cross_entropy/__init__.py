@@ -18,7 +18,11 @@ also be a factor of each row, (N,). `losses` (N,) is nll · inv_total of each ro
 processed in chunks: the logits of a chunk are overwritten by their gradient, and dx may be x. With loss, `cross_entropy_bwd` is
 forward and backward on one set of logits; without, dx and dw have the same bits. `CROSS_ENTROPY` is the table of kernels: each
 module offers `workspace` and `run`. The op `linear` computes the products; invariant=True is passed to `linear_fwd` for the
-logits. For a loss with other products (kernels/fp8_head.py) a module also offers `softmax_workspace`, `softmax` and `total`.
+logits.
+
+For a loss with other products (kernels/fp8_head.py) a module also offers `softmax`, `softmax_workspace` for this many logits or
+fewer, and `total`, the sum of losses. `softmax` writes losses of the capped logits l. row_max and factor, if they are not None,
+give p · inv_total = exp(l − row_max) · factor. A row without a target has row_max = ∞ and factor = 0.
 """
 
 from __future__ import annotations

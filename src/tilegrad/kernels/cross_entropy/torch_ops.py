@@ -120,7 +120,6 @@ def mask_targets(
 
 
 def softmax_workspace(logits: TensorLike) -> Shapes:
-    """Scratch of `softmax` on this many logits or fewer."""
     (rows, v), acc = logits.shape, accumulation_dtype(logits.dtype)
     shapes: Shapes = {"statistics": ((4, rows), acc), "index": ((rows,), torch.int64), "ignored": ((rows,), torch.bool)}
     return shapes | {"block": ((max(1, min(rows, BLOCK // max(v, 1))), v), acc)}
@@ -130,8 +129,6 @@ def softmax(
     logits: Tensor, targets: Tensor, inv_total: Tensor, softcap: float = 0.0, *,
     losses: Tensor, row_max: Tensor | None, factor: Tensor | None, scratch: Scratch,
 ) -> None:  # fmt: skip
-    """losses = nll · inv_total of the capped logits l. row_max and factor, if they are not None, give the probabilities:
-    p · inv_total = exp(l − row_max) · factor. A row without a target has row_max = ∞ and factor = 0."""
     m = logits.shape[0]
     scale, largest, row_sum, at_target = scratch["statistics"][:, :m].unbind()
     index, ignored = scratch["index"][:m], scratch["ignored"][:m]
