@@ -22,8 +22,7 @@ from ..kernels.attention.qkv import (
     qkv_attention_bwd,
     qkv_attention_fwd,
     qkv_attention_workspace,
-    qkv_rope_bwd,
-    qkv_rope_fwd,
+    qkv_rope,
     qkv_rope_workspace,
 )
 from ..kernels.cache_attention import (
@@ -82,13 +81,9 @@ class Rope:
         shapes = qkv_rope_workspace(at.b, at.t, rotated, c.head_dim, at.dtype, at.device, packed=positions is not None)
         return cls(cos, sin, positions, rotated, c.head_dim, at.context, at.scratch(f"rope{rotated}", shapes))
 
-    def forward(self, x: Buffer) -> None:
+    def rotate(self, x: Buffer, *, back: bool) -> None:
         tables, sizes = (self.cos, self.sin), (self.rotated, self.head_dim)
-        qkv_rope_fwd(*tables, *sizes, self.context, self.positions, qkv=x, scratch=self.scratch)
-
-    def backward(self, dx: Buffer) -> None:
-        tables, sizes = (self.cos, self.sin), (self.rotated, self.head_dim)
-        qkv_rope_bwd(*tables, *sizes, self.context, self.positions, dqkv=dx, scratch=self.scratch)
+        qkv_rope(*tables, *sizes, self.context, self.positions, qkv=x, scratch=self.scratch, back=back)
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +309,7 @@ class AttentionLayer:
 
     def forward(self, x: Buffer, *, y: Buffer) -> None:
         self.project(x)
-        self.rotate()
+        self.rotate(self.qkv)
         self.attend()
         adapter = self.proj_adapter
         if adapter is not None:
@@ -331,7 +326,7 @@ class AttentionLayer:
         if self.proj_adapter is not None:
             self.proj_adapter.backward_weight(self.o)
         self.attend_backward()
-        self.rotate_backward()
+        self.rotate(self.dqkv, back=True)
         if self.values is not None:
             self.values.backward(self.dqkv[-1])
         for norm, dy in zip(self.norms, self.dqkv, strict=False):
@@ -379,16 +374,11 @@ class AttentionLayer:
         if self.values is not None:
             self.values.forward(rows=self.qkv[-1])
 
-    def rotate(self) -> None:
-        """q = rope(q)   k = rope(k)"""
+    def rotate(self, qkv: tuple[Buffer, ...], *, back: bool = False) -> None:
+        """q = rope(q)   k = rope(k), or dq and dk rotated back"""
         if self.rope:
-            for x in self.qkv[:2]:
-                self.rope.forward(self._by_sequence(x))
-
-    def rotate_backward(self) -> None:
-        if self.rope:
-            for dx in self.dqkv[:2]:
-                self.rope.backward(self._by_sequence(dx))
+            for x in qkv[:2]:
+                self.rope.rotate(self._by_sequence(x), back=back)
 
     def attend(self) -> None:
         """o, lse = attention(q, k, v)"""

@@ -122,23 +122,17 @@ def qkv_rope_workspace(
 
 
 @op(accumulates=("qkv",))
-def qkv_rope_fwd(
+def qkv_rope(
     cos: Tensor, sin: Tensor, rotated: int, head_dim: int, group: Ranks | None = None, positions: Tensor | None = None, *,
-    qkv: Tensor, scratch: Scratch,
+    qkv: Tensor, scratch: Scratch, back: bool = False,
 ) -> None:  # fmt: skip
-    """Rotates the first `rotated` heads of each row (q's and k's heads) by the row's position in the sequence, in place."""
+    """Rotates the first `rotated` heads of each row (q's and k's heads) by the row's position in the sequence, in place. back:
+    rotates the gradients of these heads back."""
     for heads, cos_at, sin_at in _rotated(qkv, cos, sin, rotated, head_dim, group):
-        rope_fwd(heads, cos_at, sin_at, positions, y=heads, scratch=scratch)
-
-
-@op(accumulates=("dqkv",))
-def qkv_rope_bwd(
-    cos: Tensor, sin: Tensor, rotated: int, head_dim: int, group: Ranks | None = None, positions: Tensor | None = None, *,
-    dqkv: Tensor, scratch: Scratch,
-) -> None:  # fmt: skip
-    """Rotates the gradients of these heads back, in place."""
-    for heads, cos_at, sin_at in _rotated(dqkv, cos, sin, rotated, head_dim, group):
-        rope_bwd(heads, cos_at, sin_at, positions, dx=heads, scratch=scratch)
+        if back:
+            rope_bwd(heads, cos_at, sin_at, positions, dx=heads, scratch=scratch)
+        else:
+            rope_fwd(heads, cos_at, sin_at, positions, y=heads, scratch=scratch)
 
 
 def _rotated(
