@@ -311,10 +311,9 @@ class AttentionLayer:
         self.project(x)
         self.rotate(self.qkv)
         self.attend()
-        adapter = self.proj_adapter
-        if adapter is not None:
-            adapter.forward(self.o)
-        self.proj.forward(self.o, y=y, adapter=adapter.of(0) if adapter is not None else None)
+        if self.proj_adapter is not None:
+            self.proj_adapter.forward(self.o)
+        self.proj.forward(self.o, y=y, adapter=self.proj_adapter)
 
     def backward(self, dy: Buffer, *, dx: Buffer, bias_grad: bool) -> None:
         """Computes dx and all gradients of parameters but those of `backward_weight`; the bias gradient of proj only if
@@ -363,12 +362,11 @@ class AttentionLayer:
 
     def project(self, x: Buffer) -> None:
         """q, k, v = x W' + b; with qk_norm q, k = rmsnorm(q), rmsnorm(k) by head; with `values` v += s · table[tokens]"""
-        normed, adapter = len(self.norms), self.adapter
-        if adapter is not None:
-            adapter.forward(x)
-        outputs = (*(n.x for n in self.norms), *self.qkv[normed:])
+        if self.adapter is not None:
+            self.adapter.forward(x)
+        outputs = (*(n.x for n in self.norms), *self.qkv[len(self.norms) :])
         for i, (projection, y) in enumerate(zip(self.projections, outputs, strict=True)):
-            projection.forward(x, y=y, adapter=adapter.of(i) if adapter is not None else None)
+            projection.forward(x, y=y, adapter=self.adapter, output=i)
         for norm, y in zip(self.norms, self.qkv, strict=False):
             norm.forward(y=y)
         if self.values is not None:

@@ -281,14 +281,8 @@ class Adapter:
 
     def add_backward(self, *, dx: Buffer) -> None:
         """dx += drop'(du A)"""
-        if self.drop is not None:
-            self.backward_dropped(dx=dx)
-        else:
-            linear_bwd_input(self.du, self.a.value, dx=dx, accumulate=True, scratch=self.backward_scratch)
-
-    def backward_dropped(self, *, dx: Buffer) -> None:
-        """dx += drop'(du A), if there is dropout. Without dropout, LinearLayer.backward_input adds du A itself."""
         if self.drop is None:
+            linear_bwd_input(self.du, self.a.value, dx=dx, accumulate=True, scratch=self.backward_scratch)
             return
         drop, dropped = self.drop, self.drop.dropped
         linear_bwd_input(self.du, self.a.value, dx=dropped, accumulate=False, scratch=self.backward_scratch)
