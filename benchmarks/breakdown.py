@@ -140,11 +140,11 @@ def group_of(name: str, *, backward: bool) -> str:
     the blocks."""
     if _NEXT_TO_A_GEMM.search(name):
         return _NEXT_TO
-    own = our_kernels().get(name)
-    if own == "linear":
+    op_name = our_kernels().get(name)
+    if op_name == "linear":
         return _gemm(name, backward=backward)
-    if own is not None:
-        groups = _HOMES.get(own, (OTHER,))
+    if op_name is not None:
+        groups = _HOMES.get(op_name, (OTHER,))
         return groups[-1] if _BACKWARD.search(name) else groups[0]
     if _GEMM.search(name) and not re.search(r"fmha|flash|attention", name, re.IGNORECASE):
         return _gemm(name, backward=backward)

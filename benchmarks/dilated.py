@@ -237,13 +237,15 @@ def report(rows: Sequence[Row]) -> str:
 def verdicts(rows: Sequence[Row]) -> list[str]:
     found = []
     for mode in dict.fromkeys(row.mode for row in rows):
-        own = {row.t: row for row in rows if (row.mode, row.kernel) == (mode, "ours") and row.ns_per_token is not None}
-        if not own:
+        ours_by_t = {
+            row.t: row for row in rows if (row.mode, row.kernel) == (mode, "ours") and row.ns_per_token is not None
+        }
+        if not ours_by_t:
             continue
         found.append(f"{mode}: time per token within {_spread(rows, mode, 'ours'):.0%} over all T (at most {FLAT:.0%})")
         if any((row.mode, row.kernel) == (mode, "captured") for row in rows):
             found[-1] += f", captured {_spread(rows, mode, 'captured'):.0%}"
-        for t, row in own.items():
+        for t, row in ours_by_t.items():
             peers = [
                 r for r in rows if (r.mode, r.t) == (mode, t) and r.kernel.startswith("gather") and r.ms is not None
             ]

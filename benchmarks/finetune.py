@@ -158,7 +158,7 @@ def peer(shape: Shape, device: str, *, adapters: bool, checkpoint: bool) -> Step
 
 
 def serve(pipe: Connection, name: str, shape: Shape, device: str, budget: float) -> None:
-    """Build a contender. Then read requests from the pipe and answer each: a number of seconds with (tokens/s, peak bytes),
+    """Builds a contender. Then reads requests from the pipe and answers each: a number of seconds with (tokens/s, peak bytes),
     PROFILE with `profile_of` the step. An error is answered with its text."""
     try:
         engine = engine_of(name, shape, device, budget) if name.startswith("ours") else None

@@ -83,8 +83,8 @@ def disagreement(loss: Loss, shape: tuple[int, int, int], device: torch.device, 
     x, w, targets = build(shape, device, dtype)
     step(loss, x, w, targets)
     assert x.grad is not None and w.grad is not None
-    own = targets.masked_fill(targets < 0, -1)
-    given = (x.detach(), w.detach(), own, 1.0 / int((own >= 0).sum()))
+    our_targets = targets.masked_fill(targets < 0, -1)
+    given = (x.detach(), w.detach(), our_targets, 1.0 / int((our_targets >= 0).sum()))
     exact = reference.exact(*given)
     got = {"dx": x.grad, "dw": w.grad}
     return "; ".join(complaints(got, {name: exact[name] for name in got}, reference.bounds(*given)))

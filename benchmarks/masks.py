@@ -193,13 +193,13 @@ def _flex(problem: Problem, device: torch.device) -> Attend:
     torch._dynamo.reset()
     torch._functorch.config.donated_buffer = False  # because the backward runs more than once
     t, ends = problem.t, problem.ends()
-    of = torch.bucketize(torch.arange(t, device=device), torch.tensor(ends[1:], device=device), right=True)
+    part = torch.bucketize(torch.arange(t, device=device), torch.tensor(ends[1:], device=device), right=True)
 
     def prefix(_b: Tensor, _h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return (i >= j) | (j < t // 4)
 
     def question(_b: Tensor, _h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return (i >= j) & ((of[j] == 0) | (of[i] == of[j]))
+        return (i >= j) & ((part[j] == 0) | (part[i] == part[j]))
 
     block_mask = create_block_mask(
         prefix if problem.name == "prefix" else question, None, None, t, t, device=str(device), _compile=True
@@ -263,9 +263,9 @@ def measure(problem: Problem, dtype: torch.dtype, device: torch.device, repeats:
     def both(attend: Attend) -> Thunk:
         return lambda: torch.autograd.grad(attend(*leaves), leaves, do)
 
-    for direction, of in (("forward", forward), ("backward", backward), ("forward + backward", both)):
+    for direction, timed in (("forward", forward), ("backward", backward), ("forward + backward", both)):
         with freed_memory_kept() if device.type == "cpu" else nullcontext():
-            ms = interleaved({name: of(attend) for name, attend in attends.items()}, repeats, device)
+            ms = interleaved({name: timed(attend) for name, attend in attends.items()}, repeats, device)
         rows.append(Row(*about, "ours", direction, median(ms["ours"]), kernel=kernel))
         for name in list(attends)[1:]:
             ratios = [a / b for a, b in zip(ms[name], ms["ours"], strict=True)]

@@ -101,7 +101,7 @@ def column_sums(n: int, dtype: torch.dtype, device: torch.device) -> Iterator[Ca
 
 def activations(n: int, dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
     up_gate, dup_gate, h, da, a, a2 = (torch.randn(n, f, device=device).to(dtype) for f in (2 * F, 2 * F, F, F, F, F))
-    sums, one = torch.zeros(F, device=device), h.numel() * h.element_size()
+    sums, h_bytes = torch.zeros(F, device=device), h.numel() * h.element_size()
     (up, gate), (dup, dgate) = up_gate.chunk(2, 1), dup_gate.chunk(2, 1)
     kernels, problem = activation.ACTIVATION, activation.Problem
     for kind in activation.KINDS:
@@ -118,9 +118,9 @@ def activations(n: int, dtype: torch.dtype, device: torch.device) -> Iterator[Ca
         def workspace(kernel: str, kind: str = kind) -> Shapes:
             return activation.activation_workspace(h, kind, kernel=kernel)
 
-        yield Case(f"{kind} forward", F, 2 * one, kernels, problem(h, kind, (a,)), forward)
-        yield Case(f"{kind} backward", F, 3 * one, kernels, problem(h, kind, (da, a)), backward)
-        yield Case(f"{kind} backward, a, Σ dh", F, 4 * one, kernels, problem(h, kind, (da, a)), fused, workspace)
+        yield Case(f"{kind} forward", F, 2 * h_bytes, kernels, problem(h, kind, (a,)), forward)
+        yield Case(f"{kind} backward", F, 3 * h_bytes, kernels, problem(h, kind, (da, a)), backward)
+        yield Case(f"{kind} backward, a, Σ dh", F, 4 * h_bytes, kernels, problem(h, kind, (da, a)), fused, workspace)
 
     def swiglu_forward(kernel: str, _scratch: Scratch) -> None:
         activation.swiglu_fwd(up_gate, a=a, kernel=kernel)
@@ -135,9 +135,9 @@ def activations(n: int, dtype: torch.dtype, device: torch.device) -> Iterator[Ca
         return activation.activation_workspace(h, "swiglu", sums=False, kernel=kernel)
 
     written = problem(gate, "swiglu", (da, up, dup, dgate))
-    yield Case("swiglu forward", F, 3 * one, kernels, problem(gate, "swiglu", (up, a)), swiglu_forward)
-    yield Case("swiglu backward", F, 5 * one, kernels, written, swiglu_backward, swiglu_workspace)
-    yield Case("swiglu backward, a", F, 6 * one, kernels, written, swiglu_fused, swiglu_workspace)
+    yield Case("swiglu forward", F, 3 * h_bytes, kernels, problem(gate, "swiglu", (up, a)), swiglu_forward)
+    yield Case("swiglu backward", F, 5 * h_bytes, kernels, written, swiglu_backward, swiglu_workspace)
+    yield Case("swiglu backward, a", F, 6 * h_bytes, kernels, written, swiglu_fused, swiglu_workspace)
 
 
 FAMILIES = (norms, column_sums, activations)

@@ -117,10 +117,10 @@ def contenders(
     def batches(rows: list[list[Tensor]], *, packed: bool) -> list[tuple[Batch, int]]:
         found = []
         for first in range(0, min(len(rows) // batch_size, STEPS) * batch_size, batch_size):
-            own = rows[first : first + batch_size]
-            batch = batch_of(own, seq_len)
+            batch_rows = rows[first : first + batch_size]
+            batch = batch_of(batch_rows, seq_len)
             found.append(
-                (batch if packed else batch._replace(cu_seqlens=None), sum(len(x) for row in own for x in row))
+                (batch if packed else batch._replace(cu_seqlens=None), sum(len(x) for row in batch_rows for x in row))
             )
         return found
 

@@ -3,7 +3,7 @@
     nanogpt     GPT-2 in PyTorch: LayerNorm, GELU, learned positions, tied head, fused AdamW (../peer.py)
     nanochat    nanochat's architecture in PyTorch: rope, qk_norm, ReLU², untied head with a softcap, Muon (nanochat.py)
     adamw       tilegrad, with nanogpt's model and optimizer
-    muon        tilegrad, with nanochat's model, but weights in its norms and no norm after the embedding, Muon and AdamW
+    muon        tilegrad, with Muon and AdamW. The model is nanochat's, but its norms have weights, and no norm follows wte
     muon-fp8    as muon, but all products of linear layers and of the head are in float8
 
 Peers are compiled on a GPU and eager on a CPU. All have as many blocks and channels, and read the same windows in the same

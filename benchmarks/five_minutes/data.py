@@ -35,9 +35,9 @@ MANIFEST, TOKEN_BYTES = "manifest.json", "token_bytes.npy"
 LINE = re.compile(r"(?P<name>[\w.-]+)==(?P<version>[\w.!+]+) --hash=sha256:(?P<sha256>[0-9a-f]{64})")
 SUFFIXES = frozenset({".md", ".py", ".pyi", ".rst", ".txt", ".yaml", ".yml"})
 LEAST_BYTES, MOST_BYTES = 256, 1 << 18  # a shorter file says little, a longer one is generated or a table
-HELD_OUT = 100  # one file of so many is validation text
+HELD_OUT = 100  # one in HELD_OUT files is validation text
 VOCAB_SIZE = 32768
-SAMPLED = 10  # the BPE is learned on one training file of so many
+SAMPLED = 10  # the BPE is learned on one in SAMPLED training files
 TOGETHER = 512  # files that one call encodes
 SPLITS = ("train", "validation")
 

@@ -51,7 +51,7 @@ def check_comparable(runs: Sequence[Run]) -> None:
 
 def by_contender(runs: Sequence[Run]) -> dict[str, list[Run]]:
     """The runs of each contender, in the order of CONTENDERS."""
-    return {name: own for name in CONTENDERS if (own := [run for run in runs if run.contender == name])}
+    return {name: own_runs for name in CONTENDERS if (own_runs := [run for run in runs if run.contender == name])}
 
 
 def seconds_to(bits_per_byte: float, run: Run) -> float | None:
@@ -74,13 +74,13 @@ def report(runs: Sequence[Run]) -> str:
     groups = by_contender(runs)
     baseline = fmean(run.bits_per_byte for run in groups[BASELINE]) if BASELINE in groups else None
     rows = []
-    for name, own in groups.items():
-        speed = sum(run.tokens for run in own) / sum(run.seconds for run in own)
-        tokens, peak = fmean(run.tokens for run in own), max(run.peak_bytes for run in own)
+    for name, own_runs in groups.items():
+        speed = sum(run.tokens for run in own_runs) / sum(run.seconds for run in own_runs)
+        tokens, peak = fmean(run.tokens for run in own_runs), max(run.peak_bytes for run in own_runs)
         rows.append(
             [
-                name, f"{fmean(run.bits_per_byte for run in own):.4f}", _spread(own), str(len(own)),
-                _seconds(_mean_seconds(own, baseline)), f"{tokens:,.0f}", f"{speed:,.0f}", f"{peak / _GIB:.2f}",
+                name, f"{fmean(run.bits_per_byte for run in own_runs):.4f}", _spread(own_runs), str(len(own_runs)),
+                _seconds(_mean_seconds(own_runs, baseline)), f"{tokens:,.0f}", f"{speed:,.0f}", f"{peak / _GIB:.2f}",
             ]
         )  # fmt: skip
     lines = [" | ".join(row) for row in (HEADER, ["---", *["---:"] * (len(HEADER) - 1)], *rows)]
@@ -107,16 +107,16 @@ def _goals(groups: dict[str, list[Run]], baseline: float | None) -> list[str]:
     for name in ("muon", "muon-fp8"):
         if name not in groups:
             continue
-        own = groups[name]
+        own_runs = groups[name]
         if RIVAL in groups:
-            ahead = fmean(run.bits_per_byte for run in groups[RIVAL]) - fmean(run.bits_per_byte for run in own)
-            spreads = [each for each in (spread(own), spread(groups[RIVAL])) if each is not None]
+            ahead = fmean(run.bits_per_byte for run in groups[RIVAL]) - fmean(run.bits_per_byte for run in own_runs)
+            spreads = [each for each in (spread(own_runs), spread(groups[RIVAL])) if each is not None]
             goal = "more than the spread, which needs two seeds of each"
             if len(spreads) == 2:
                 goal = f"more than {max(spreads):.4f}, {'met' if ahead > max(spreads) else 'missed'}"
             lines.append(f"{name}: {ahead:+.4f} bits per byte below {RIVAL}; goal: {goal}")
         if baseline is not None:
-            took = _mean_seconds(own, baseline)
+            took = _mean_seconds(own_runs, baseline)
             verdict = "met" if took is not None and took <= GOAL_S else "missed"
             lines.append(f"{name}: {_seconds(took)} s to {BASELINE}'s {baseline:.4f}; goal: ≤ {GOAL_S:g} s, {verdict}")
     return ["", *lines] if lines else []

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["IntervalMask", "documents", "from_block_mask", "from_bool", "prefix", "shared_question"]
 
-CHUNK = 1 << 22  # how many pairs of a row and a column are read at a time; at least one column
-MOST = 2  # limit of the number of intervals of a column
+CHUNK = 1 << 22  # pairs of a row and a column that are read at a time, but at least one column
+MOST = 2  # the most intervals of a column
 Integers = Tensor | Sequence[int] | Sequence[Sequence[int]]
 
 
@@ -44,8 +44,8 @@ def documents(cu_seqlens: Integers, *, causal: bool = True, device: torch.device
     """Documents end to end in a sequence: document n has the tokens cu_seqlens[n] to cu_seqlens[n + 1].
 
     cu_seqlens (D + 1,), or (B, D + 1) for documents of different lengths in each sequence of a batch. Empty documents are
-    accepted, so a sequence with fewer documents can be padded with them. The last number is T. Reading it from a GPU waits for
-    the GPU. With causal=False, tokens also attend to later tokens of their document.
+    accepted, so a sequence with fewer documents can be padded with them. The last number is T. If cu_seqlens is on a GPU,
+    reading T synchronizes with the GPU. With causal=False, tokens also attend to later tokens of their document.
 
     >>> import torch, tilegrad
     >>> q, k, v = torch.randn(3, 2, 4, 10, 32)
@@ -60,7 +60,7 @@ def documents(cu_seqlens: Integers, *, causal: bool = True, device: torch.device
     require(isinstance(causal, bool), "causal", causal, "True or False", TypeError)
     ends = _integers("cu_seqlens", cu_seqlens, device)
     t = _total("cu_seqlens", ends)
-    accepted = "numbers that start at 0, never decrease, and end at one T in all sequences"
+    accepted = "numbers that start at 0, never decrease, and end at the same T in all sequences"
     grows = ends.shape[1] > 1 and not ends[:, 0].any() and bool((ends.diff() >= 0).all())
     require(grows and bool((ends[:, -1] == t).all()), "cu_seqlens", ends.tolist(), accepted, show=str)
     segments = _segments(ends[:, 1:], t)
@@ -95,8 +95,8 @@ def prefix(lengths: Integers, length: int, *, device: torch.device | str | None 
 def shared_question(lengths: Integers, *, device: torch.device | str | None = None) -> IntervalMask:
     """A question and its answers end to end: each token attends to the question and to its own answer, causally.
 
-    lengths (1 + A,): tokens of the question, then of each answer; or (B, 1 + A) with one sum T. Give padding as one more
-    answer.
+    lengths (1 + A,): tokens of the question, then of each answer; or (B, 1 + A), where each row has the sum T. Give padding as
+    one more answer.
 
     >>> import torch, tilegrad
     >>> q, k, v = torch.randn(3, 1, 4, 9, 32)
@@ -109,7 +109,7 @@ def shared_question(lengths: Integers, *, device: torch.device | str | None = No
     numbers = _integers("lengths", lengths, device)
     ends = numbers.cumsum(1)
     t = _total("lengths", ends)
-    accepted = "numbers ≥ 0 of the question and of each answer, with one sum in all sequences"
+    accepted = "numbers ≥ 0 of the question and of each answer, with the same sum in all sequences"
     fits = bool((numbers >= 0).all()) and bool((ends[:, -1] == t).all())
     require(fits, "lengths", numbers.tolist(), accepted, show=str)
     segments = _segments(ends, t)
@@ -200,8 +200,8 @@ def _intervals_of(
 ) -> IntervalMask | str:
     """The intervals of a bool matrix (B, H, Tq, Tk), from its parts attends(columns) (B, H, Tq, N).
 
-    With causal, no pair above the diagonal needs an interval. So causal is tried first, and False only after a pair above the
-    diagonal attends. A column has at least as many runs without causal, so a refusal with causal is final."""
+    With causal, no pair above the diagonal needs an interval. So causal=True is tried first, and causal=False only if a pair
+    above the diagonal attends. A column has at least as many runs without causal, so a refusal with causal is final."""
     *_, tq, tk = shape
     last = torch.arange(tq, device=device)[:, None] + (tk - tq)  # the last column that causal lets a row attend to
     for causal in (True, False):

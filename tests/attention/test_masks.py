@@ -195,14 +195,14 @@ BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: masks.documents([1, 4]), ValueError, "cu_seqlens: got .* start at 0"),
     (lambda: masks.documents([0, 4, 3]), ValueError, "cu_seqlens: got .* never decrease"),
     (lambda: masks.documents([0, -4]), ValueError, "cu_seqlens: got -4; accepted: numbers ≥ 0"),
-    (lambda: masks.documents([[0, 4], [0, 5]]), ValueError, "cu_seqlens: got .* one T in all sequences"),
+    (lambda: masks.documents([[0, 4], [0, 5]]), ValueError, "cu_seqlens: got .* the same T in all sequences"),
     (lambda: masks.prefix([5], 4), ValueError, r"lengths: got \[5\]; accepted: 0 to 4"),
     (lambda: masks.prefix([2], 10.5), TypeError, "length: got 10.5; accepted: an int"),  # type: ignore[arg-type]
     (lambda: masks.prefix([0], -1), ValueError, "length: got -1; accepted: an int"),
     (lambda: masks.prefix([-1], 4), ValueError, r"lengths: got \[-1\]"),
     (lambda: masks.prefix([[1], [2]], 4), ValueError, r"lengths: got shape \(2, 1\); accepted: a number for each sequence"),
     (lambda: masks.shared_question([4, -1, 3]), ValueError, "lengths: got .* numbers ≥ 0"),
-    (lambda: masks.shared_question([[4, 1], [4, 2]]), ValueError, "lengths: got .* one sum in all sequences"),
+    (lambda: masks.shared_question([[4, 1], [4, 2]]), ValueError, "lengths: got .* the same sum in all sequences"),
     (lambda: masks.from_bool([[True]]), TypeError, "mask: got list; accepted: a tensor"),  # type: ignore[arg-type]
     (lambda: masks.from_bool(torch.ones(2, 2)), TypeError, "mask: got torch.float32; accepted: bool"),
     (lambda: masks.from_bool(torch.ones(2).bool()), ValueError, r"mask: got shape \(2,\)"),

@@ -70,9 +70,10 @@ def product(x: Tensor, w: Tensor, b: Tensor | None, kernel: str | None = None, s
     return y
 
 
+@pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("tma", [False, True])
 def test_a_product_in_triton_has_the_same_bits_for_any_number_of_rows(
-    tma: bool, monkeypatch: pytest.MonkeyPatch
+    tma: bool, splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Up to FEW rows, different programs compute the splits of K; above, one program does, with TMA or without. NumPy's
     product of two tiles adds in an order that depends on their sizes, so this test makes the interpreter add in the order
@@ -91,6 +92,7 @@ def test_a_product_in_triton_has_the_same_bits_for_any_number_of_rows(
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot_in_order)
     monkeypatch.setattr(triton_ops, "takes_tma", lambda *_: tma)
     monkeypatch.setattr(triton_ops, "MANY", triton_ops.FEW + 1)
+    monkeypatch.setattr(triton_ops, "SPLIT", 768 if splits == 1 else 192)
 
     k, m = (516, 72) if tma else (515, 70)
     x, w, b = randn(triton_ops.FEW + 7, k, dtype=F32), randn(m, k, dtype=F32, seed=1), randn(m, dtype=F32, seed=2)

@@ -411,22 +411,29 @@ def test_the_kernels_of_a_step_compile_for_sizes_of_1(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("architecture", [slowly(80), 90])
-@pytest.mark.parametrize("n", [1, 4096])
+@pytest.mark.parametrize(("n", "k"), [(1, 768), (64, 1536), (4096, 768)])
 def test_products_in_a_fixed_order_use_one_kind_of_instruction(
-    architecture: int, n: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    architecture: int, n: int, k: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Any number of rows is multiplied by one kind of instruction, so that the order of additions is the same."""
+    """Any number of rows is multiplied by one kind of instruction. On Hopper each adds 16 products to the registers that the
+    previous one added to. So the order of additions is the same."""
     from tilegrad.kernels.linear import triton_ops
 
     monkeypatch.setattr(triton_ops, "takes_tma", lambda *_: architecture >= 90)
-    x, w, b, y = (torch.empty(*shape, dtype=torch.bfloat16) for shape in ((n, 768), (2304, 768), (2304,), (n, 2304)))
+    monkeypatch.setattr(triton_ops, "takes_deep_tile", lambda _: architecture >= 90)
+    x, w, b, y = (torch.empty(*shape, dtype=torch.bfloat16) for shape in ((n, k), (2304, k), (2304,), (n, 2304)))
     scratch = poisoned(triton_ops.workspace(x, w, bias=True))
     with compiling(architecture, tmp_path) as found:
         triton_ops.fwd(x, w, b, y=y, scale=1.0, scratch=scratch)
-    check(found, architecture, {"_product_kernel"} | ({"_add_splits_kernel"} if n == 1 else set()))
-    products = set(re.findall(r"HGMMA\.64x\d+x16\.F32\.BF16|HMMA\.\w+", found["_product_kernel"].sass))
-    assert len(products) == 1 and (architecture < 90 or "HGMMA" in products.pop())
-    assert ("UTMALDG" in found["_product_kernel"].sass) == (architecture >= 90 and n > triton_ops.FEW)
+    check(found, architecture, {"_product_kernel"} | ({"_add_splits_kernel"} if k > triton_ops.SPLIT else set()))
+    sass = found["_product_kernel"].sass
+    if architecture < 90:
+        assert len(set(re.findall(r"HMMA\.\w+", sass))) == 1
+    else:
+        tile = triton_ops.TILE_TMA if n > triton_ops.FEW else triton_ops.TILE_FEW_DEEP
+        products = re.findall(r"HGMMA\.64x\d+x(\d+)\.F32\.BF16 (R\d+), \S+ (R\d+)[,; ]", sass)
+        assert products == [("16", "R24", "R24")] * (tile.k // 16) and sass.count("HGMMA") == len(products)
+    assert ("UTMALDG" in sass) == (architecture >= 90 and n > triton_ops.FEW)
 
 
 @pytest.mark.parametrize("n", [1, slowly(4)])

@@ -80,7 +80,7 @@ STUB = """#!/bin/sh
 case "$1 $2" in
 "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
 "-m tilegrad") PYTHONPATH=$SOURCES exec "$REAL" "$@" ;;
-"-m pip") for last; do :; done; echo "pip $last" >>"$CALLS" ;;
+"-m pip" | "-m uv") for last; do :; done; echo "$2 $last" >>"$CALLS" ;;
 "-m "*) echo "$2" >>"$CALLS" ;;
 *) exec "$REAL" "$@" ;;
 esac
@@ -140,19 +140,19 @@ def stubbed(checkout: Path) -> Stubbed:
 
 
 def test_a_command_installs_the_small_set_and_linters_install_the_rest(stubbed: Stubbed) -> None:
-    small, rest = f"pip {stubbed.root}[rich,bpe,chat]", f"pip {stubbed.root}[dev]"
+    small, rest = (["pip torch", f"uv {stubbed.root}[{extras}]"] for extras in ("rich,bpe,chat", "dev"))
     assert [stubbed.tg("demo").stdout, stubbed.tg("train").stdout] == ["ran demo\n", "ran train\n"]
-    assert stubbed.calls() == [small]
+    assert stubbed.calls() == small
     stubbed.tg("lint")
     stubbed.tg("docs")
     stubbed.tg("demo")
-    assert stubbed.calls() == [small, rest, "ruff", "ruff", "mypy", "mkdocs"]
+    assert stubbed.calls() == [*small, *rest, "ruff", "ruff", "mypy", "mkdocs"]
 
 
 def test_tests_install_everything_at_once(stubbed: Stubbed) -> None:
     stubbed.tg("test")
     stubbed.tg("demo")
-    assert stubbed.calls() == [f"pip {stubbed.root}[dev]", "pytest"]
+    assert stubbed.calls() == ["pip torch", f"uv {stubbed.root}[dev]", "pytest"]
 
 
 def test_a_compiler_builds_once_in_the_background_and_again_for_other_sources(stubbed: Stubbed) -> None:

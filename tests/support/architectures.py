@@ -93,9 +93,8 @@ def batch_of(name: str, padding: str | None = None, b: int = 3, t: int = 23) -> 
     elif padding:
         keep = at < lengths if padding == "right" else at >= t - lengths
     labels = torch.where(keep, ids, -100)
-    if (
-        name not in ENCODERS
-    ):  # a token after padding is predicted by a row that attends to nothing: implementations differ there
+    # A token after padding is predicted by a row that attends to nothing: implementations differ there.
+    if name not in ENCODERS:
         labels[:, 1:][~keep[:, :-1]] = -100
     if name in ENCODER_DECODERS:
         labels = torch.randint(3, VOCABULARY, (b, 11), generator=draw)

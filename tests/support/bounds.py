@@ -127,12 +127,13 @@ def bounds(dtype: torch.dtype, outputs: Mapping[str, Number]) -> dict[str, Bound
 
 
 def _products_rounded(x: Tensor) -> bool:
-    """On a CPU with bfloat16 instructions products are rounded to bfloat16 at the end, and weights are before."""
+    """On a CPU with bfloat16 instructions, weights are rounded to bfloat16 before a product, and the product after it."""
     return x.dtype == torch.bfloat16 and x.device.type == "cpu" and linear_op._has_bf16_products()
 
 
 def linear(x: Tensor, w: Tensor, b: Tensor | None, dy: Tensor) -> dict[str, Bound]:
-    """y = x wᵀ + b   dx = dy w   dw = dyᵀ x   db = Σ_n dy. Where _products_rounded: dw, x wᵀ before b is added, wide w, b."""
+    """y = x wᵀ + b   dx = dy w   dw = dyᵀ x   db = Σ_n dy. If `_products_rounded`, these are rounded: dw, x wᵀ before b is
+    added, and a float32 w or b."""
     short, n = _products_rounded(x), of(x)
     weights, bias = of(w), None if b is None else of(b)
     if short and w.dtype != x.dtype:
@@ -184,7 +185,7 @@ def norm(x: Tensor, w: Tensor, b: Tensor | None, dy: Tensor, *, eps: float, rms:
 
 
 def activation(kind: str, h: Tensor, da: Tensor) -> dict[str, Bound]:
-    """tanh's backward rounds da σ(2h). The oracle's 1 − tanh² cancels, which counts where the oracle is not wider."""
+    """tanh's backward rounds da σ(2h). The oracle's 1 − tanh² cancels, which counts if h is float64 too."""
     x, g = of(h), of(da)
     if kind == "gelu":
         k = math.sqrt(2 / math.pi)

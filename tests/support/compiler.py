@@ -98,7 +98,7 @@ def dump(tool: str, *arguments: str | Path) -> str:
 
 @contextmanager
 def compiling(architecture: int, folder: Path) -> Iterator[dict[str, Compiled]]:
-    """After the block, what was launched in it, by name; a kernel launched again is "‹name› again"."""
+    """Yields a dict that has the launched kernels by name after the block; a kernel launched again is "‹name› again"."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime.driver import driver  # its default fails without a GPU, so it is restored explicitly
     from triton.runtime.jit import JITFunction

@@ -92,7 +92,7 @@ def run_by(kernels: str, request: pytest.FixtureRequest) -> Iterator[None]:
         return
     pytest.importorskip("triton", reason="needs Triton")
     if request.node.callspec.params.get("dtype") == torch.float64:
-        pytest.skip("float64 is torch's there too")
+        pytest.skip("float64 runs torch's kernel there too")
     with interpreting():
         yield
 
@@ -115,18 +115,18 @@ def round_bfloat16(assign: Assign) -> None:
         nearest = (bits + (0x7FFF + ((bits >> 16) & 1)).astype(np.uint32)) >> 16
         return np.where(np.isnan(x), (bits >> 16) | 0x40, nearest).astype(np.uint16).reshape(x.shape)
 
-    def wide(x: Any) -> Any:
+    def as_float32(x: Any) -> Any:
         if x.dtype.scalar != tl.bfloat16:
             return x
         return interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
     def dot_of_numbers(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        return dot(self, wide(a), wide(b), *rest)
+        return dot(self, as_float32(a), as_float32(b), *rest)
 
     def binary_of_numbers(self: Any, x: Any, y: Any, op: Any) -> Any:
         if x.dtype.scalar != tl.bfloat16:
             return binary(self, x, y, op)
-        out = op(wide(x).data, wide(y).data)
+        out = op(as_float32(x).data, as_float32(y).data)
         if out.dtype == bool:  # a comparison
             return interpreter.TensorHandle(out, x.dtype.scalar)
         return interpreter.TensorHandle(rounded(out, tl.float32, tl.bfloat16, None), tl.bfloat16)

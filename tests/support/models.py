@@ -111,8 +111,8 @@ def exact_gradients(
 
 
 def assert_equal_gradients(got: dict[str, Tensor], exact: dict[str, Tensor], limit: float) -> None:
-    """max|a − n| / max(max|a|, max|n|, 1e-5 · the model's largest gradient) for each tensor. A gradient that vanishes, as that
-    of qk norms where there is one key, is a sum of terms that do not: it is within 4.5 roundings of the largest."""
+    """max|a − n| / max(max|a|, max|n|, 1e-5 · the model's largest gradient) for each tensor. A gradient that vanishes, such as
+    that of qk norms with one key, is a sum of terms that do not vanish: it is within 4.5 roundings of the largest."""
     assert got.keys() == exact.keys()
     largest = max(float(g.abs().max()) for g in exact.values())
     for name, gradient in exact.items():

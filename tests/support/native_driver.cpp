@@ -128,7 +128,7 @@ bool check(int64_t isa, int number) {
     if (has_dlse) call.dlse = dlse.view();
     if (has_sinks) { call.sinks = sinks.view(); call.dsinks = dsinks.view(); }
     if (generator() % 3 == 0) call.slopes = slopes.view();
-    // A float bias with its gradient, in every form, or a bool one: bytes, of which every fifth is 0.
+    // A float bias with its gradient, in every form, or a bool bias: bytes, about a fifth of them 0.
     const int64_t kind = pick({0, 0, 1, 2}), form = kind ? int64_t(generator() % 16) : 0;
     const int64_t bb = form & 1 ? b : 1, bh = form & 2 ? hq : 1, bq = form & 4 ? tq : 1, bk = form & 8 ? tk : 1;
     Tensor bias(bb, bh, bq, bk, statistic, false, true), dbias(bb, bh, bq, bk, statistic, false, true);
@@ -144,7 +144,7 @@ bool check(int64_t isa, int number) {
     if (kind) call.bias = broadcast(bias);
     if (kind == 1) call.dbias = broadcast(dbias);
     if (kind == 2) call.bias.data = attends.data();
-    // One or two intervals of rows for each column, of which runs of columns have the same: tiles are masked out.
+    // One or two intervals of rows for each column. Most columns repeat the previous one, so that tiles are masked out.
     const int64_t runs = pick({0, 0, 1, 2}), ib = pick({1, b}), ih = pick({1, hkv});
     std::vector<int32_t> intervals(size_t(ib * ih * tk * 2 * runs));
     for (size_t n = 0; n < intervals.size(); n += 2) {

@@ -101,7 +101,7 @@ def assert_factors_are_seen(
     rounded: float = 1.01,
     wide: float = 1.001,
 ) -> None:
-    """`got` is right, and each of its tensors is wrong when multiplied: by `rounded` if its dtype is short, else by `wide`."""
+    """`got` is right, and each of its tensors is wrong when multiplied: by `wide` if it is float32, else by `rounded`."""
     assert_right(dict(got))
     for name, x in got.items():
         with pytest.raises(AssertionError, match=f"{name}: "):

@@ -315,6 +315,12 @@ def test_a_refused_batch_leaves_no_wrong_gradient() -> None:
         assert equal(before, engine.grads)
 
 
+@pytest.mark.parametrize("seed", [None, True, 1.5, 2**64, -(2**63) - 1])
+def test_a_bad_seed_is_named_in_the_error(seed: Any) -> None:
+    with pytest.raises(ValueError, match=r"^seed: got .*; accepted: an int, −2⁶³ … 2⁶⁴ − 1, as torch.Generator takes"):
+        Engine(CONFIG, 1, 2, seed=seed)
+
+
 def test_a_bad_batch_is_named_in_the_error() -> None:
     engine, (tokens, targets) = Engine(CONFIG, 2, 5), batch(CONFIG, 2, 5)
     wrong = tokens.clone()
@@ -328,6 +334,12 @@ def test_a_bad_batch_is_named_in_the_error() -> None:
         engine.forward(tokens, wrong)
     with pytest.raises(ValueError, match=r"tokens: got shape \(3, 5\)"):
         engine.forward(tokens.repeat(2, 1)[:3], targets)
+    with pytest.raises(ValueError, match=r"^tokens: got int; accepted: a tensor of ints, \(b, t\), or a list of such"):
+        engine.step(0, targets, 1e-2)  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match=r"^targets: got None; accepted: a tensor of ints, \(b, t\), or a list of such"
+    ):
+        engine.step(tokens, None, 1e-2)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="targets: got shape"):
         engine.forward(tokens, targets[:, 1:])
     with pytest.raises(ValueError, match=r"tokens: got torch\.float32"):

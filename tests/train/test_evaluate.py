@@ -55,6 +55,7 @@ def trained(folder: str = "run", **change: Any) -> tilegrad.training.loop.RunRes
         "model": {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 32},
         "train": {"steps": 2, "batch_size": 3, "seq_len": 13, "eval_batches": 1000, "sample_tokens": 0},
         "data": {"files": ["text.txt"]},
+        "optimizer": {},
     }
     for key, value in change.items():
         section, name = key.split("_", 1)
@@ -94,6 +95,21 @@ def test_the_loss_of_a_run_is_that_of_its_log_and_the_loss_of_a_text_that_of_the
         first = ByteTokenizer().encode(OTHER)[:1]
         assert one.bytes == len(OTHER.encode()) - len(first)  # both tokenizers begin with the letter a
         assert one.bits_per_byte == pytest.approx(total / math.log(2) / one.bytes, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"train_stages": [{"steps": 1, "window": 3}, {}]},
+        {"train_dtype": "bfloat16", "train_masters": "none", "optimizer_moments": "bfloat16"},
+    ],
+    ids=["stages", "lean"],
+)
+def test_settings_of_the_training_do_not_limit_an_evaluation(settings: dict[str, Any]) -> None:
+    trained(**settings)
+    found = tilegrad.evaluate("run", "other.txt", dtype="float64", batch_size=2, seq_len=7)
+    total, count = oracle("run", OTHER, 7)
+    assert found.loss == pytest.approx(total / count, rel=1e-12)
 
 
 def test_exported_weights_have_the_loss_of_their_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,7 +205,7 @@ def test_diverged_weights_are_null_in_json(monkeypatch: pytest.MonkeyPatch, caps
 def test_a_long_evaluation_shows_its_progress(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(evaluation, "_SHOWN_S", -1.0)
+    monkeypatch.setattr(evaluation, "_PROGRESS_S", -1.0)
     capsys.readouterr()
     assert main(["evaluate", "run", "--json"]) == 0
     out, error = capsys.readouterr()

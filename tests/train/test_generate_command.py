@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import json
 import re
@@ -62,8 +63,11 @@ def test_prompts_come_from_files_and_stdin(capsys: pytest.CaptureFixture[str], m
         return [one["prompt"] for one in lines(capsys, *words, "--max-tokens", "1")]
 
     Path("prompts.txt").write_bytes("the\r\n é\u2028x \n二\n".encode())
+    Path("marked.txt").write_bytes(codecs.BOM_UTF8 + b"the\na\n")
     assert prompts("--prompt-file", "prompts.txt") == ["the", " é\u2028x ", "二"]
+    assert prompts("--prompt-file", "marked.txt") == ["the", "a"]
     assert prompts("--prompt-file", "-", stdin="a\nb") == ["a", "b"]
+    assert prompts("--prompt-file", "-", stdin="\ufeffa\nb") == prompts("a", "b")
     assert prompts("-", stdin="a\n\nb\n") == ["a\n\nb"]
     assert prompts("x", "-", "y", stdin="mid") == ["x", "mid", "y"]
     assert prompts("--prompt", "one") == ["one"] and prompts() == ["Call me "]
@@ -133,7 +137,7 @@ def test_ctrl_c_keeps_the_sequences_that_are_complete(capsys: pytest.CaptureFixt
 def test_many_sequences_show_progress_and_verbose_shows_the_rate(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "_SHOWN_S", 0.0)
+    monkeypatch.setattr(command, "_PROGRESS_S", 0.0)
     assert main(["generate", "run", "a", "b", "--max-tokens", "3", "--verbose"]) == 0
     error = capsys.readouterr().err.splitlines()
     assert re.fullmatch(r"1 of 2 sequences, 3 tokens, [\d,.]+ tokens/s", error[0]) and error[1].startswith("2 of 2 seq")

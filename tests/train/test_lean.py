@@ -297,3 +297,12 @@ def test_adapters_and_averages_work_with_bfloat16_moments() -> None:
         losses = [engine.step(tokens, targets, 1e-2) for _ in range(4)]
         assert losses[-1] < losses[0]
         assert engine.tensors()[next(name for name in engine.tensors() if name.startswith("m."))].dtype == BF16
+
+
+@pytest.mark.parametrize("freeze", ["wte.*", "wpe.*", "blocks.?.ln1.weight", "*.bias"])
+def test_parameters_without_masters_train_next_to_frozen_ones(freeze: str) -> None:
+    tokens, targets = batch(CONFIG, 2, 8)
+    engine = Engine(CONFIG, 2, 8, dtype=BF16, states=States(masters="none"), freeze=(freeze,))
+    losses = [engine.step(tokens, targets, 1e-2) for _ in range(4)]
+    assert losses[-1] < losses[0]
+    assert {x.dtype for x in engine.params.values()} == {BF16}

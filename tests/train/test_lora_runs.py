@@ -113,6 +113,7 @@ def stops_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("gpt2", {"lora": LORA}),
         ("gpt2", {"lora": None, "freeze": ["blocks.0.*", "wte.*"], "dtype": "bfloat16"}),
+        ("gpt2", {"lora": None, "freeze": "wte.*", "dtype": "bfloat16", "gradients": "bfloat16"}),
         ("llama", {"lora": LORA | {"layers": ["q", "down"]}, "freeze": "blocks.0.attn*", "dtype": "float64"}),
         ("qwen3", {"lora": LORA | {"layers": "attention", "dropout": 0.0}, "gradient_accumulation": 2}),
     ],
@@ -281,6 +282,9 @@ def test_random_weights_can_be_frozen_but_have_no_adapters() -> None:
     tilegrad.train(small, "small")
     assert [*load_file("small/frozen.safetensors")] == ["wte.weight"]
     assert tilegrad.train({"train": {"steps": 3}}, resume="small").steps == 3
+    lean = small | {"train": small["train"] | {"dtype": "bfloat16", "masters": "none"}}
+    tilegrad.train(lean, "lean")
+    assert {x.dtype for x in tilegrad.load("lean").params.values()} == {torch.float32}
     with pytest.raises(
         ValueError, match=r"^init: got None with adapters \(\[lora\]\); accepted: the folder of the weights"
     ):

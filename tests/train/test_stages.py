@@ -310,6 +310,10 @@ def test_a_resumed_run_may_have_more_steps_if_its_last_stage_had_a_number(run: R
         more = resumed(own, {"train": {"steps": 11, **same}}).train
         assert (more.steps, begins(more.stages), more.stages[-1].steps) == (11, [0, 2, 5, 6], None)
     assert resumed(own, {"train": {"stages": list(ended)}}) == own
+    longer = [*STAGES[:-1], Stage(5, batch_size=3)]  # a file whose steps and last stage were edited
+    assert resumed(own, {"train": {"stages": longer, "steps": 11}}) == resumed(own, {"train": {"steps": 11}})
+    with pytest.raises(ValueError, match="stages: got 11 steps in all; accepted: steps, 12, or a last stage without"):
+        resumed(own, {"train": {"stages": longer, "steps": 12}})
 
 
 def test_each_step_belongs_to_its_stage() -> None:

@@ -466,6 +466,8 @@ def test_a_run_can_be_read_from_toml(tmp_path: Path) -> None:
     )
     run = run_from(read_toml(file), "run.toml")
     assert (run.model.n_layer, run.model.n_embd, run.train.steps, run.data.files) == (6, 128, 70, ("a.txt",))
+    file.write_text("\ufeff[train]\nsteps = 7\n", encoding="utf-8")
+    assert run_from(read_toml(file), "run.toml").train.steps == 7
     file.write_text("[model\n", encoding="utf-8")
     with pytest.raises(ValueError, match="is not TOML"):
         run_from(read_toml(file), "run.toml")

@@ -223,7 +223,6 @@ def test_a_failed_export_leaves_no_partial_file(tmp_path: Path, monkeypatch: pyt
         (replace(CONFIG, value_embeddings=1), "value_embeddings: got 1; accepted: 0"),
         (replace(LLAMA, embedding_scale=8.0), "embedding_scale: got 8.0; accepted: 1.0"),
         (replace(LLAMA, logit_softcap=5.0), "exported as llama: logit_softcap: got 5.0; accepted: None"),
-        (replace(LLAMA, dropout=0.1), "dropout: got 0.1; accepted: 0"),
         (replace(LLAMA, ffn_bias=True, qkv_bias=True), r"qkv_bias, proj_bias, ffn_bias: got \[True, False, True\]"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -281,6 +280,7 @@ def test_the_command_line_imports_trains_and_exports_weights(
     assert capsys.readouterr().out.startswith("Call me")
     assert tilegrad.load("model").step == 0
     flags = ["--data", "book.txt", "--steps", "6", "--batch-size", "2", "--seq-len", "32", "--learning-rate", "1e-3"]
+    flags += ["--model.dropout", "0.1"]  # of training alone, so an export leaves it out
     assert main(["train", "--init", "model", "--out", "run", *flags]) == 0
     first = json.loads(Path("run/run.json").read_text(encoding="utf-8"))
     assert first["model"]["n_kv_head"] == 2 and first["train"]["init"] == "model"

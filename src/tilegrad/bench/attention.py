@@ -1,7 +1,7 @@
 """The time of attention compared with other libraries (peers): forward and backward, on any device.
 
 Every contender is called through its public function and autograd, on tensors in (B, T, H, D) memory, as the projections of a
-model write them. A kernel of tilegrad also runs on prepared buffers, as in an engine ("‹kernel› on buffers"); no ratio uses
+model write them. A kernel of tilegrad is also timed on prepared buffers, as in an engine ("‹kernel› on buffers"); no ratio uses
 these times. On CUDA the L2 cache is cold and the time of the host is hidden (timing.py).
 
 Every kernel, of tilegrad or of a peer, is checked by the closeness rule at the shape that is timed; a kernel that fails gets no
@@ -9,7 +9,7 @@ time and no speed-up. Times are medians of `repeats` rounds, with the 20th and 8
 once. The order changes from round to round, so a change in the speed of the machine affects all kernels. A speed-up is the
 median of the ratios of the rounds, with quartiles. On a CPU the process keeps freed memory, so no call needs new pages. TFLOP/s
 count the FLOPs of cost.py, without recomputation. If a kernel refuses a shape, the reason is printed instead of a time. Packed
-sequences are compared with a dense shape of as many tokens and as much work.
+sequences are compared with a dense shape that has about as many tokens and as many FLOPs.
 """
 
 from __future__ import annotations

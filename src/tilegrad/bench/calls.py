@@ -228,8 +228,8 @@ def _has_flash_attention_4() -> bool:
 
 
 def kernels_on(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
-    """The kernels of the table that accept a call without options on this device, without those that run only by name. On CUDA
-    also without "tiled", if another kernel accepts the call."""
+    """The kernels of the table that accept a call without options on this device, except kernels that run only by name. On
+    CUDA "tiled" is left out too, if another kernel accepts the call."""
     q = torch.empty(1, 1, 1024, 64, device=device, dtype=dtype)
     problem = Problem(q, q, q, Mask())
     names = tuple(row.name for row in ATTENTION.rows if row.by_name_only is None and row.refuses(problem) is None)

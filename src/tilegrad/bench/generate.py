@@ -3,8 +3,8 @@ process.
 
 In a round each contender generates `max_tokens` tokens after each of `batch_size` prompts of PROMPT tokens. The order of the
 contenders changes from round to round. The time includes reading the prompts. Weights are random, no token ends a sequence, and
-all contenders sample with top-k 50. For a batch of one sequence the bound is the time to read the weights once for each token,
-at the bandwidth of a large read in the same run.
+all contenders sample with top-k 50. For a batch of one sequence, "of the bound" compares with reading the weights once for each
+token at the bandwidth of a large read, which is measured first.
 
 With `prefill`, a second table compares reading 8 long prompts with the forward of training on as many tokens. With `invariant`,
 both tables also have tilegrad with `invariant=True`.
@@ -222,14 +222,14 @@ def bench_generate(
     params, about = random_params(config, where, torch_dtype), environment(where, torch_dtype)
     speed = bandwidth(where, repeats)
     looked_up = {"wpe.weight"} if config.tie_embeddings else {"wpe.weight", "wte.weight"}  # a step reads single rows
-    read = sum(x.nbytes for name, x in params.items() if name not in looked_up)
+    weight_bytes = sum(x.nbytes for name, x in params.items() if name not in looked_up)
     lines, rows = [], []
     for batch_size in batch_sizes:
         times = measure(
             config, params, batch_size, max_tokens, repeats, device=where, dtype=torch_dtype, peers=peers, modes=modes
         )
         for name in times:
-            row = result(name, times, batch_size * max_tokens, speed / read if batch_size == 1 else None)
+            row = result(name, times, batch_size * max_tokens, speed / weight_bytes if batch_size == 1 else None)
             size = {"preset": preset, "batch_size": batch_size, "max_tokens": max_tokens}
             lines.append(json_format.dumps(size | row | about))
             rows.append((f"{batch_size}", *cells(row)))

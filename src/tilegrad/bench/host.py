@@ -5,8 +5,8 @@
 
 Each time is the mean of CALLS consecutive calls. On CUDA the device is synchronized before and after the timed section, never
 inside it. In a round every contender runs once, in an order that changes. `empty` is an autograd.Function in Python that
-computes nothing: its time is the least time of such a Function. An SDPA backend is chosen before the timer starts. torch has
-one thread, so that no time is spent waiting for other threads.
+computes nothing: no such Function takes less time. An SDPA backend is chosen before the timer starts. torch has one thread, so
+that no time is spent waiting for other threads.
 """
 
 from __future__ import annotations
@@ -88,10 +88,10 @@ def _microseconds(run: Thunk, device: torch.device) -> float:
     began = time.perf_counter_ns()
     for _ in range(CALLS):
         run()
-    took = time.perf_counter_ns() - began
+    elapsed = time.perf_counter_ns() - began
     if wait:
         wait()
-    return took / CALLS / 1e3
+    return elapsed / CALLS / 1e3
 
 
 def measure(
@@ -119,9 +119,9 @@ def measure(
         for name in names[first:] + names[:first]:
             with calls[name][1]():
                 for direction, run in runs[name].items():
-                    took = _microseconds(run, device)
+                    call_us = _microseconds(run, device)
                     if round_ >= 0:
-                        times[name][direction].append(took)
+                        times[name][direction].append(call_us)
     return times, left_out
 
 
@@ -151,13 +151,13 @@ def bench_host(
     about = environment(where, kind)
     lines, rows = [], []
     for direction in DIRECTIONS:
-        for name, of in times.items():
-            us, ours = of[direction], times["tilegrad"][direction]
+        for name, by_direction in times.items():
+            us, ours = by_direction[direction], times["tilegrad"][direction]
             deciles = quantiles(us, n=10, method="inclusive")
             ratio = median([a / b for a, b in zip(ours, us, strict=True)])
-            found = {"direction": direction, "contender": name, "us": round(deciles[4], 2)}
-            found |= {"us_20": round(deciles[1], 2), "us_80": round(deciles[7], 2), "ours_over_it": round(ratio, 3)}
-            lines.append(json_format.dumps(found | about))
+            row = {"direction": direction, "contender": name, "us": round(deciles[4], 2)}
+            row |= {"us_20": round(deciles[1], 2), "us_80": round(deciles[7], 2), "ours_over_it": round(ratio, 3)}
+            lines.append(json_format.dumps(row | about))
             spread = f"{deciles[1]:.1f} – {deciles[7]:.1f}"
             rows.append((direction, name, f"{deciles[4]:.1f}", spread, "" if name == "tilegrad" else f"{ratio:.2f}×"))
     if print_results(lines, about, json=json, out=out):

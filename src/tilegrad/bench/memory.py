@@ -1,7 +1,7 @@
 """The cost of managed buffers, as two ratios.
 
-time    one allocate + deallocate pair ÷ one `x = torch.empty(shape); del x`, in CPU time of the thread. Batches of the two
-        alternate, so a change in the speed of the machine affects both.
+time    one allocate + deallocate pair ÷ one `x = torch.empty(shape); del x`, in CPU time of the thread. Batches of pairs and
+        of torch.empty alternate, so a change in the speed of the machine affects both.
 bytes   the peak of reserved bytes (in use + cached + idle in slabs) ÷ the peak of requested live bytes, over a trace of
         sequences of varying length
 """

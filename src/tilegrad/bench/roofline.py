@@ -2,8 +2,8 @@
 
 The limits are measured: FLOP/s of a GEMM of two large matrices in the dtype of the benchmark, and bytes/s of a large copy. The
 least time of a kernel is the larger of (its FLOPs) / (FLOP/s) and (its bytes) / (bytes/s); its share is the least time divided
-by the measured time. What a kernel recomputes is counted: the dk, dv kernel has four GEMMs (five if dk and dv are separate
-passes), the dq kernel three.
+by the measured time. Recomputed FLOPs are counted: the dk, dv kernel has four GEMMs (five if dk and dv are separate passes),
+the dq kernel three.
 """
 
 from __future__ import annotations

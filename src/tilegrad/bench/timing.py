@@ -69,13 +69,13 @@ def interleaved(thunks: dict[str, Thunk], repeats: int, device: torch.device) ->
         for name in names[first:] + names[:first]:
             run = thunks[name]
             if on_device is not None:
-                took, host_ms[name] = on_device.ms(run, host_ms[name])
+                call_ms, host_ms[name] = on_device.ms(run, host_ms[name])
             else:
                 began = time.perf_counter()
                 run()
-                took = 1e3 * (time.perf_counter() - began)
+                call_ms = 1e3 * (time.perf_counter() - began)
             if round_ >= 0:
-                ms[name].append(took)
+                ms[name].append(call_ms)
     return ms
 
 

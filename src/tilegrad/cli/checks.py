@@ -50,14 +50,14 @@ def _doctor(args: argparse.Namespace) -> int:
 
 def add_checks(commands: Commands) -> None:
     check = add_command(commands, "check", "compute the specification's examples and compare them with its numbers")
-    what = check.add_subparsers(metavar="WHAT", required=True)
-    flash = add_command(what, "flash", "the specification's two cases of the FlashAttention-2 backward", _check_flash)
+    checks = check.add_subparsers(metavar="WHAT", required=True)
+    flash = add_command(checks, "flash", "the specification's two cases of the FlashAttention-2 backward", _check_flash)
     flash.add_argument("--kernel", metavar="NAME", help="run this kernel instead of the kernel that the table chooses")
     flash.add_argument("--device", default="cpu", help="where to run (default: %(default)s)")
     flash.add_argument("--brief", action="store_true", help="print only the comparison, not the matrices")
 
     text = "print the memory table of the specification's example model, with corrected numbers"
-    add_command(what, "document", text, _check_document)
+    add_command(checks, "document", text, _check_document)
 
     text = "check hand-derived gradients of attention, or of a whole model"
     gradcheck = add_command(commands, "gradcheck", text, _gradcheck)

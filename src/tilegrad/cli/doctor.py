@@ -1,4 +1,4 @@
-"""`tilegrad doctor`: a line for each part of the package, which says whether this installation can run the part.
+"""`tilegrad doctor`: prints a line for each part of the package, which says whether this installation can run the part.
 
 `--kernels` adds the table of kernels of every op: which kernel runs a call without options, and why other kernels do not.
 `--build` compiles three parts that are in C++: the native CPU kernel, eager calls, and the cache hits of the memory manager.

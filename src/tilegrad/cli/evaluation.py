@@ -1,4 +1,4 @@
-"""`tilegrad evaluate`: computes loss, perplexity and bits per byte of a model on a text."""
+"""`tilegrad evaluate`: computes loss, perplexity and bits per byte of a model on texts or conversations."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def _evaluate(args: argparse.Namespace) -> int:
 
 
 def add_evaluation(commands: Commands) -> None:
-    text = "compute loss, perplexity and bits per byte of a model on a text"
+    text = "compute loss, perplexity and bits per byte of a model on texts or conversations"
     evaluate = add_command(commands, "evaluate", text, _evaluate)
     add_model(evaluate)
-    text = "text files and folders (default: the validation data of the run)"
+    text = "files of texts or conversations, and folders (default: the validation data of the run)"
     evaluate.add_argument("--data", nargs="+", metavar="FILE", help=text)
     evaluate.add_argument("--batch-size", type=int, metavar="N", help="windows in a batch (default: as in the run)")
     evaluate.add_argument("--seq-len", type=int, metavar="N", help="tokens in a window (default: as in the run)")

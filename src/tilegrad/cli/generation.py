@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _COMMAND = re.compile("/[a-z]+")
 PROMPT = "Call me "  # the default prompt of `tilegrad generate`
-_SHOWN_S = 5.0  # seconds between two lines of progress
+_PROGRESS_S = 5.0  # seconds between two lines of progress
 
 
 def _generate(args: argparse.Namespace) -> int:
@@ -56,8 +56,8 @@ def _generate(args: argparse.Namespace) -> int:
 
 def _prompts(args: argparse.Namespace) -> list[str]:
     """The prompts from the command line, from a file or from stdin."""
-    ways = {"PROMPT": args.text or None, "--prompt": args.prompt, "--prompt-file": args.prompt_file}
-    sources = {name: value for name, value in ways.items() if value is not None}
+    arguments = {"PROMPT": args.text or None, "--prompt": args.prompt, "--prompt-file": args.prompt_file}
+    sources = {name: value for name, value in arguments.items() if value is not None}
     if len(sources) > 1:
         a, b, *_ = sources.items()
         raise ValueError(f"prompt: got {_quoted(*a)} and {_quoted(*b)}; accepted: one of them")
@@ -88,7 +88,7 @@ def _lines(name: str) -> list[str]:
 
 def _read_stdin() -> str:
     try:
-        return sys.stdin.read().removesuffix("\n")
+        return sys.stdin.read().removeprefix("\ufeff").removesuffix("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"stdin: got bytes with {error.reason}; accepted: text in {error.encoding}") from error
 
@@ -106,7 +106,7 @@ def _stream(generation: Generation) -> int:
 
 
 def _print_all(generation: Generation, args: argparse.Namespace) -> int:
-    """Print the sequences in order, each when all earlier sequences are complete. Returns the number of drawn tokens."""
+    """Print the sequences in order, each once all sequences before it are complete. Returns the number of drawn tokens."""
     from .progress import watch
 
     out = None if sys.stdout.isatty() else sys.stdout  # None: print to sys.stdout, which the bar replaces
@@ -119,7 +119,7 @@ def _print_all(generation: Generation, args: argparse.Namespace) -> int:
             tokens += len(generated.tokens)
             print(_as_json(generated) if args.json else _as_text(generated, number, generation), file=out, flush=True)
             now = time.perf_counter()
-            if several and (sys.stderr.isatty() or now - shown_at > _SHOWN_S):
+            if several and (sys.stderr.isatty() or now - shown_at > _PROGRESS_S):
                 shown_at = now
                 rate = tokens / (now - started_at)
                 numbers = {"sequence": number, "sequences": generation.sequences, "tokens_per_second": rate}

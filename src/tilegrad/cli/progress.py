@@ -100,7 +100,7 @@ def _ends(n: Numbers) -> Iterator[str]:
     if n.get("format"):
         yield f"Chat template: {n['template'] or 'none; the completion follows the prompt'}"
     if n.get("eos") and n.get("template"):
-        yield f"EOS {n['eos']!r} ends a conversation where the template writes no special token at its end"
+        yield f"EOS {n['eos']!r} ends a conversation if the template writes no special token at its end"
     elif n.get("eos"):
         yield f"EOS {n['eos']!r} ends each " + ("conversation" if n.get("format") else "document")
     elif "eos" in n:

@@ -73,10 +73,10 @@ def _init(args: argparse.Namespace) -> int:
             new.write(finetune() if args.finetune else example())
     except FileExistsError:
         raise ValueError(f"{file}: got a file that already exists; accepted: a new name") from None
-    done, change = ("a run that fine-tunes a model", "Fill in train.init and data.files")
+    content, advice = ("a run that fine-tunes a model", "Fill in train.init and data.files")
     if not args.finetune:
-        done, change = "every key with its default", "Change it"
-    print(f"{file}: {done}. {change}, then: tilegrad train {shlex.quote(str(file))}")
+        content, advice = "every key with its default", "Change it"
+    print(f"{file}: {content}. {advice}, then: tilegrad train {shlex.quote(str(file))}")
     return 0
 
 
@@ -151,7 +151,7 @@ def _demo(_args: argparse.Namespace) -> int:
 
 
 def add_runs(commands: Commands) -> None:
-    text = "train the tiny model on the text that ships with the package, in about 90 seconds on 2 cores"
+    text = "train the tiny model on the text that ships with the package, in about 100 seconds on 2 cores"
     add_command(commands, "demo", text, _demo)
     text = "write a TOML file to start from, with the default and the unit of every key"
     init = add_command(commands, "init", text, _init)

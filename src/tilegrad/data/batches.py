@@ -107,7 +107,7 @@ class Batches:
     """Endless batches for training: `next()` gives batch_size rows, in an order drawn for each epoch.
 
     A batch may span two epochs, so every batch has batch_size rows. `position` is (epoch, number of rows of this epoch that are
-    done): every piece of such a row was read, or left out by `resize`. `resize` changes the size of the batches that follow.
+    done). A row is done if every piece of it was read, or left out by `resize`, which changes the size of later batches.
     """
 
     def __init__(self, rows: Rows, batch_size: int, *, seed: int = 0) -> None:
@@ -117,7 +117,7 @@ class Batches:
             raise ValueError(f"seed: got {seed}; accepted: at least 0")
         self.rows, self.batch_size, self.seed = rows, batch_size, seed
         self._sha256 = rows.sha256()
-        self._cut, self._pieces = rows, 1  # the pieces of the current length, and how many of them a row has
+        self._cut, self._pieces = rows, 1  # rows cut to the current length, and the number of pieces of each row
         self._tokens_read = 0
         self._move(0, 0)
 

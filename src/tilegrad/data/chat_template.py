@@ -116,15 +116,15 @@ class ChatTemplate:
 
     def _first_begin(self, message: Message, after: str) -> int:
         """Where the span of a first message begins in `after`, its text."""
-        asked = [message | {"role": "user"}]
-        added = self.render(asked, generation_prompt=True).text.removeprefix(self.render(asked).text)
-        if added not in after:
+        as_user = [message | {"role": "user"}]
+        prompt = self.render(as_user, generation_prompt=True).text.removeprefix(self.render(as_user).text)
+        if prompt not in after:
             raise ValueError(
                 "messages[0]: the chat template does not write the generation prompt before a first message of the "
                 "assistant, so the assistant's part of the text is not known; accepted: conversations in which another "
                 f"message is before it, a template with {{% generation %}} marks, or data.train_on = 'all' ({self.name})"
             )
-        return after.index(added) + len(added)
+        return after.index(prompt) + len(prompt)
 
 
 def load_chat_template(folder: Path) -> ChatTemplate | None:

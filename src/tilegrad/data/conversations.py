@@ -49,9 +49,9 @@ def read_messages(record: dict[str, object], format: Format) -> list[Message]:
         answer = _first_present(record, ("completion", "response")) or ""
         messages = _messages_by(record["prompt"], "prompt", "user") + _messages_by(record[answer], answer, "assistant")
     else:
-        asked, given = (_text(record.get(name, ""), name) for name in ("instruction", "input"))
-        asked = f"{asked}\n\n{given}" if given else asked
-        messages = _messages_by(asked, "instruction", "user") + _messages_by(record["output"], "output", "assistant")
+        instruction, given = (_text(record.get(name, ""), name) for name in ("instruction", "input"))
+        question = f"{instruction}\n\n{given}" if given else instruction
+        messages = _messages_by(question, "instruction", "user") + _messages_by(record["output"], "output", "assistant")
     if not any(message["role"] == "assistant" for message in messages):
         raise ValueError("messages: got no message of the assistant; accepted: at least one to learn from")
     return messages
@@ -64,15 +64,15 @@ def plain_conversation(messages: Sequence[Message], format: Format, end: str) ->
             "messages: got no chat template; accepted: weights (--init) with chat_template.jinja, or with a chat_template in "
             "tokenizer_config.json; or lines of prompt and completion"
         )
-    *asked, answer = (str(message["content"]) for message in messages)
-    prompt = "".join(asked) + ("\n\n" if format == "instruction" else "")
+    *questions, answer = (str(message["content"]) for message in messages)
+    prompt = "".join(questions) + ("\n\n" if format == "instruction" else "")
     text = prompt + answer + end
     return Conversation(text, ((len(prompt), len(text)),))
 
 
 def trained_tokens(conversation: Conversation, encoded: Encoded) -> Mask:
-    """Whether each token is a target, as it is if any of its characters is in a span. White space at the end of a span is not
-    a target if it follows a special token, such as the token that ends a message."""
+    """Whether each token is a target: whether any of its characters is in a span. White space at the end of a span is no
+    target if it follows a special token, such as the token that ends a message."""
     trained = np.zeros(len(encoded.tokens), np.bool_)
     for begin, end in conversation.spans:
         inside = np.flatnonzero((encoded.ends > begin) & (encoded.starts < end))

@@ -1,6 +1,6 @@
 """Reads documents from files and folders. Files with other suffixes are refused, so that no model trains on binary data.
 
-.txt .md …    the file is one document, unchanged; so is a file without a suffix whose own path is given
+.txt .md …    the file is one document, unchanged; so is a file without a suffix, if its own path is given
 .jsonl        each line is a document or a conversation; the text of a document is in one field
 .gz           a compressed file of these kinds
 a folder      all files with these suffixes in it and below it, in sorted order; its other files are counted as left out
@@ -8,9 +8,9 @@ a folder      all files with these suffixes in it and below it, in sorted order;
 EOS ends each document. If the tokenizer has no EOS, a blank line ends each document of a .jsonl, and nothing is added to
 the text of a file.
 
-A text is never in memory as a whole: it is read once to check and count it, and again each time that it is used, in blocks
-or, if it is a .jsonl, in lines. A line may take at most half of the memory of the machine. A .gz is decompressed in the
-same way, and refused if the text exceeds both 16 MiB and 100 times the compressed size.
+Files are read in blocks or, if they are .jsonl, in lines: once to check and count the text, and again each time that it is
+used. A line may take at most half of the memory of the machine. A .gz is decompressed in the same way, and refused if the
+text exceeds both 16 MiB and 100 times the compressed size.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ def _format_of(file: Path, text_field: str) -> str:
         except (ValueError, RecursionError):
             break  # the error is raised when the whole file is read
         if not isinstance(record, dict):
-            break  # so is this one
+            break  # this error too
         format = "text" if text_field in record else detect_format(record)
         if format is None:
             raise ValueError(

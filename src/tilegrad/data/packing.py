@@ -3,7 +3,7 @@
 A document of L tokens has L − 1 positions: position j reads token j and predicts token j + 1, so no target crosses a document.
 
     row       tokens    a0 a1 a2 b0 b1  0  0           documents a (4 tokens) and b (3 tokens), then padding
-              targets   a1 a2 a3 b1 b2 −1 −1           −1 also where the target is not trained on
+              targets   a1 a2 a3 b1 b2 −1 −1           −1: no target, or a target that is not trained on
     cu_seqlens          0        3     5     7         ends in the flattened batch; the padding of a row is a document
 
 `too_long` says what happens to a document with more than seq_len positions:
@@ -17,8 +17,8 @@ So a document becomes one piece, no piece or, with split, several pieces. A piec
 `Pieces` counts the documents and the pieces that are left out.
 
 Rows are filled first-fit: each piece is put into the first open row that has room. The seed draws an order of the pieces
-for each epoch. A row is closed when it is full, when it has documents − 1 pieces (padding counts as a document, and
-`documents` is the most that a row may have), or when it is the oldest of OPEN rows and another row is needed.
+for each epoch. A row is closed when it is full, when it has documents − 1 pieces, or when it is the oldest of OPEN rows and
+another row is needed. `documents` is the most documents of a row, and padding counts as one.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ Documents are encoded one by one if the tokenizer has an EOS, which is added to 
 all texts are joined and encoded as one text, and there is no documents.bin.
 
 Tokens are written as documents are read, so memory grows only by 8 bytes for each document, and by a byte for each
-token of a conversation. A tokenizer.json that does not split texts as GPT-2 does needs each document whole in memory.
+token of a conversation. If a tokenizer.json does not split texts as GPT-2 does, one whole document at a time is in memory.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def prepare(
     """Write the tokens of these files into `folder`.
 
     tokenizer   "bytes" (vocab_size 256); "bpe", which learns vocab_size tokens from these texts; or a tokenizer.json
-    text_field  the field of a .jsonl line that holds the text
+    text_field  the field of a .jsonl line that has the text
     format      "text", or the format of the conversations in .jsonl (conversations.py)
     train_on    the targets of a conversation: the text of the assistant, or all tokens
     packing     True: documents stay separate even if the tokenizer has no EOS
@@ -89,8 +89,7 @@ def prepare(
         return _prepare_texts(
             read_documents(paths, text_field, show), folder, tokenizer, vocab_size, show, packing=packing
         )
-    read = read_records(paths, show)
-    return _prepare_conversations(read, folder, tokenizer, vocab_size, show, format, train_on)
+    return _prepare_conversations(read_records(paths, show), folder, tokenizer, vocab_size, show, format, train_on)
 
 
 def _source(tokenizer: str, vocab_size: int, *, documents: int) -> Source:
@@ -116,11 +115,13 @@ def _prepare_texts(
         if source.tokenizer is None and texts.characters > _LONG:
             doing = f"learning {source.vocab_size:,} BPE tokens from {texts.characters:,} characters"
             show("prepare", {"doing": doing})
-        trained = _tokenizer(source, texts.text())
+        tokenizer = _tokenizer(source, texts.text())
         if texts.characters > _LONG:
             show("prepare", {"doing": f"turning {texts.characters:,} characters into tokens"})
-        encoded = _encode_documents(texts, trained, source.eos) if separate else [trained.encode_pieces(texts.text())]
-        prepared = _write(folder, digest, trained, source, ((parts, None) for parts in encoded), separate=separate)
+        encoded = (
+            _encode_documents(texts, tokenizer, source.eos) if separate else [tokenizer.encode_pieces(texts.text())]
+        )
+        prepared = _write(folder, digest, tokenizer, source, ((parts, None) for parts in encoded), separate=separate)
     counts: Numbers = {"files": len(texts.files), "documents": len(texts.lengths), "left_out": texts.left_out}
     counts |= {"bytes": texts.bytes, "tokens": len(prepared[0].tokens)}
     from_file = kind not in ("bytes", "bpe")  # with a tokenizer.json the event has `eos` even if it is None
@@ -129,7 +130,7 @@ def _prepare_texts(
     return prepared
 
 
-def _encode_documents(read: Documents, tokenizer: Tokenizer, eos: int | None) -> Iterator[Iterable[Tokens]]:
+def _encode_documents(texts: Documents, tokenizer: Tokenizer, eos: int | None) -> Iterator[Iterable[Tokens]]:
     """The tokens of each document in parts, with its EOS or its blank line. Short documents are encoded together."""
     waiting: list[str] = []
 
@@ -138,7 +139,7 @@ def _encode_documents(read: Documents, tokenizer: Tokenizer, eos: int | None) ->
             yield _with_eos([tokens], eos)
         waiting.clear()
 
-    for document, length in zip(read, read.lengths, strict=True):
+    for document, length in zip(texts, texts.lengths, strict=True):
         pieces = document.pieces if eos is not None else chain(document.pieces, [document.blank_line])
         if len(waiting) == _TOGETHER or length + sum(map(len, waiting)) > _CHARACTERS:
             yield from encode()
@@ -171,18 +172,20 @@ def _prepare_conversations(
     prepared = _reusable(folder, digest, source, kind, separate=True)
     if prepared is None:
         show("prepare", {"doing": f"turning {records.count:,} conversations into tokens"})
-        trained = _tokenizer(source, ("\n\n" * (n > 0) + text for n, text in enumerate(_contents(records, format))))
-        prepared = _write(folder, digest, trained, source, _conversations(records, trained, source, format, train_on))
-    file, trained = prepared
+        texts = ("\n\n" * (n > 0) + text for n, text in enumerate(_contents(records, format)))
+        tokenizer = _tokenizer(source, texts)
+        conversations = _conversations(records, tokenizer, source, format, train_on)
+        prepared = _write(folder, digest, tokenizer, source, conversations)
+    file, tokenizer = prepared
     counts: Numbers = {"files": len(records.files), "documents": records.count, "left_out": records.left_out}
     counts |= {"bytes": records.bytes, "tokens": len(file.tokens), "format": format}
     counts |= {"template": template.name if template else None}
-    show("data", counts | {"eos": trained.decode([source.eos]) if source.eos is not None else None})
+    show("data", counts | {"eos": tokenizer.decode([source.eos]) if source.eos is not None else None})
     return prepared
 
 
-def _messages(read: Records, format: Format) -> Iterator[tuple[str, list[Message]]]:
-    for place, record in read:
+def _messages(records: Records, format: Format) -> Iterator[tuple[str, list[Message]]]:
+    for place, record in records:
         with naming(place):
             messages = read_messages(record, format)
             for message in messages:
@@ -190,29 +193,29 @@ def _messages(read: Records, format: Format) -> Iterator[tuple[str, list[Message
         yield place, messages
 
 
-def _contents(read: Records, format: Format) -> Iterator[str]:
-    return (str(message.get("content")) for _, messages in _messages(read, format) for message in messages)
+def _contents(records: Records, format: Format) -> Iterator[str]:
+    return (str(message.get("content")) for _, messages in _messages(records, format) for message in messages)
 
 
 def _conversations(
-    read: Records, tokenizer: Tokenizer, source: Source, format: Format, train_on: TrainOn
+    records: Records, tokenizer: Tokenizer, source: Source, format: Format, train_on: TrainOn
 ) -> Iterator[tuple[Iterable[Tokens], Mask]]:
     """The tokens of each conversation, and which of them are trained on."""
     template, end = source.template, "" if source.eos is not None else "\n\n"
 
-    def rendered(one: list[Message]) -> Conversation:
+    def rendered(messages: list[Message]) -> Conversation:
         if template is None:
-            conversation = plain_conversation(one, format, end)
+            conversation = plain_conversation(messages, format, end)
         else:
-            conversation = template.conversation(one) if train_on == "assistant" else template.render(one)
+            conversation = template.conversation(messages) if train_on == "assistant" else template.render(messages)
         return conversation if train_on == "assistant" else Conversation(conversation.text, ())
 
-    messages = _messages(read, format)
-    while batch := [*islice(messages, _TOGETHER)]:
+    all_messages = _messages(records, format)
+    while batch := [*islice(all_messages, _TOGETHER)]:
         texts = []
-        for place, one in batch:
+        for place, messages in batch:
             with naming(place):
-                texts.append(rendered(one))
+                texts.append(rendered(messages))
                 check_surrogates(texts[-1].text, "the conversation")
         encoded = tokenizer.encode_with_offsets([text.text for text in texts], add_special_tokens=template is None)
         for text, found, (place, _) in zip(texts, encoded, batch, strict=True):

@@ -149,8 +149,7 @@ def _operator_bound(operator: str, left: object, right: object) -> float:
 
 
 def _bounded(name: str, function: Callable[..., object], passed: tuple[type, ...]) -> Callable[..., object]:
-    """A filter that checks MAX_SIZE. `passed`: the possible types of an extra first argument that Jinja2 passes to some
-    filters."""
+    """The filter with a check of MAX_SIZE. Jinja2 passes some filters an extra first argument, of one of the types `passed`."""
 
     @wraps(function)
     def bounded(*args: object, **kwargs: object) -> object:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple, get_args
 
@@ -94,12 +94,12 @@ def _check_float8(spec: StepSpec) -> None:
     check_choice(spec, "head", get_args(HeadProducts), " or ")
     c, form = spec.config, Form((16, 16), spec.dtype, spec.device)
     sizes = {"n_embd": c.n_embd}
-    of_linear = {
+    linear_sizes = {
         "ffn_dim": c.ffn,
         "n_head · head_size": c.n_head * c.head_dim,
         "n_kv_head · head_size": c.kv_heads * c.head_dim,
     }
-    for name, level, more in (("linear", spec.linear, of_linear), ("head", spec.head, {"vocab_size": c.vocab_size})):
+    for name, level, more in (("linear", spec.linear, linear_sizes), ("head", spec.head, {"vocab_size": c.vocab_size})):
         if level == "plain":
             continue
         bfloat16 = spec.dtype == torch.bfloat16
@@ -148,6 +148,11 @@ def check_decay(name: str, decay: float) -> None:
         raise ValueError(
             f"{name}: got {shown(decay)}; accepted: 0 (no average of the weights), or a decay below 1, such as 0.999"
         )
+
+
+def check_seed(seed: object) -> None:
+    if not isinstance(seed, int) or isinstance(seed, bool) or not -(2**63) <= seed < 2**64:
+        raise ValueError(f"seed: got {shown(seed)}; accepted: an int, −2⁶³ … 2⁶⁴ − 1, as torch.Generator takes it")
 
 
 def check_invariant(spec: StepSpec) -> None:
@@ -206,6 +211,11 @@ def micro_batches(
     cu_seqlens: Tensor | Sequence[Tensor | None] | None = None,
 ) -> list[Batch]:
     """The micro-batches of a step. Tensors are one micro-batch; lists have one tensor for each micro-batch."""
+    given: dict[str, object] = {"tokens": tokens, "targets": targets}
+    for name, value in given.items():
+        if not isinstance(value, Tensor | Iterable):
+            got = None if value is None else type(value).__name__
+            raise ValueError(f"{name}: got {got}; accepted: a tensor of ints, (b, t), or a list of such tensors")
     all_tokens, all_targets = ([arg] if isinstance(arg, Tensor) else list(arg) for arg in (tokens, targets))
     n = len(all_tokens)
     if n != len(all_targets):

@@ -242,12 +242,12 @@ class DeviceStep:
 
     def _count_targets(self) -> None:
         """inv_total = 1 / (number of targets in the whole step), or 0 if the step has no target."""
-        one, all_ = self.counts
-        all_.zero_()
+        in_batch, in_step = self.counts
+        in_step.zero_()
         for targets in self.staged.targets:
             valid = torch.ge(targets.view(-1), 0, out=self.valid[: targets.numel()])
-            all_.add_(torch.sum(valid, 0, out=one))
-        self.inv_total.copy_(all_).reciprocal_().nan_to_num_(posinf=0.0)
+            in_step.add_(torch.sum(valid, 0, out=in_batch))
+        self.inv_total.copy_(in_step).reciprocal_().nan_to_num_(posinf=0.0)
 
 
 @dataclass(slots=True)

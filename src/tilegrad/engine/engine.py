@@ -28,7 +28,7 @@ from ..model.config import ModelConfig
 from ..model.layer import FULL, HeadProducts, Linear, States
 from ..model.lora import LoraConfig
 from ..model.transformer import Transformer
-from .batch import Batch, check_batch, check_some, check_spec, count_targets, load_batch, micro_batches
+from .batch import Batch, check_batch, check_seed, check_some, check_spec, count_targets, load_batch, micro_batches
 from .capture import DeviceStep, StepQueue, on_stream
 from .dist.mesh import Mesh
 from .initialise import initialise
@@ -153,6 +153,7 @@ class Engine:
             windows=tuple(windows) if isinstance(windows, list) else cast(tuple[int | None, ...], windows),
         )  # fmt: skip
         check_spec(spec)
+        check_seed(seed)
         choice, self.plan = choose_recompute(spec, memory_budget)
         self.spec = spec = replace(spec, recompute=choice)
         adamw = AdamW(betas, eps, weight_decay, max_norm)
@@ -427,7 +428,7 @@ class Engine:
 
     @property
     def jumps(self) -> dict[str, int]:
-        """tensor in float8 → how often its largest magnitude has grown 100-fold from one step to the next; not 0.
+        """tensor in float8 → how often its largest magnitude has grown 100-fold from one step to the next, if ever.
 
         >>> engine.jumps
         {}

@@ -197,10 +197,10 @@ def _ranges(masters: FlatHandle, ordered: Sequence[Param], by_muon: int) -> list
 def _matrices(ordered: Sequence[Param], starts: dict[str, int]) -> Iterator[Matrix]:
     """The matrices that Muon updates, with their offsets in `grads`."""
     by_name = {p.name: p.matrices for p in ordered}
-    for name, at in starts.items():
+    for name, start in starts.items():
         for rows, columns in by_name.get(name, ()):  # a pad has no matrices
-            yield Matrix(at, rows, columns)
-            at += rows * columns
+            yield Matrix(start, rows, columns)
+            start += rows * columns
 
 
 def _inside(matrices: Matrices, start: int, stop: int) -> Matrices:
@@ -213,7 +213,7 @@ def _places(ordered: Sequence[Param], starts: dict[str, int]) -> Places:
     the params of a single process. Parameters that follow each other both in this range and in these params share a place."""
     alone = _flat_of("params", ordered, (), lambda p: p.master)
     places: list[Place] = []
-    for start, element in sorted((starts[p.name], at) for p, at in zip(ordered, alone.starts, strict=True)):
+    for start, element in sorted((starts[p.name], first) for p, first in zip(ordered, alone.starts, strict=True)):
         if not places or element - start != places[-1].element - places[-1].start:
             places.append(Place(start, element))
     return tuple(places)
@@ -247,12 +247,12 @@ def _flats(
 ) -> _Flats:
     form, copied = next(handles(ordered[0].master)), ordered[0].value is not ordered[0].master
     acc = accumulation_dtype(form.dtype)
-    of_moments = torch.bfloat16 if states.moments == "bfloat16" else acc
+    moments_dtype = torch.bfloat16 if states.moments == "bfloat16" else acc
 
     def state(name: str, of: Sequence[Param], dtype: torch.dtype = acc) -> FlatHandle | None:
         if not buckets:
-            own = [_handle(form, f"{name}.{p.name}", p.master.shape, dtype) for p in of]
-            return flat(name, own) if own else None
+            state_handles = [_handle(form, f"{name}.{p.name}", p.master.shape, dtype) for p in of]
+            return flat(name, state_handles) if state_handles else None
         size = sum(b.stop - b.start for b in buckets if of is ordered or not b.whole) // world
         return flat(name, [_handle(form, f"optimizer.{name}", (size,), dtype)]) if size else None
 
@@ -263,7 +263,7 @@ def _flats(
         masters = _flat_of("params", ordered, (), lambda p: p.master)
         if buckets:
             masters = cast(FlatHandle, state("master", ordered))
-    m, v = cast(FlatHandle, state("m", ordered, of_moments)), state("v", by_adamw, of_moments)
+    m, v = cast(FlatHandle, state("m", ordered, moments_dtype)), state("v", by_adamw, moments_dtype)
     return _Flats(masters, grads, m, v, state("ema", ordered) if averaged else None, rounded)
 
 
@@ -285,8 +285,8 @@ def _scratch_of(
     )
     if muon is not None and matrices:  # the most scratch that any rank needs, because all ranks have the same plan
         for r in range(world):
-            own = [_inside(matrices, *bucket.part(r, world)) for bucket in buckets]
-            scratch = larger(scratch, below("muon", muon_workspace(masters, muon, own)))
+            parts = [_inside(matrices, *bucket.part(r, world)) for bucket in buckets]
+            scratch = larger(scratch, below("muon", muon_workspace(masters, muon, parts)))
     return scratch
 
 
@@ -404,7 +404,7 @@ class Optimizer:
         """Run the guard, clip, and update by Muon and AdamW; then update the average. `norm` must already be the norm of the
         gradients of all ranks."""
         adamw = self.adamw
-        by_adamw = [own for own in self.owned if own.v is not None]
+        by_adamw = [owned for owned in self.owned if owned.v is not None]
         guard(
             self.loss,
             MAX_SKIPPED,
@@ -433,7 +433,7 @@ class Optimizer:
                 rounded=None if self.rounded is None else rounded,
                 scratch=of("adamw", self.scratch),
             )
-        by_muon = [own for own in self.owned if own.matrices]
+        by_muon = [owned for owned in self.owned if owned.matrices]
         if by_muon and self.muon is not None:
             params, grads, m, _, _, rounded, _, matrices, _ = map(list, zip(*by_muon, strict=True))
             muon_step(
@@ -450,22 +450,22 @@ class Optimizer:
                 rounded=None if self.rounded is None else rounded,
                 scratch=of("muon", self.scratch),
             )
-        averages = [own.ema for own in self.owned if own.ema is not None]
+        averages = [owned.ema for owned in self.owned if owned.ema is not None]
         if averages:
-            masters = [own.params for own in self.owned]
+            masters = [owned.params for owned in self.owned]
             ema_step(masters, self.norm, self.adam_step, self.decay, ema=averages, scratch=of("ema", self.scratch))
 
     def begin_average(self) -> None:
         """ema = params. Called before the first update."""
-        for own in self.owned:
-            if own.ema is not None:
-                own.ema.copy_(own.params)
+        for owned in self.owned:
+            if owned.ema is not None:
+                owned.ema.copy_(owned.params)
 
     def swap_average(self) -> None:
         """Exchange params and ema, in the slices of this rank."""
-        for own in self.owned:
-            if own.ema is not None:
-                swap(own.params, own.ema)
+        for owned in self.owned:
+            if owned.ema is not None:
+                swap(owned.params, owned.ema)
 
     def set_seed(self, seed: int) -> None:
         """Set the seed of stochastic rounding."""

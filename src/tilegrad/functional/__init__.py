@@ -159,8 +159,8 @@ def sdpa(
     broadcast; with enable_gqa Hq is a multiple of H. attn_mask broadcasts to (…, Hq, L, S). A bool mask is True where a
     pair attends; a mask of numbers is added to the scores.
 
-    `attention` differs in two ways. Its causal is aligned at the bottom right, but is_causal at the top left (row i
-    attends to columns j ≤ i), which is the same if L = S. And `attention` does not broadcast dimensions.
+    `attention` differs in two ways: it does not broadcast dimensions, and its causal is aligned at the bottom right. is_causal
+    is aligned at the top left (row i attends to columns j ≤ i), which is the same if L = S.
 
     >>> import torch, tilegrad
     >>> q, k, v = torch.randn(3, 2, 4, 16, 32)
@@ -226,7 +226,7 @@ def explain(
     """Says which kernel runs this call of `attention` (with cu_seqlens: `attention_varlen`), and why other kernels do not.
 
     `deterministic` has no effect. It is accepted so that the arguments of a call can be copied. Give o, do, dq, dk and
-    dv if you call `attention_fwd` or `attention_bwd` on your own buffers: not every kernel can use every layout.
+    dv if you call `attention_fwd` or `attention_bwd` on your own buffers, because a kernel may not support their layout.
 
     >>> import torch, tilegrad
     >>> found = tilegrad.explain(*torch.randn(3, 1, 4, 16, 32), dropout_p=0.1, kernel="tiled")
@@ -243,7 +243,7 @@ def explain(
     return table.ATTENTION.explain(Problem(q, k, v, mask, o=o, do=do, dq=dq, dk=dk, dv=dv), kernel)
 
 
-_ELSEWHERE = {  # option of another library → (our name, our function that takes the other name)
+_ELSEWHERE = {  # option of another library → (our name, key of _THEIR_NAMES or None)
     "is_causal": ("causal", "sdpa"),
     "attn_mask": ("bias", "sdpa"),
     "softmax_scale": ("scale", "flash"),
@@ -256,7 +256,7 @@ _ELSEWHERE = {  # option of another library → (our name, our function that tak
     "s_aux": ("sinks", None),
     "sm_scale": ("scale", None),
 }
-_THEIR_NAMES = {
+_THEIR_NAMES = {  # our functions that take the names of another library
     "sdpa": ", or tilegrad.sdpa, which takes torch's names",
     "flash": ", or tilegrad.flash, which takes flash-attn's names",
 }
@@ -266,7 +266,7 @@ def _refuse(unknown: Mapping[str, object], function: Callable[..., object]) -> N
     """Raises TypeError for the first unknown option, and suggests the option that was probably meant."""
     options = [name for name, x in inspect.signature(function).parameters.items() if x.kind is x.KEYWORD_ONLY]
     name, value = next(iter(unknown.items()))
-    ours, face = _ELSEWHERE.get(name, (None, None))
+    ours, library = _ELSEWHERE.get(name, (None, None))
     if name == "enable_gqa":
         accepted = f"nothing: GQA needs no flag here{_THEIR_NAMES['sdpa']}"
     elif name == "intervals":
@@ -274,7 +274,7 @@ def _refuse(unknown: Mapping[str, object], function: Callable[..., object]) -> N
             "None for packed sequences; tilegrad.masks.documents writes them as intervals of a dense call of attention"
         )
     elif ours in options:
-        accepted = f"{ours}= here{_THEIR_NAMES[face] if face else ''}"
+        accepted = f"{ours}= here{_THEIR_NAMES[library] if library else ''}"
     else:
         close = difflib.get_close_matches(name, options, 1)
         accepted = f"{f'{close[0]}=? Or any of ' if close else ''}{', '.join(options)}"

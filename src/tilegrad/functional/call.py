@@ -90,9 +90,9 @@ def forward(
     prepared, device = recall(key), q.device
     if prepared is None:
         selection = select(q, k, v, mask, {}, kernel, backward=False)
-        other = select(q, k, v, mask, {}, kernel, backward=True).scratch if for_both else {}
+        backward_scratch = select(q, k, v, mask, {}, kernel, backward=True).scratch if for_both else {}
         layout = Layout(selection.scratch)
-        work_bytes = max(layout.nbytes, Layout(other).nbytes)
+        work_bytes = max(layout.nbytes, Layout(backward_scratch).nbytes)
         o, lse = new_outputs(q, v, mask)
         if backward is not None and compiles(q):
             compile_ahead.start(q, k, v, mask, o, lse, kernel, deterministic=backward)
@@ -149,9 +149,9 @@ def backward(
         compile_ahead.wait()
         given = {"o": o, "lse": lse, "do": do, "dlse": dlse, **dict(zip(GRADIENTS, gradients, strict=True))}
         selection = select(q, k, v, mask, given, kernel, backward=True, deterministic=deterministic)
-        other = select(q, k, v, mask, {}, kernel, backward=False).scratch if manager else {}
+        forward_scratch = select(q, k, v, mask, {}, kernel, backward=False).scratch if manager else {}
         layout = Layout(selection.scratch)
-        work_bytes = max(layout.nbytes, Layout(other).nbytes)
+        work_bytes = max(layout.nbytes, Layout(forward_scratch).nbytes)
     else:
         work_bytes = prepared.work_bytes
     check_values(q, k, mask)

@@ -1,7 +1,7 @@
 """Compilation of a backward in threads, while its forward compiles.
 
-Triton's passes, LLVM and ptxas release the GIL. `wait` runs before the first use of a backward, and before a fork. A
-thread reports no error: if it could not compile a kernel, the backward compiles the kernel again and raises the error.
+Triton's passes, LLVM and ptxas release the GIL. `wait` runs before the first use of a backward, and before a fork. A thread
+reports no error: if it could not compile a kernel, the backward compiles this kernel again and raises the error.
 Triton calls `ast.parse`, which before Python 3.11.8 and 3.12.2 may fail if two threads run it (python/cpython#106905).
 Before these versions threads compile nothing.
 """
@@ -27,27 +27,27 @@ _pool: ThreadPoolExecutor | None = None
 def start(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, o: Tensor, lse: Tensor, kernel: str | None, *, deterministic: bool
 ) -> None:
-    """Starts to compile the backward of a call of the kernels `hopper` or `triton`, once for each set of features. o is
-    passed as do, and each input as its own gradient, because the code depends only on dtypes and alignment."""
+    """Starts to compile the backward of a call that `hopper` or `triton` runs, once for each set of features. o is passed as
+    do, and each input as its own gradient, because the code depends only on dtypes and alignment."""
     global _pool
     if not PARSES_IN_THREADS:
         return
-    learned = [x if x is not None and x.requires_grad else None for x in (q, k, v, mask.float_bias, mask.sinks)]
-    features = (mask.window, mask.bias, mask.alibi_slopes, mask.sinks, mask.intervals, mask.cu_seqlens_q, *learned)
+    with_grad = [x if x is not None and x.requires_grad else None for x in (q, k, v, mask.float_bias, mask.sinks)]
+    optional = (mask.window, mask.bias, mask.alibi_slopes, mask.sinks, mask.intervals, mask.cu_seqlens_q, *with_grad)
     numbers = (mask.causal, mask.softcap != 0.0, mask.dropout_p != 0.0, deterministic, kernel)
-    form = (
+    features = (
         q.device,
         q.dtype,
         q.shape[-1],
         v.shape[-1],
         q.shape[1] == k.shape[1],
         *numbers,
-        *(x is None for x in features),
+        *(x is None for x in optional),
     )
-    if form in _started:
+    if features in _started:
         return
-    _started.add(form)
-    dq, dk, dv, dbias, dsinks = learned
+    _started.add(features)
+    dq, dk, dv, dbias, dsinks = with_grad
     given = {"o": o, "lse": lse, "do": o, "dq": dq, "dk": dk, "dv": dv, "dbias": dbias, "dsinks": dsinks}
     selection = select(q, k, v, mask, given, kernel, backward=True, deterministic=deterministic)
     if selection.kernel not in ("hopper", "triton"):

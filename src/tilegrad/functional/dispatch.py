@@ -1,6 +1,6 @@
 """Three dispatch paths for attention: cached C++ call, eager autograd.Function, torch.library op.
 
-    path        what runs                                                for which calls
+    path        what runs                                                which calls
     fast path   the whole call in C++, if fast_path.cpp was built        plain tensors, only q, k and v, no mode, no
                                                                          transform, a signature that ran before
     eager       an autograd.Function around the kernel (autograd.py)     plain tensors, no mode, no transform
@@ -60,7 +60,7 @@ def attend(
             if casts:
                 q, k, v = call.autocast(q, k, v)
                 key = call.forward_key(q, k, v, mask, kernel)
-            if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or _learned(mask)):
+            if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or _needs_grad(mask)):
                 options = (mask, key, return_lse, deterministic, kernel, 0)
                 return apply_eagerly(options, q, k, v, *mask_tensors)  # type: ignore[no-any-return]
             o, lse = call.forward(q, k, v, mask, kernel, key)
@@ -68,7 +68,7 @@ def attend(
     return attend_by_op(q, k, v, mask, seed, return_lse=return_lse, deterministic=deterministic, kernel=kernel)
 
 
-def _learned(mask: Mask) -> bool:
+def _needs_grad(mask: Mask) -> bool:
     return mask.has_tensors and any(x is not None and x.requires_grad for x in (mask.bias, mask.sinks))
 
 
@@ -91,7 +91,7 @@ def managed_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, manager: Atte
     mask = replace(mask, seed=seed_tensor(mask, q.device))
     q, k, v = call.autocast(q, k, v)
     number = number_of(manager)
-    for_both = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or _learned(mask))
+    for_both = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or _needs_grad(mask))
     key = call.forward_key(q, k, v, mask, None, for_both=for_both)
     if not for_both:
         return call.forward(q, k, v, mask, None, key, manager=number)[0]
@@ -101,7 +101,7 @@ def managed_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, manager: Atte
 
 
 def load_fast_path() -> None:
-    """Loads fast_path.cpp, if it was built. Known signatures then run in C++."""
+    """Loads fast_path.cpp, if it was built. Registered signatures then run in C++."""
     found = load()
     call.fast_path = None if isinstance(found, str) else found
     if call.fast_path is not None:

@@ -1,12 +1,13 @@
-// Eager calls of attention with a known signature: from Python's arguments to the kernel, and back through autograd, without
-// Python in between. call.py checks a call, selects and prepares its kernel, and registers the prepared kernel here as a
-// program. For a call that has no program, or that is traced or transformed, `attend` returns None, and dispatch.py runs the
-// call.
+// Runs eager calls of attention whose signature is registered, from Python's arguments to the kernel and back through autograd,
+// without Python. At the first call of a signature, call.py checks the call, selects and prepares its kernel, and registers the
+// prepared kernel here as a program. For a call that has no program, or that is traced or transformed, `attend` returns None,
+// and dispatch.py runs the call.
 //
 //   Call      the arguments of a call besides q, k and v: its mask, the requested kernel, the table of kernels
 //   Program   one signature in one direction: the tensors that it allocates, and how its kernel is launched
 //               native   a function of the CPU library, called with one structure into which addresses are written
-//               plan     functions of the CUDA driver, bound by Python (kernels/cuda_launch.py) to addresses and a stream; cached
+//               plan     functions of the CUDA driver, which Python (kernels/cuda_launch.py) binds to addresses and a stream; the
+//                        bound functions are cached
 #include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
@@ -108,15 +109,15 @@ struct Program {
 template <class Value>
 using Under = std::unordered_map<Words, Value, Hash>;
 // never destroyed, because at exit no interpreter is left to release objects
-auto& calls = *new Under<CallPtr>;  // under the GIL; never removed: autograd nodes and program keys hold addresses
-std::mutex mutex;                   // for both maps below; a thread that has it never waits for the GIL
+auto& calls = *new Under<CallPtr>;  // read under the GIL; entries stay, because autograd nodes and program keys have their addresses
+std::mutex mutex;                   // guards both maps below; a thread that has locked it never waits for the GIL
 auto& programs = *new Under<std::shared_ptr<Program>>;
 auto& bound = *new Under<std::shared_ptr<Bound>>;
 PyObject *parameter_class = nullptr, *slow_backward = nullptr;
 size_t most_entries = 0;  // as in kernels/cache.py, a full map is cleared
 constexpr size_t MOST_CALLS = 32;  // at most MOST_CALLS · most_entries calls; calls with other masks run in Python
 
-const char* asked_isa() {
+const char* requested_isa() {
     const char* isa = std::getenv("TILEGRAD_ISA");
     return isa ? isa : "";
 }
@@ -322,7 +323,9 @@ struct EagerAttention : torch::autograd::Function<EagerAttention> {
     }
 };
 
-bool exact(PyObject* x) { return Py_TYPE(x) == (PyTypeObject*)THPVariableClass || Py_TYPE(x) == (PyTypeObject*)parameter_class; }
+bool is_tensor_or_parameter(PyObject* x) {
+    return Py_TYPE(x) == (PyTypeObject*)THPVariableClass || Py_TYPE(x) == (PyTypeObject*)parameter_class;
+}
 
 // The call, or null if no program was added for it.
 CallPtr call_of(PyObject* mask, PyObject* kernel, PyObject* table, bool deterministic) {
@@ -360,7 +363,7 @@ PyObject* wrapped(const variable_list& out, bool return_lse) {
 PyObject* attend(PyObject*, PyObject* const* args, Py_ssize_t n) {
     HANDLE_TH_ERRORS
     TORCH_CHECK(n == 8);
-    if (!exact(args[0]) || !exact(args[1]) || !exact(args[2])) Py_RETURN_NONE;
+    if (!is_tensor_or_parameter(args[0]) || !is_tensor_or_parameter(args[1]) || !is_tensor_or_parameter(args[2])) Py_RETURN_NONE;
     const Tensor &q = THPVariable_Unpack(args[0]), &k = THPVariable_Unpack(args[1]), &v = THPVariable_Unpack(args[2]);
     if (!is_plain_tensor(q) || !is_plain_tensor(k) || !is_plain_tensor(v) || is_traced_or_transformed()) Py_RETURN_NONE;
     if (at::autocast::is_autocast_enabled(at::kCPU) || at::autocast::is_autocast_enabled(at::kCUDA)) Py_RETURN_NONE;
@@ -375,7 +378,7 @@ PyObject* attend(PyObject*, PyObject* const* args, Py_ssize_t n) {
     thread_local Words key;
     forward_key(key, *call, q, k, v);
     auto program = find(key);
-    if (!program || (program->native && program->isa != asked_isa())) Py_RETURN_NONE;
+    if (!program || (program->native && program->isa != requested_isa())) Py_RETURN_NONE;
     if (c10::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad()))
         return wrapped(EagerAttention::apply(q, k, v, call, *program, return_lse), return_lse);
     variable_list out;
@@ -413,7 +416,7 @@ bool add_program(py::object mask, py::object kernel, py::object table, bool dete
         program->words = of[2].cast<std::vector<uint64_t>>();
         program->places = of[3].cast<std::vector<int64_t>>();
         program->scratch_at = of[4].cast<int64_t>();
-        program->isa = asked_isa();
+        program->isa = requested_isa();
     } else {
         program->plan = std::make_unique<const Kept>(plan);
     }

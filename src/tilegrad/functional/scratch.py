@@ -1,9 +1,9 @@
 """Scratch from an AttentionBufferManager for the duration of a call.
 
 A call borrows one TEMP buffer for all of its scratch, so that a few cached buffers are enough. If a backward follows, the
-forward requests as many bytes as the backward: two alternating sizes would evict each other from the cache. A torch.library op
-can't take a manager, so it takes the manager's number; 0 means none. Tensors that are returned or saved for the backward come
-from torch, never from the manager.
+forward requests as many bytes as the backward, because two alternating sizes would evict each other from the cache. A
+torch.library op can't take a manager, so it takes the manager's number; 0 means none. Tensors that are returned or saved for
+the backward come from torch, never from the manager.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ def flash_attn_with_kvcache(
         at = torch.arange(batch, device=q.device)[:, None], columns[:, None] + torch.arange(k.shape[1], device=q.device)
         k_cache[at], v_cache[at] = k.to(k_cache.dtype), v.to(v_cache.dtype)
         columns = columns + k.shape[1]
-    zeros = torch.zeros_like(columns)  # unused columns of a cache become a sequence without rows
+    zeros = torch.zeros_like(columns)  # the unused columns of a cache become a packed sequence without rows
     ends_q, ends_k = ends_of(zeros + rows, zeros), ends_of(columns, longest - columns)
     if alibi_slopes is not None and alibi_slopes.ndim == 2:
         alibi_slopes = alibi_slopes.repeat_interleave(2, 0)
@@ -184,7 +184,7 @@ def _options(
 
 
 def ends_of(*lengths: Tensor) -> Tensor:
-    """Cumulative lengths of B groups of runs. Each of `lengths` (B,) has the length of one run in every group."""
+    """Cumulative lengths of the runs of B sequences, in order. Each of `lengths` (B,) has the length of one run of each."""
     return pad(torch.stack(lengths, 1).flatten().cumsum(0), (1, 0)).int()
 
 
@@ -195,13 +195,13 @@ def _int(name: str, x: SupportsIndex) -> int:
         raise TypeError(f"{name}: got {x!r}; accepted: an int, also of NumPy or torch") from None
 
 
-def _unpacked(name: str, packed: Tensor, form: str) -> tuple[Tensor, ...]:
-    """Views of q, k and v, or of k and v, in a tensor of this form."""
+def _unpacked(name: str, packed: Tensor, layout: str) -> tuple[Tensor, ...]:
+    """Views of q, k and v, or of k and v, in a tensor of this layout, such as "(B, T, 3, H, D)"."""
     _check_tensors(**{name: packed})
-    sizes = form.strip("()").split(", ")
+    sizes = layout.strip("()").split(", ")
     count = sizes[-3]
     fits = packed.ndim == len(sizes) and str(packed.shape[-3]) == count
-    require(fits, name, f"shape {tuple(packed.shape)}", form, show=str)
+    require(fits, name, f"shape {tuple(packed.shape)}", layout, show=str)
     return packed.unbind(-3)
 
 

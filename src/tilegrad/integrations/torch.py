@@ -5,8 +5,8 @@
     torch.nn.attention.activate_flash_attention_impl("tilegrad")      # the flash backend of SDPA is tilegrad
     torch.nn.attention.restore_flash_attention_impl()                 # the flash backend is torch's kernel again
 
-torch first selects the backend of SDPA by its own rules. Calls that torch gives to the math backend (a bool mask with a
-gradient, dropout on a CPU) or to cuDNN never reach tilegrad. is_causal is aligned at the top left, as in SDPA.
+torch first selects the backend of SDPA by its own rules. Calls that torch gives to the math backend (such as dropout on a CPU,
+or an attn_mask with a gradient) or to cuDNN never reach tilegrad. is_causal is aligned at the top left, as in SDPA.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _InstalledOps:
 def _fields(
     q: Tensor, k: Tensor, bias: Tensor | None, scale: float | None, *, causal: bool
 ) -> tuple[int, tuple[Any, ...]]:
-    """(number of keys to which at least one row attends, mask and options of the op). If causal, row i attends to columns
+    """(number of leading keys to which any row attends, mask and options of the op). If causal, row i attends to columns
     j ≤ i."""
     rows, columns = q.shape[2], k.shape[2]
     keys = min(rows, columns) if causal else columns

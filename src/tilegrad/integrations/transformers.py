@@ -2,19 +2,19 @@
 
 transformers needs two functions under one name. The mask function is called once per forward, with closures that say which rows
 attend to which columns (causal, window, packed, padding). Each layer calls the attention function with the result of the mask
-function. In tilegrad this result is an `Attends`, which has no T×T matrix:
+function. In tilegrad this result is an `Attends`, which has a T×T matrix only for an unknown closure:
 
     band   (left, right): the distance to the farthest column on each side to which a row attends
-    runs   padding and packing as cumulative lengths over the B·T rows, for `attention_varlen`, without copies. A padded
-           row is in a run without columns, a padded column in a run without rows
+    runs   the sequences of a padded or packed batch, as cumulative lengths over the B·T rows, for `attention_varlen`, without
+           copies. Padded rows are a sequence without columns, and padded columns are a sequence without rows
     bias   for all other masks: (B, 1, 1, Tk) for padding that runs can't express, (B, 1, Tq, Tk) for an unknown closure
 
 The first layer that gets a bool bias (B, 1, Tq, Tk) in CPU memory, even one from the caller, converts it to intervals if each
 column has at most two (masks.py). All layers then skip the pairs that are masked out, and later layers do not read the bias.
 
 An `Attends` is not a tensor and never None, so a model that computes attention itself raises instead of ignoring the mask.
-`Attends` is a pytree, so `torch.export` takes it as an input: its tensors are inputs, its numbers constants. If only the device
-knows the length of a static cache, the mask is a bool tensor (B, 1, Tq, Tk), as for sdpa.
+`Attends` is a pytree, so `torch.export` takes it as an input: its tensors are inputs, its numbers constants. If the length of a
+static cache is a tensor on the device, the mask is a bool tensor (B, 1, Tq, Tk), as for sdpa.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from ..masks import IntervalMask, intervals_of_bool
 from .flash_attn import ends_of
 from .transformers_loss import use_linear_cross_entropy
 
-# (cumulative lengths of rows, cumulative lengths of columns, most rows of a run, most columns of a run). None instead of
-# a number: as many as a sequence has.
+# (cumulative lengths of rows, cumulative lengths of columns, most rows of a run, most columns of a run), as cu_seqlens and
+# max_seqlen of `attention_varlen`. None instead of a number: Tq or Tk.
 Runs = tuple[Tensor, Tensor, int | None, int | None]
 _OUTSIDE = (
     "attn_implementation: got 'tilegrad' for a model that computes attention itself, without transformers' "
@@ -51,7 +51,7 @@ def register(name: str = "tilegrad", *, kernel: str | None = None, linear_cross_
     """Registers `attn_implementation=name` with transformers; `kernel` selects a kernel of `tilegrad.attention` by name.
 
     linear_cross_entropy=True: causal language models train without logits, by `tilegrad.linear_cross_entropy`. This applies to
-    all models of the process, whatever their attention, until `register` is called with linear_cross_entropy=False. A model in
+    all models of the process, with any attention, until `register` is called with linear_cross_entropy=False. A model in
     training mode that gets labels then returns a loss, but no logits.
 
     >>> import tilegrad.integrations.transformers as integration
@@ -151,7 +151,7 @@ def mask(
     """The mask function for transformers."""
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-    if isinstance(attention_mask, Attends):  # `generate` has called this function before the model runs
+    if isinstance(attention_mask, Attends):  # `generate` called this function before the model
         return attention_mask
     function = mask_function or causal_mask_function
 
@@ -370,7 +370,7 @@ def _intervals(bias: Tensor, q: Tensor, k: Tensor) -> IntervalMask | None:
     tensors), or only by waiting for a GPU; if heads share k but not the bias; or if the call has few rows.
     """
     global _read_bias
-    # First, because a comparison of a length while tracing would limit the graph to lengths with the same result.
+    # This comes first, because comparing a length while tracing would limit the graph to lengths with the same result.
     if is_traced_or_transformed() or not is_plain_tensor(bias) or bias.is_inference():
         return None
     fits = (bias.dtype, bias.shape[2:]) == (torch.bool, (q.shape[2], k.shape[2])) and bias.ndim == 4

@@ -2,7 +2,7 @@
 
 While a model is in training mode and gets labels, its lm_head returns a `Logits`: the hidden states and the weights, not yet
 multiplied. A model may scale or cap logits and select rows of them; a `Logits` records these operations. torch's
-`cross_entropy` of a `Logits` is `tilegrad.linear_cross_entropy`. So the loss function of transformers runs unchanged: it shifts
+`cross_entropy` of a `Logits` calls `tilegrad.linear_cross_entropy`. So transformers' own loss function is unchanged: it shifts
 labels, ignores −100 and divides by num_items_in_batch. Without labels, or in evaluation mode, logits are computed as usual.
 
 `_wrap` changes the forward of every class named …ForCausalLM or …LMHeadModel, even of a class that is defined later.
@@ -153,7 +153,7 @@ def _refuse(got: str) -> NoReturn:
 
 
 def use_linear_cross_entropy(*, enabled: bool) -> None:
-    """Set whether causal language models of transformers train without logits."""
+    """Sets whether causal language models of transformers train without logits."""
     global _enabled, _watching
     _enabled = enabled
     if _watching or not enabled:
@@ -183,11 +183,11 @@ def _wrap(cls: type[nn.Module]) -> None:
     parameters = list(inspect.signature(forward).parameters)
     if "labels" not in parameters:
         return
-    place = parameters.index("labels")
+    position = parameters.index("labels")
 
     @functools.wraps(forward)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        labels = args[place - 1] if len(args) >= place else kwargs.get("labels")
+        labels = args[position - 1] if len(args) >= position else kwargs.get("labels")
         if not _enabled or labels is None or not self.training:
             return forward(self, *args, **kwargs)
         head = self.get_output_embeddings()
@@ -195,11 +195,11 @@ def _wrap(cls: type[nn.Module]) -> None:
         deferred = head.forward
         if not isinstance(deferred, _Deferred):
             deferred = head.forward = _Deferred(head)
-        before, deferred.active = deferred.active, True
+        was_active, deferred.active = deferred.active, True
         try:
             return forward(self, *args, **kwargs)
         finally:
-            deferred.active = before
+            deferred.active = was_active
 
     cls.forward = wrapped
 
@@ -222,9 +222,9 @@ def _check_head(model: str, head: Any) -> None:
     own = plain and isinstance(vars(head).get("forward", _Deferred(head)), _Deferred)
     if not own or head.weight.shape != (head.out_features, head.in_features):
         weight = getattr(head, "weight", None)
-        what = type(head).__name__ if weight is None else f"{type(head).__name__} with a {type(weight).__name__}"
-        whole = f" of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else ""
+        kind = type(head).__name__ if weight is None else f"{type(head).__name__} with a {type(weight).__name__}"
+        shape = f" of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else ""
         raise NotImplementedError(
-            f"lm_head: linear_cross_entropy got {what}{whole} in {model}; accepted: a torch.nn.Linear with its whole weight, "
+            f"lm_head: linear_cross_entropy got {kind}{shape} in {model}; accepted: a torch.nn.Linear with its whole weight, "
             "without an adapter, quantization, sharding or offloading; call register(linear_cross_entropy=False) for this model"
         )

@@ -4,8 +4,8 @@ A kernel's docstring and its op's bounds say which intermediate numbers are roun
 computed in the accumulation dtype. kernels/attention/bounds.py has the bounds of attention, tests/support/bounds.py the bounds
 of the other ops. u, a, z are the unit roundoffs (eps / 2) of the inputs' dtype, of the accumulator (`accumulation_dtype`) and
 of the output's dtype. Roundings are modeled as independent and uniform with variance u² x² / 3, which gives the variance σ² of
-the error of each number. The accumulator contributes a · B. A sum of n terms t adds to B six
-standard deviations of its n rounded partial sums:
+the error of each number. The accumulator's roundings add up to a · B to this error. A sum of n terms t adds to B six standard
+deviations of the rounding error of its n partial sums:
 
     √n · √(4 (Σt)² + 2 Σt²)
 
@@ -13,7 +13,7 @@ With e = x − x64, each tensor has three tests; m is its number of distinct val
 
     max     |e| ≤ 6 σ + a B + 1.01 z |x64|                                      for each number
     mean    rms(e) ≤ (1.5 + 6/√m) · rms(√(σ² + (a B / 3)² + (z x64)² / 3))
-    slope   |⟨e − r, x64⟩| ≤ 6 · sd⟨e − r, x64⟩ + Σ (a B / 3) |x64|              finds a wrong factor: rounding has no sign
+    slope   |⟨e − r, x64⟩| ≤ 6 · sd⟨e − r, x64⟩ + Σ (a B / 3) |x64|              finds a wrong factor; roundings have both signs
 
 r is the error of rounding x64 itself to the output's dtype. It is known, and it is biased if exact numbers are close to numbers
 of that dtype: for large h, gelu'(h) da is always slightly larger than da, which has that dtype. Infinities must be where x64
@@ -58,8 +58,8 @@ def complaints(got: Mapping[str, Tensor], exact: Mapping[str, Tensor], bounds: M
 
 
 def assert_close(got: Mapping[str, Tensor], exact: Mapping[str, Tensor], bounds: Mapping[str, Bound]) -> None:
-    found = complaints(got, exact, bounds)
-    assert not found, "; ".join(found)
+    lines = complaints(got, exact, bounds)
+    assert not lines, "; ".join(lines)
 
 
 class Ratios(NamedTuple):
@@ -72,9 +72,9 @@ class Ratios(NamedTuple):
 
 def ratios(x: Tensor, x64: Tensor, bound: Bound) -> Ratios:
     """The three tests, over the finite numbers."""
-    seen = torch.isfinite(x64)
+    finite = torch.isfinite(x64)
     given = x64, bound.sigma, bound.accumulated, x
-    y, sigma, acc, x = (z.reshape(-1) for z in given) if seen.all() else (z[seen] for z in given)
+    y, sigma, acc, x = (z.reshape(-1) for z in given) if finite.all() else (z[finite] for z in given)
     if not y.numel():
         return Ratios(0.0, 0.0, 0.0)
     e, out = x.double() - y, roundoff(x.dtype) * y.abs().clamp(min=torch.finfo(x.dtype).tiny)
@@ -102,7 +102,6 @@ def _complaints(name: str, x: Tensor, x64: Tensor, bound: Bound) -> list[str]:
     infinite = x64.isinf()
     if not torch.equal(x.isinf(), infinite) or not torch.equal(x[infinite].double(), x64[infinite]):
         return [f"{name}: infinities are not where the oracle has them"]
-    of = zip(
-        ("largest error", "root mean square error", "factor of x64 in the error"), ratios(x, x64, bound), strict=True
-    )
-    return [f"{name}: {what} {ratio:.2f} × its bound" for what, ratio in of if not ratio <= 1]
+    tests = ("largest error", "root mean square error", "factor of x64 in the error")
+    named = zip(tests, ratios(x, x64, bound), strict=True)
+    return [f"{name}: {what} {ratio:.2f} × its bound" for what, ratio in named if not ratio <= 1]

@@ -82,11 +82,11 @@ def _encoder(descriptor: Any, meta: dict[str, Any]) -> Encoder:
     rest = (shape, strides, box, ones, 0, meta["swizzle"], PROMOTE_128_BYTES, 0)
     device = descriptor.base.device.index
 
-    def to(place: int, address: int) -> None:
+    def write(place: int, address: int) -> None:
         arguments = (ctypes.c_void_p(place), dtype, rank, ctypes.c_void_p(address), *rest)
         _call((encode, arguments), device, "cuTensorMapEncodeTiled")
 
-    return to
+    return write
 
 
 def _call(call: _Call, device: int, name: str) -> None:
@@ -116,11 +116,11 @@ def refusal(compiled: Any) -> str | None:
     unknown = triton_version.parameters_refusal()
     if unknown:
         return f"cannot be launched here: this launcher {unknown}"
-    of = compiled.metadata
+    metadata = compiled.metadata
     for name, usual in USUAL.items():
-        if getattr(of, name, usual) != usual:
-            return f"has {name}={getattr(of, name)}"
-    scratch = [name for name in ("global_scratch_size", "profile_scratch_size") if getattr(of, name, 0)]
+        if getattr(metadata, name, usual) != usual:
+            return f"has {name}={getattr(metadata, name)}"
+    scratch = [name for name in ("global_scratch_size", "profile_scratch_size") if getattr(metadata, name, 0)]
     return f"has {scratch[0]}" if scratch else None
 
 
@@ -180,9 +180,9 @@ class Launch:
         for (offset, encode), address in zip(self._maps, addresses[len(self._pointers) :], strict=True):
             encode(start + offset, address)
         parameters = (ctypes.c_void_p * len(self._offsets))(*(start + offset for offset in self._offsets))
-        compiled, of = self._compiled, self._compiled.metadata
+        compiled, metadata = self._compiled, self._compiled.metadata
         compiled.run  # noqa: B018  # loads the kernel onto the device
-        config = _Config(*self._grid, 32 * of.num_warps, 1, 1, of.shared, stream, None, 0)
+        config = _Config(*self._grid, 32 * metadata.num_warps, 1, 1, metadata.shared, stream, None, 0)
         first = ctypes.c_void_p(ctypes.addressof(config))
         first.kept = (memory, config, parameters, compiled)  # type: ignore[attr-defined]  # kept alive
         function, at = ctypes.c_void_p(compiled.function), ctypes.c_void_p(ctypes.addressof(parameters))

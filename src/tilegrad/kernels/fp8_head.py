@@ -4,8 +4,8 @@
 
 The caller rounds x (N, C) and w (V, C), and the softmax rounds dl, each in both orders. |dl| is at most inv_total, so the scale
 of dl is inv_total / 57,344 in every step. With a softcap the softmax is of the capped logits. Rows are processed in chunks,
-whose logits and dl8 are scratch. A group of chunks fills dl8t, and one product adds it to dw, because each addition reads and
-writes all of dw.
+whose logits and dl8 are scratch. A group of chunks fills dl8t, and one product adds dl8t · x8t to dw, because each
+addition reads and writes all of dw.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from .op import op
 from .scratch import Form, Shapes, TensorLike, below, of, views
 from .table import Where
 
-# Logits, dl8 and dl8t together take OF_X times as many bytes as x, but at least LEAST and at most MOST. OF_CHUNK of these bytes
-# are for the logits and dl8 of a chunk.
+# Logits, dl8 and dl8t together take OF_X times as many bytes as x, but at least LEAST and at most MOST. The fraction OF_CHUNK
+# of these bytes is for the logits and dl8 of a chunk.
 MOST, LEAST, OF_X, OF_CHUNK = 1 << 30, 1 << 27, 24, 0.25
 SMALLEST = 1e-30  # least scale of dl, for a batch without a target
 
@@ -108,8 +108,8 @@ def fp8_cross_entropy_step(
             if dx is not None and w8t is not None:
                 fp8_product_fwd(dl8, state, w8t, w_state, out=dx[here], accumulate=False, precise=True)
         if dw is not None and x8t is not None and dl8t is not None and state is not None:
-            own, added = x8t[:, group.start : group.start + even(size)], accumulate or group.start > 0
+            x8t_group, added = x8t[:, group.start : group.start + even(size)], accumulate or group.start > 0
             into_dw = of("dw", scratch) if added else {}
-            fp8_product_fwd(dl8t, state, own, x_state, out=dw, accumulate=added, precise=True, scratch=into_dw)
+            fp8_product_fwd(dl8t, state, x8t_group, x_state, out=dw, accumulate=added, precise=True, scratch=into_dw)
     if loss is not None:
         module.total(scratch["losses"], loss=loss)

@@ -7,9 +7,9 @@ expose wrong live ranges. An observer of names receives only the op's name and a
 microsecond per call. `follow` (engine/dist/schedule.py) uses such an observer to start collectives between ops. Without an
 observer the op runs directly.
 
-`record` lists the calls of kernels that a program makes on fixed buffers, so that they can be repeated without checks and
-selection. It does on a CPU what a CUDA graph does on a GPU. A kernel in C++ returns its call of the native library, so that a
-repetition skips the kernel's Python code.
+`record` lists the calls that a program makes on fixed buffers, so that they can be repeated. A repeated call of a kernel
+skips the op's checks and the selection of the kernel. This is for a CPU what a CUDA graph is for a GPU. A kernel in C++ returns
+its call of the native library, so that a repetition skips the kernel's Python code.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def record() -> Iterator[Calls]:
 
 
 def run_and_list(call: Callable[[], Callable[[], None] | None]) -> None:
-    """Runs the call of a kernel. Inside `record`, lists the function that the call returned to repeat it, or else the call."""
+    """Runs the call of a kernel. Inside `record`, lists the function that the kernel returned, or else the call."""
     again = call()
     observer = _observer.get()
     if isinstance(observer, _Recorder):

@@ -1,4 +1,4 @@
-"""An exact test whether two tensors share memory, for any strides.
+"""An exact test of whether two tensors share memory, for any strides.
 
 Parts of one buffer may interleave without sharing a byte, like q, k and v of a fused (B, T, 3, H, D). Two tensors share a byte
 if Σ strideₐ · iₐ − Σ strideᵦ · jᵦ equals the distance of their addresses for some indices i and j in range. A stride of both
@@ -33,11 +33,11 @@ def _reachable(distance: int, terms: Terms) -> bool:
     """Whether Σ stride · index = distance for some indices."""
     if not terms:
         return distance == 0
-    (stride, low, high), rest = terms[0], terms[1:]
-    least = sum(step * first for step, first, _ in rest)
-    most = sum(step * last for step, _, last in rest)
+    (stride, low, high), others = terms[0], terms[1:]
+    least = sum(other * first for other, first, _ in others)
+    most = sum(other * last for other, _, last in others)
     first, last = max(low, -((most - distance) // stride)), min(high, (distance - least) // stride)
-    return any(_reachable(distance - stride * index, rest) for index in range(first, last + 1))
+    return any(_reachable(distance - stride * index, others) for index in range(first, last + 1))
 
 
 def check_apart(writes: Mapping[str, Tensor | None], reads: Mapping[str, object]) -> None:
@@ -45,9 +45,9 @@ def check_apart(writes: Mapping[str, Tensor | None], reads: Mapping[str, object]
     written = [(name, x) for name, x in writes.items() if x is not None]
     read = [(name, x) for name, x in reads.items() if isinstance(x, Tensor)]
     for n, (name, x) in enumerate(written):
-        for other, y in (*read, *written[:n]):
+        for other_name, y in (*read, *written[:n]):
             if share_memory(x, y):
                 raise ValueError(
-                    f"{name}: got memory shared with {other}; accepted: memory that no input and no other output "
+                    f"{name}: got memory shared with {other_name}; accepted: memory that no input and no other output "
                     "uses (views of one buffer are accepted if they have no element in common)"
                 )

@@ -7,8 +7,8 @@ One round maps the counter (c0, c1, c2, c3) under the key (k0, k1) to
     (hi(M1·c2) ^ c1 ^ k0,  lo(M1·c2),  hi(M0·c0) ^ c3 ^ k1,  lo(M0·c0)),
 and the key advances by the Weyl constants. 32-bit words are in int64 tensors: a product wraps modulo 2⁶⁴, and both of its
 32-bit halves are still correct. Until the last round c1 and c3 are whole products, because the next round only adds (^) their
-low halves to words that are then cut to 32 bits. `philox` makes 0-d tensors of its constants, because torch would make one of
-a number in each call. They are made in each call of `philox`, because an import under FakeTensorMode would make fake ones.
+low halves to words that are then cut to 32 bits. `philox` converts its constants to 0-d tensors, because torch would
+convert a number in every op. It does so in each call, because an import under FakeTensorMode would make fake tensors.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def philox(counter: Sequence[Tensor], keys: Iterable[tuple[Key, Key]], work: Seq
         torch.bitwise_right_shift(high, shift, out=c0).bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(mask)
         torch.bitwise_right_shift(low, shift, out=c2).bitwise_xor_(c3).bitwise_xor_(k1).bitwise_and_(mask)
         c1, c3, low, high = high, low, c3, c1
-    for words in counter[1], counter[3]:  # an even number of swaps: c1 and c3 are in their own buffers
+    for words in counter[1], counter[3]:  # after an even number of swaps c1 and c3 are in their own buffers
         words.bitwise_and_(mask)
 
 

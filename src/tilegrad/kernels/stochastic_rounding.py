@@ -73,10 +73,10 @@ def round_stochastic(x: Tensor, words: Sequence[Tensor], shift: int, *, out: Ten
     for k, word in enumerate(words):
         torch.bitwise_right_shift(word, shift, out=high)
         bits.view(quads, 4)[:, k].copy_(high.bitwise_and_(0xFFFF))
-    given, bits = x.view(torch.int32), bits[:n]
-    torch.bitwise_and(given, _SIZE, out=size)
+    x_bits, bits = x.view(torch.int32), bits[:n]
+    torch.bitwise_and(x_bits, _SIZE, out=size)
     bits.masked_fill_(torch.gt(size, _LARGEST, out=special), 0)
-    bits.add_(given).bitwise_and_(_UPPER)
+    bits.add_(x_bits).bitwise_and_(_UPPER)
     bits.masked_fill_(torch.gt(size, _INFINITY, out=special), _NAN)
-    given.copy_(bits)
+    x_bits.copy_(bits)
     out.copy_(x)

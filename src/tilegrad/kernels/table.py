@@ -83,17 +83,17 @@ class Table:
     def select(self, problem: Any, kernel: str | None = None) -> Kernel:
         """The row that runs this problem. Raises an error with the reasons if there is none."""
         for row in self.rows:
-            wanted = row.by_name_only is None if kernel is None else row.name == kernel
-            if wanted and row.refuses(problem) is None:
+            eligible = row.by_name_only is None if kernel is None else row.name == kernel
+            if eligible and row.refuses(problem) is None:
                 return row
         refusals = {row.name: row.refuses(problem) for row in self.rows}
         if kernel is None:
             raise ValueError(f"{self.op}: got a call that no kernel takes: {refusals}")
         if kernel not in refusals:
             raise ValueError(f"kernel: got {kernel!r}; accepted: None or one of {', '.join(map(repr, refusals))}")
-        other = self.select(problem).name
+        selected = self.select(problem).name
         raise ValueError(
-            f"kernel: got {kernel!r}, which can't run this call: {refusals[kernel]}; accepted: {other!r}, or "
+            f"kernel: got {kernel!r}, which can't run this call: {refusals[kernel]}; accepted: {selected!r}, or "
             "None, which selects it"
         )
 

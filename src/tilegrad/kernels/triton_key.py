@@ -1,6 +1,6 @@
 """Keys of kernels in Triton's cache on disk, so that only a change of code compiles a kernel again.
 
-Triton's own key has the text of a kernel and of every function that it calls, comments and docstrings too, and the line where
+Triton's own key has the text of a kernel and of every function that it calls, with comments and docstrings, and the line where
 each of them starts. A new line at the top of a file would thus compile all its kernels again. The key that this module sets has
 no comments, docstrings or lines. It also has the code of our builtins, which Triton's key lacks. A cached kernel keeps the line
 numbers of the version that compiled it: a profiler may show them.
@@ -30,7 +30,7 @@ def set_key(kernel: Any) -> None:
 def _set_key(kernel: Any) -> None:
     source, line = kernel._src, kernel.starting_line_number
     code, builtins = _code(source), ""
-    kernel.hash = "recursive"  # the key of a function in its own code
+    kernel.hash = "recursive"  # placeholder in the key of a function whose code names itself
     for name in sorted(set(re.findall(r"[^\W\d]\w*", code))):
         x = kernel.__globals__.get(name)
         if not getattr(x, "__module__", "").startswith(OWN):

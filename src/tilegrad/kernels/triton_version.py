@@ -37,15 +37,15 @@ def installed() -> str:
 
 
 def _number(version: str) -> Version | None:
-    found = re.match(r"(\d+)\.(\d+)", version)
-    return (int(found[1]), int(found[2])) if found else None
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match else None
 
 
 @functools.cache
 def _refusal(version: str, supported: tuple[Version, Version]) -> str | None:
     """Why a version is not supported; None if it is."""
-    found, (first, last) = _number(version), supported
-    if found and first <= found <= last:
+    number, (first, last) = _number(version), supported
+    if number and first <= number <= last:
         return None
     names = dict.fromkeys(f"{major}.{minor}" for major, minor in supported)
     return f"supports Triton {' to '.join(names)}, but {version} is installed"

@@ -44,9 +44,9 @@ def value_embedding_fwd(
 ) -> None:
     """v += scalar · table[tokens], rounded once"""
     v, needed = _values(rows, table), _buffers(rows, table, backward=False)
-    e, given = views(scratch, needed, rows.device, "value_embedding")["gathered"], scratch or {}
-    embedding_fwd(tokens, table, None, x=e, scratch=of("embedding", given))
-    scaled_sum_fwd(e, v, scalar, None, y=v, scratch=of("scaled_sum", given))
+    e, ops_scratch = views(scratch, needed, rows.device, "value_embedding")["gathered"], scratch or {}
+    embedding_fwd(tokens, table, None, x=e, scratch=of("embedding", ops_scratch))
+    scaled_sum_fwd(e, v, scalar, None, y=v, scratch=of("scaled_sum", ops_scratch))
 
 
 @op(accumulates=("dtable", "dscalar"))
@@ -56,9 +56,9 @@ def value_embedding_bwd(
 ) -> None:  # fmt: skip
     """dscalar += Σ dv ∘ table[tokens]   dtable[tokens] += scalar · dv"""
     dv, needed = _values(drows, table), _buffers(drows, table, backward=True)
-    (e, de), given = views(scratch, needed, drows.device, "value_embedding").values(), scratch or {}
-    embedding_fwd(tokens, table, None, x=e, scratch=of("embedding", given))
-    own = of("scaled_sum", given)
-    scaled_sum_bwd(dv, e, None, scalar, None, dx=de, da=dscalar, accumulate=accumulate, scratch=own)
+    (e, de), ops_scratch = views(scratch, needed, drows.device, "value_embedding").values(), scratch or {}
+    embedding_fwd(tokens, table, None, x=e, scratch=of("embedding", ops_scratch))
+    sum_scratch = of("scaled_sum", ops_scratch)
+    scaled_sum_bwd(dv, e, None, scalar, None, dx=de, da=dscalar, accumulate=accumulate, scratch=sum_scratch)
     if dtable is not None:
-        embedding_bwd(de, tokens, dwte=dtable, accumulate=accumulate, scratch=of("embedding", given))
+        embedding_bwd(de, tokens, dwte=dtable, accumulate=accumulate, scratch=of("embedding", ops_scratch))

@@ -93,10 +93,10 @@ def peak_of(spans: Iterable[Span]) -> tuple[float, int]:
         change[span.first] = change.get(span.first, 0) + span.nbytes
         change[span.last] = change.get(span.last, 0) - span.nbytes
     moment, most, total = 0.0, 0, 0
-    for at in sorted(change):
-        total += change[at]
+    for t in sorted(change):
+        total += change[t]
         if total > most:
-            moment, most = at, total
+            moment, most = t, total
     return moment, most
 
 

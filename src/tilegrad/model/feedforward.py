@@ -102,17 +102,17 @@ class FeedForward:
 
     def backward(self, dy: Buffer, *, dx: Buffer, bias_grad: bool, recompute: bool) -> None:
         """Computes dx, down's weight gradient and, if `bias_grad`, down's bias gradient. recompute: a was not saved."""
-        again = (self.da if self.gated else self.h) if recompute and self.reads_a else None
-        a = self.a if again is None else again
+        recomputed_a = (self.da if self.gated else self.h) if recompute and self.reads_a else None
+        a = self.a if recomputed_a is None else recomputed_a
         if self.down_adapter is not None:
             self.down_adapter.backward(dy)
         self.down.backward_input(dy, dx=self.da, adapter=self.down_adapter)
         if self.rounds_a_again and self.down.fp8 is not None:
             self.down.fp8.x.of_activation(self.h, self.activation, rows=False)
             self.down.backward_weight(dy, None, bias_grad=bias_grad)
-            self.backward_activation(a=again)
+            self.backward_activation(a=recomputed_a)
         else:
-            self.backward_activation(a=again)
+            self.backward_activation(a=recomputed_a)
             self.down.backward_weight(dy, a, bias_grad=bias_grad)
         if self.down_adapter is not None:
             self.down_adapter.backward_weight(a)

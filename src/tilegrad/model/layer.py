@@ -117,7 +117,8 @@ class Param:
     Without masters (States.masters), `master` is `value` in the compute dtype, on every device. With gradients in bfloat16,
     `grad` has the gradient of one micro-batch, which an op overwrites, and `keep` adds it to `total`, the sum of a step.
 
-    A frozen parameter has no gradient or moment: `grad` is None, and `master` is `value`, in the compute dtype on CUDA.
+    A frozen parameter has no gradient or moment: `grad` is None, and `master` is `value`, in the compute dtype on CUDA and
+    without masters.
 
     `matrices` are the (rows, columns) of the matrices in the weight of a linear layer, one after the other, which Muon updates.
     The weight of q, k and v together has three matrices. Other parameters have none.
@@ -256,14 +257,15 @@ class Declare:
         """The parameter `name`, with its gradient unless it is frozen. The first call with a name declares it."""
         accumulate = self.accumulate and self.states.gradients == "float32"
         if name not in self.params and self.is_frozen(name):
-            rounded = self.device.type != "cpu" or (self.cache is not None and not self.invariant)
+            lean = self.device.type != "cpu" or self.states.masters == "none"
+            rounded = lean or (self.cache is not None and not self.invariant)
             value = self.buffer(name, shape, self.dtype if rounded else self.accumulation_dtype, role="frozen")
             self.params[name] = Param(name, value, None, value, init, accumulate, matrices, adds=self.accumulate)
         elif name not in self.params:
             acc, states = self.accumulation_dtype, self.states
-            own = states.masters != "none"
-            master = self.buffer(name, shape, acc if own else self.dtype, role="params")
-            copied = own and self.dtype != acc and self.device.type != "cpu"
+            has_master = states.masters != "none"
+            master = self.buffer(name, shape, acc if has_master else self.dtype, role="params")
+            copied = has_master and self.dtype != acc and self.device.type != "cpu"
             value = self.buffer(f"{name} (compute)", shape, self.dtype, role="params") if copied else master
             in_bfloat16 = states.gradients == "bfloat16"
             role: Role = "activations" if self.shares_gradients else "grads"
@@ -272,8 +274,8 @@ class Declare:
             scratch = (
                 self.scratch("keep", keep_gradient_workspace(Form(shape, acc, self.device))) if in_bfloat16 else {}
             )
-            own_grad = (total, self.accumulate, scratch)
-            self.params[name] = Param(name, value, grad, master, init, accumulate, matrices, *own_grad)
+            total_fields = (total, self.accumulate, scratch)
+            self.params[name] = Param(name, value, grad, master, init, accumulate, matrices, *total_fields)
         return self.params[name]
 
     def is_frozen(self, name: str) -> bool:

@@ -66,9 +66,9 @@ class LinearLayer:
         b = at.param(f"{name}.bias", *shape[:-1], init=Constant(0.0)) if has_bias else None
         site = name.rsplit(".", 1)[-1]  # layers of one kind run one after another and share their scratch
         x = at.form(inputs)
-        of_x, fp8 = None if shared is None else shared.fp8, None
+        shared_fp8, fp8 = None if shared is None else shared.fp8, None
         if at.linear != "plain" and not per_head:
-            fp8 = Fp8.declare(at, name, w.value, of_x, trained=w.grad is not None, keeps_x=keeps_x)
+            fp8 = Fp8.declare(at, name, w.value, shared_fp8, trained=w.grad is not None, keeps_x=keeps_x)
         forward = linear_workspace(x, w.value, backward=False, invariant=at.invariant)
         return cls(
             w=w,
@@ -78,7 +78,7 @@ class LinearLayer:
             fp8=fp8,
             forward_scratch=at.scratch(site, forward if fp8 is None else {}),
             backward_scratch=at.scratch(f"{site}_bwd", linear_workspace(x, w.value, backward=True)),
-            added_scratch=_added(at, site, x, w, fp8, shared=of_x is not None),
+            added_scratch=_added(at, site, x, w, fp8, shared=shared_fp8 is not None),
         )
 
     def forward(self, x: Buffer, *, y: Buffer, adapter: Adapter | None = None, output: int = 0) -> None:

@@ -58,24 +58,24 @@ def low_rank(
     describe the adapters in the parameters."""
     parts = () if lora is None else adapter_parts(config, lora)
     adapter = next((each for each in parts if each.name == name), None)
-    wanted: dict[str, tuple[int, int]] = {}
+    shapes: dict[str, tuple[int, int]] = {}
     if adapter is not None and lora is not None:
-        wanted = {adapter.b_name(i, part): (width, lora.rank) for part, width in adapter.widths.items()}
-        wanted[adapter.a_name(i)] = (lora.rank * len(adapter.widths), adapter.inputs)
+        shapes = {adapter.b_name(i, part): (width, lora.rank) for part, width in adapter.widths.items()}
+        shapes[adapter.a_name(i)] = (lora.rank * len(adapter.widths), adapter.inputs)
     a = f"blocks.{i}.{name}.lora_a"
-    for own in {a, *wanted}:
-        want, has = wanted.get(own), tuple(p[own].shape) if own in p else None
-        if want != has:
+    for key in {a, *shapes}:
+        expected, shape = shapes.get(key), tuple(p[key].shape) if key in p else None
+        if expected != shape:
             raise ValueError(
-                f"lora: got {lora} with adapters in params that do not fit it ({own}: {has}, not {want}); accepted: the "
+                f"lora: got {lora} with adapters in params that do not fit it ({key}: {shape}, not {expected}); accepted: the "
                 "LoraConfig that they were trained with, or None without adapters"
             )
     if adapter is None or lora is None:
         return {}
     u = F.linear(x, p[a]).split(lora.rank, dim=-1)
     return {
-        part: lora.scale * F.linear(own, p[adapter.b_name(i, part)])
-        for part, own in zip(adapter.widths, u, strict=True)
+        part: lora.scale * F.linear(u_part, p[adapter.b_name(i, part)])
+        for part, u_part in zip(adapter.widths, u, strict=True)
     }
 
 
@@ -124,8 +124,8 @@ def causal(config: ModelConfig, block: int, q: Tensor, k: Tensor, v: Tensor) -> 
     if window is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     gap = torch.arange(t, device=device)[:, None] - torch.arange(t, device=device)
-    seen = (gap >= 0) & (gap < window)
-    return (q @ k.mT / math.sqrt(d)).masked_fill(~seen, -torch.inf).softmax(-1) @ v
+    attended = (gap >= 0) & (gap < window)
+    return (q @ k.mT / math.sqrt(d)).masked_fill(~attended, -torch.inf).softmax(-1) @ v
 
 
 def feed_forward(p: Params, i: int, x: Tensor, config: ModelConfig, lora: LoraConfig | None = None) -> Tensor:

@@ -156,17 +156,17 @@ class Head:
 
     def backward(self, n: Buffer, *, loss: bool) -> None:
         """dn and dw, and the loss on request."""
-        given, scratch = (n, self.w.value, self.targets, self.inv_total), self.backward_scratch
+        inputs, scratch = (n, self.w.value, self.targets, self.inv_total), self.backward_scratch
         dw = "dwte" if self.kind == "embedding_mse" else "dw"
         out: dict[str, Any] = {"dx": n, dw: self.w.grad, "accumulate": self.w.accumulate}
         if loss:
             out["loss"] = self.loss
         if self.fp8 is not None:
-            fp8_cross_entropy_step(*self.fp8.of(n), *given[2:], **out, softcap=self.terms.softcap, scratch=scratch)
+            fp8_cross_entropy_step(*self.fp8.of(n), *inputs[2:], **out, softcap=self.terms.softcap, scratch=scratch)
         elif self.kind == "cross_entropy":
-            cross_entropy_bwd(*given, **out, invariant=self.invariant, terms=self.terms, scratch=scratch)
+            cross_entropy_bwd(*inputs, **out, invariant=self.invariant, terms=self.terms, scratch=scratch)
         else:
-            embedding_mse_bwd(*given, **out, scratch=scratch)
+            embedding_mse_bwd(*inputs, **out, scratch=scratch)
         self.w.keep()
 
 

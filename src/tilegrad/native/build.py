@@ -92,14 +92,26 @@ def _commands(cxx: str, flags: Sequence[str], folder: Path) -> Iterator[list[str
     for name in ("native", "gemm/gemm", "threads/thread_pool", "threads/work_queue"):
         source, target = str(SOURCES / f"{name}.cpp"), str(folder / f"{Path(name).name}.o")
         yield [cxx, *flags, f"-I{SOURCES}", *defines, f'-DDIGEST="{digest()}"', "-c", source, "-o", target]
-    for isa, own in isas.items():
+    for isa, isa_flags in isas.items():
         double = ["-DWITH_DOUBLE"] if isa == "portable" else []
         names = ["attention/kernels"]  # only attention uses AMX, for products of tiles
         names += [] if isa == "amx" else ["rows/norm_gelu", "rows/sampling", "rows/adamw", "gemm/fixed_order"]
         for name in names:
             source, target = str(SOURCES / f"{name}.cpp"), str(folder / f"{Path(name).name}_{isa}.o")
             special = OWN_FLAGS.get(name, ())
-            yield [cxx, *flags, *special, f"-I{SOURCES}", *own, *double, f"-DISA={isa}", "-c", source, "-o", target]
+            yield [
+                cxx,
+                *flags,
+                *special,
+                f"-I{SOURCES}",
+                *isa_flags,
+                *double,
+                f"-DISA={isa}",
+                "-c",
+                source,
+                "-o",
+                target,
+            ]
 
 
 def objects(cxx: str, folder: Path, flags: Sequence[str] = FLAGS) -> list[str]:
@@ -121,8 +133,8 @@ def build(to: Path = LIBRARY) -> Path:
     """Compiles and links the library, and replaces the file by a rename. A process that has loaded the old file keeps it."""
     cxx = compiler()
     if cxx is None:
-        given = os.environ.get("CXX")
-        reason = f"$CXX={given!r} is not a program" if given else "none of c++, g++, clang++ exists"
+        cxx_variable = os.environ.get("CXX")
+        reason = f"$CXX={cxx_variable!r} is not a program" if cxx_variable else "none of c++, g++, clang++ exists"
         raise RuntimeError(f"no C++ compiler: {reason} (Debian: apt install g++)")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -146,5 +158,5 @@ def is_cut(library: bytes) -> bool:
     """Whether a 64-bit ELF file ends before its section headers, which come last. Loading such a file kills the process."""
     if library[:5] != b"\x7fELF\x02":
         return False
-    at, size, count = (int.from_bytes(library[a:b], "little") for a, b in ((40, 48), (58, 60), (60, 62)))
-    return len(library) < max(64, at + size * count)
+    start, size, count = (int.from_bytes(library[a:b], "little") for a, b in ((40, 48), (58, 60), (60, 62)))
+    return len(library) < max(64, start + size * count)

@@ -6,8 +6,8 @@ Parameters have the names and shapes of MultiheadAttention, so its state_dict lo
 need_weights=True raises. As in MultiheadAttention, True in a bool mask masks a key out.
 
 The module can replace self_attn of torch.nn.TransformerEncoderLayer, and self_attn and multihead_attn of
-TransformerDecoderLayer. torch's fused inference path would read the weights and not call this module. It is off, so tilegrad's
-kernels run in eval() too.
+TransformerDecoderLayer. torch's fused inference path, which would read the weights without calling this module, is off. So
+tilegrad's kernels run in eval() too.
 """
 
 from __future__ import annotations
@@ -92,10 +92,10 @@ class Attention(nn.Module):
         self.head_dim, self.dropout, self.batch_first = embed_dim // num_heads, dropout, batch_first
         self.window, self.rope_theta = window, rope_theta
         rows = (num_heads + 2 * kv) * self.head_dim
-        form = {"device": device, "dtype": dtype}
-        self.in_proj_weight = nn.Parameter(torch.empty(rows, embed_dim, **form))  # type: ignore[arg-type]
-        self.in_proj_bias = nn.Parameter(torch.zeros(rows, **form)) if bias else None  # type: ignore[arg-type]
-        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **form)
+        factory_kwargs = {"device": device, "dtype": dtype}
+        self.in_proj_weight = nn.Parameter(torch.empty(rows, embed_dim, **factory_kwargs))  # type: ignore[arg-type]
+        self.in_proj_bias = nn.Parameter(torch.zeros(rows, **factory_kwargs)) if bias else None  # type: ignore[arg-type]
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **factory_kwargs)
         nn.init.xavier_uniform_(self.in_proj_weight)
         if bias:
             nn.init.zeros_(self.out_proj.bias)
@@ -115,14 +115,13 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, None]:
         """(y, None). key=None: self-attention. Masks are as in MultiheadAttention: key_padding_mask (B, S), attn_mask (L, S) or
         (B·H, L, S). A bool mask has True where a pair is masked out; any other mask is added to the scores. is_causal needs no
-        mask. `intervals` are as in `tilegrad.attention`; `tilegrad.masks` makes them. With intervals, is_causal means
-        `causal` of `tilegrad.attention`, and attn_mask masks out more pairs. With a cache, attention is causal, and
-        keys and values of earlier calls come first. A nested query (B, jagged, C) also means self-attention."""
+        attn_mask. `intervals` are as in `tilegrad.attention`; `tilegrad.masks` makes them. With intervals, is_causal is the
+        option `causal` of `tilegrad.attention`, and attn_mask masks out further pairs. With a cache, attention is causal, and
+        keys and values of earlier calls come first. A nested query (B, jagged, C) is self-attention too."""
         if isinstance(query, Tensor) and query.is_nested:
-            given = (key, value, key_padding_mask, attn_mask, intervals, cache)
-            return self._nested(query, given, is_causal=is_causal, need_weights=need_weights), None
-        x, source, target = self._inputs(query, key, value, need_weights=need_weights)
-        q, k, v = self._project(x, source, target)
+            others = (key, value, key_padding_mask, attn_mask, intervals, cache)
+            return self._nested(query, others, is_causal=is_causal, need_weights=need_weights), None
+        q, k, v = self._project(*self._inputs(query, key, value, need_weights=need_weights))
         start = 0 if cache is None else cache.length
         if self.rope_theta is not None:
             q, k = self._rotate(q, start), self._rotate(k, start)
@@ -157,34 +156,34 @@ class Attention(nn.Module):
         """Query, key and value as (B, T, C)."""
         if need_weights:
             raise ValueError("need_weights: got True; accepted: False, because attention weights are never stored")
-        x, source = query, query if key is None else key
-        target = source if value is None else value
-        for name, y in (("query", x), ("key", source), ("value", target)):
-            require(isinstance(y, Tensor), name, type(y).__name__, TENSOR, TypeError, show=str)
-            require(not y.is_nested, name, "a nested tensor", "a padded tensor", show=str)
-            if not (y.ndim == query.ndim in (2, 3) and y.shape[-1] == self.embed_dim):
+        key = query if key is None else key
+        value = key if value is None else value
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            require(isinstance(x, Tensor), name, type(x).__name__, TENSOR, TypeError, show=str)
+            require(not x.is_nested, name, "a nested tensor", "a padded tensor", show=str)
+            if not (x.ndim == query.ndim in (2, 3) and x.shape[-1] == self.embed_dim):
                 of_query = "" if name == "query" else f", but query is {tuple(query.shape)}"
                 batched = "(B, T, C)" if self.batch_first else "(T, B, C) (batch_first=True for (B, T, C))"
                 accepted = f"{batched}, or (T, C) for all three, with C = embed_dim = {self.embed_dim}"
-                raise ValueError(f"{name}: got shape {tuple(y.shape)}{of_query}; accepted: {accepted}")
-        if query.ndim == 3 and not self.batch_first:
-            x, source, target = (y.transpose(0, 1) for y in (x, source, target))
-        if x.ndim == 2:
-            x, source, target = x[None], source[None], target[None]
-        return x, source, target
+                raise ValueError(f"{name}: got shape {tuple(x.shape)}{of_query}; accepted: {accepted}")
+        if query.ndim == 2:
+            return query[None], key[None], value[None]
+        if not self.batch_first:
+            return query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
+        return query, key, value
 
-    def _nested(self, query: Tensor, given: tuple[object, ...], *, is_causal: bool, need_weights: bool) -> Tensor:
+    def _nested(self, query: Tensor, others: tuple[object, ...], *, is_causal: bool, need_weights: bool) -> Tensor:
         """Sequences of different lengths, as torch.nn.TransformerEncoder passes them if it skips padding."""
-        key, value, *others = given
-        itself = all(x is None or x is query for x in (key, value)) and all(x is None for x in others)
+        key, value, *absent = others
+        is_self_attention = all(x is None or x is query for x in (key, value)) and all(x is None for x in absent)
         strided = query.layout == torch.strided and self.batch_first
         accepted = "one strided tensor as query, key and value, with batch_first=True, no masks and no cache"
-        require(itself and strided, "query", "a nested tensor", accepted, show=str)
+        require(is_self_attention and strided, "query", "a nested tensor", accepted, show=str)
         lengths = [len(x) for x in query.unbind()]
-        hidden = torch.arange(max(lengths), device=query.device) >= torch.tensor(lengths, device=query.device)[:, None]
+        padding = torch.arange(max(lengths), device=query.device) >= torch.tensor(lengths, device=query.device)[:, None]
         y, _ = self.forward(
             torch.nested.to_padded_tensor(query, 0.0),
-            key_padding_mask=hidden,
+            key_padding_mask=padding,
             need_weights=need_weights,
             is_causal=is_causal,
         )
@@ -197,16 +196,16 @@ class Attention(nn.Module):
             return y[0]
         return y if self.batch_first else y.transpose(0, 1)
 
-    def _project(self, x: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, H, L, D), k and v (B, Hkv, S, D)."""
-        heights = [heads * self.head_dim for heads in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
-        if x is key is value:
-            rows = linear(x, self.in_proj_weight, self.in_proj_bias).split(heights, -1)
+        sizes = [heads * self.head_dim for heads in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
+        if query is key is value:
+            projected = linear(query, self.in_proj_weight, self.in_proj_bias).split(sizes, -1)
         else:
-            weights = self.in_proj_weight.split(heights)
-            biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.split(heights)
-            rows = tuple(linear(y, w, b) for y, w, b in zip((x, key, value), weights, biases, strict=True))
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in rows)
+            weights = self.in_proj_weight.split(sizes)
+            biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.split(sizes)
+            projected = tuple(linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in projected)
         return q, k, v
 
     def _rotate(self, x: Tensor, start: int) -> Tensor:
@@ -231,10 +230,10 @@ class Attention(nn.Module):
             mask = mask.unflatten(0, (q.shape[0], self.num_heads))
         if padding is not None:
             padding = padding.view(-1, 1, 1, padding.shape[-1])
-        given = [m for m in (mask, padding) if m is not None]
-        if all(m.dtype == torch.bool for m in given):
-            return None if not given else ~given[0] if len(given) == 1 else ~(given[0] | given[1])
+        masks = [m for m in (mask, padding) if m is not None]
+        if all(m.dtype == torch.bool for m in masks):
+            return None if not masks else ~masks[0] if len(masks) == 1 else ~(masks[0] | masks[1])
         added = [
-            torch.zeros_like(m, dtype=q.dtype).masked_fill(m, -torch.inf) if m.dtype == torch.bool else m for m in given
+            torch.zeros_like(m, dtype=q.dtype).masked_fill(m, -torch.inf) if m.dtype == torch.bool else m for m in masks
         ]
         return added[0] if len(added) == 1 else added[0] + added[1]

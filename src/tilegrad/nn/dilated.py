@@ -23,8 +23,8 @@ class DilatedAttention(nn.Module):
     segment_lengths, dilation_rates   as in `tilegrad.dilated_attention`
     mode, scale                       as in `tilegrad.dilated_attention`
     dropout                           the dropout of probabilities, in training only
-    enable_buffer_manager             False: torch's allocator
-    enable_buffer_reuse               False: the manager caches nothing
+    enable_buffer_manager             False: buffers come from torch's allocator
+    enable_buffer_reuse               False: the manager caches no buffers
     enable_preallocation              True: one buffer of each type, in its typical size, is cached from the start
     manager                           a manager to share with other modules; None: the module creates a manager
 
@@ -161,8 +161,8 @@ class MultiheadDilatedAttention(Attention):
         for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
             if mask is not None:
                 raise ValueError(f"{name}: got a mask; accepted: None; the only mask of dilated attention is is_causal")
-        x, source, target = self._inputs(query, key, value, need_weights=need_weights)
-        q, k, v = (y.transpose(1, 2) for y in self._project(x, source, target))
+        inputs = self._inputs(query, key, value, need_weights=need_weights)
+        q, k, v = (x.transpose(1, 2) for x in self._project(*inputs))
         return self._output(self.dilated(q, k, v, is_causal).flatten(2), query), None
 
     def get_buffer_stats(self) -> dict[str, Any]:

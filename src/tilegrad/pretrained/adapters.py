@@ -5,8 +5,8 @@
     write_adapter(folder, params, …)            writes a folder that PEFT loads, whole or not at all
     merge(params, adapters, …)                  W += s B A, for a model without adapters
 
-PEFT has an A for each adapted layer. In tilegrad the A of all layers with the same input are stacked in one tensor. Files are
-opened by the rules of text/untrusted.py.
+PEFT has an A for each adapted layer. In tilegrad the matrices A of all layers with the same input are stacked in one tensor.
+Files are opened by the rules of text/untrusted.py.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _module(kind: str, part: str, block: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AdapterFile:
-    """A folder with adapters of PEFT. Its configuration and the names of its tensors have been read, no tensor yet."""
+    """A folder with adapters of PEFT. Its configuration and the names of its tensors have been read, its tensors have not."""
 
     file: Path
     kind: str  # family of the base weights
@@ -168,8 +168,8 @@ def open_adapter(folder: Path, base: Weights) -> AdapterFile:
 
 
 def _settings(content: Mapping[str, object]) -> tuple[int, float, float]:
-    """(rank, alpha, dropout) of an adapter_config.json. Here the scale s is always alpha / r. In PEFT it is lora_alpha / √r
-    with use_rslora, so alpha is lora_alpha · √r."""
+    """(rank, alpha, dropout) of an adapter_config.json. In tilegrad the scale s is alpha / r. In PEFT with use_rslora it is
+    lora_alpha / √r, so alpha is then lora_alpha · √r."""
     unused = {"bias": ("none",), "task_type": (None, "CAUSAL_LM"), "init_lora_weights": _INITS, "peft_type": ("LORA",)}
     read = {"r", "lora_alpha", "lora_dropout", "use_rslora"}
     for name, value in content.items():
@@ -186,10 +186,10 @@ def _settings(content: Mapping[str, object]) -> tuple[int, float, float]:
         raise ValueError(f"lora_alpha: got {shown(alpha)}; accepted: a number > 0")
     if not is_number(dropout) or not 0 <= dropout < 1:
         raise ValueError(f"lora_dropout: got {shown(dropout)}; accepted: a number, 0 ≤ lora_dropout < 1")
-    stabilised = content.get("use_rslora", False)
-    if not isinstance(stabilised, bool):
-        raise ValueError(f"use_rslora: got {shown(stabilised)}; accepted: true or false")
-    return rank, float(alpha) * (math.sqrt(rank) if stabilised else 1.0), float(dropout)
+    use_rslora = content.get("use_rslora", False)
+    if not isinstance(use_rslora, bool):
+        raise ValueError(f"use_rslora: got {shown(use_rslora)}; accepted: true or false")
+    return rank, float(alpha) * (math.sqrt(rank) if use_rslora else 1.0), float(dropout)
 
 
 def _layers(file: Path, names: set[str], base: Weights) -> str | tuple[str, ...]:

@@ -18,7 +18,7 @@ _REVISION = re.compile("[0-9a-f]{40}")
 
 
 def cached_model(name: Path) -> Path | None:
-    """The folder of the model ORG/NAME in the cache; None if the cache does not have it, or if `name` has another form."""
+    """The folder of the model ORG/NAME in the cache; None if the cache does not have it, or if `name` is not ORG/NAME."""
     match = _MODEL.fullmatch(name.as_posix())
     if match is None:
         return None
@@ -43,8 +43,7 @@ def cache_folder() -> Path:
 
 
 def how_to_download(name: Path) -> str:
-    """The end of an error about a name that is neither a folder nor in the cache; "" if the name is not of the form
-    ORG/NAME."""
+    """The end of an error about a name that is neither a folder nor in the cache; "" if the name is not ORG/NAME."""
     match = _MODEL.fullmatch(name.as_posix())
     if match is None:
         return ""

@@ -1,6 +1,6 @@
 """Families of Hugging Face models (GPT-2, Llama, Mistral, Qwen2, Qwen3): names of tensors, and config.json ↔ ModelConfig.
 
-A table maps each tensor of tilegrad to the Hugging Face tensors that are stacked in it. The matrices of GPT-2 are transposed
+A table maps each tensor of tilegrad to the Hugging Face tensors that are stacked in it. GPT-2's matrices are transposed there
 (Conv1D). The type of each value in a config.json is checked, and null counts as missing.
 """
 
@@ -134,7 +134,7 @@ def _bool(c: Config, name: str, *, default: bool = False) -> bool:
 
 
 def _layers(c: Config, name: str) -> int:
-    """The number of layers, checked before any object is made for each of them."""
+    """The number of layers, checked before anything is made for each layer."""
     count = _int(c, name)
     if not 1 <= count <= LIMITS["n_layer"]:
         raise ValueError(f"{name}: got {shown(count)}; accepted: 1 … {LIMITS['n_layer']}")
@@ -289,7 +289,8 @@ def _gpt2_json(c: ModelConfig, biases: list[bool]) -> tuple[str, dict[str, objec
 
 
 def _llama_json(c: ModelConfig, biases: list[bool]) -> tuple[str, dict[str, object]]:
-    """(kind, config.json) of a model that is a Llama, Mistral, Qwen2 or Qwen3."""
+    """(kind, config.json) of a model that is a Llama, Mistral, Qwen2 or Qwen3. Dropout is left out, because these families drop
+    other activations, and because it is for training alone."""
     qkv, proj, ffn = biases
     kind = "qwen3" if c.qk_norm else "qwen2" if biases == [True, False, False] else "mistral" if c.window else "llama"
     has_biases = {"qwen3": qkv == proj and not ffn, "qwen2": True, "mistral": not any(biases), "llama": qkv == proj}
@@ -300,7 +301,6 @@ def _llama_json(c: ModelConfig, biases: list[bool]) -> tuple[str, dict[str, obje
         "position": (c.position, "'rope'", c.position == "rope"),
         "qkv_bias, proj_bias, ffn_bias": (biases, f"the biases of {kind}", has_biases[kind]),
         "window_layers": (c.window_layers, "None", c.window_layers is None or kind.startswith("qwen")),
-        "dropout": (c.dropout, "0", not c.dropout),
     }
     _refuse(f"this model can't be exported as {kind}", requirements | _requirements(c))
     rope: dict[str, object] = {"rope_type": "default", "rope_theta": c.rope_theta}

@@ -138,7 +138,8 @@ def forms(config: ModelConfig, dtype: torch.dtype = torch.float32) -> dict[str, 
 
 
 def allocate(forms: Mapping[str, Tensor], where: str = "") -> dict[str, Tensor]:
-    """Tensors of these forms on the CPU. Raises if the machine has less memory; the error begins with `where`."""
+    """Tensors on the CPU with the shapes and dtypes of `forms`. Raises if the machine has less memory; the error begins with
+    `where`."""
     size, limit = sum(form.nbytes for form in forms.values()), memory_limit(torch.device("cpu"))
     if limit is not None and size > limit:
         got = f"{human(size)} in {str(next(iter(forms.values())).dtype).removeprefix('torch.')}"
@@ -152,7 +153,7 @@ def is_weights(source: Path) -> bool:
 
 
 def _is_there(path: Path) -> bool:
-    """Whether anything has this name, even a broken link. If it is not a file, opening it raises."""
+    """Whether anything has this name, even a broken link, whose opening then raises."""
     return path.is_symlink() or path.exists()
 
 
@@ -239,11 +240,11 @@ def _indexed(folder: Path, index: Path) -> dict[str, Path]:
     for file, path in paths.items():
         with open_tensors(path) as opened:
             in_file, in_index = {*opened.keys()}, {name for name, holder in names.items() if holder == file}
-        more = sorted(name for name in in_file - in_index if not name.endswith(_BUFFERS))
-        if in_index - in_file or more:
+        unexpected = sorted(name for name in in_file - in_index if not name.endswith(_BUFFERS))
+        if in_index - in_file or unexpected:
             raise ValueError(
                 f"{path}: missing tensors: {sorted(in_index - in_file)[:3] or 'none'}; "
-                f"unexpected tensors: {more[:3] or 'none'}; "
+                f"unexpected tensors: {unexpected[:3] or 'none'}; "
                 f"accepted: exactly those that {index.name} lists"
             )
     return {name: paths[file] for name, file in names.items()}
@@ -280,7 +281,7 @@ def write_weights(
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A hidden folder to write into. At the end of the context it is renamed to `folder`; after an error it is deleted."""
+    """Yields a hidden folder to write into. At the end of the context it is renamed to `folder`, and deleted after an error."""
     check_new(folder)
     staged = folder.with_name(f".{folder.name}.partial")
     if staged.exists():

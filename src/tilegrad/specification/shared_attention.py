@@ -78,7 +78,7 @@ class SharedAttention:
         self.lse = self._new((b, n_head, t), lse_dtype(dtype))
         q = self._heads(self.Q)
         forward = {} if materialize else attention_workspace(q, q, q, self.mask, backward=False)
-        self._forward_scratch = {name: self._new(*form) for name, form in forward.items()}
+        self._forward_scratch = {name: self._new(shape, dtype) for name, (shape, dtype) in forward.items()}
 
         workspace = predecessor._live().workspace if predecessor is not None else Workspace(self._needs(), self.device)
         self._lease: Lease | None = workspace.acquire(self.name, self._needs(), self.device)
@@ -270,8 +270,8 @@ class SharedAttention:
             name: ((b, t, c), self.dtype) for name in SHARED if name not in ("grad_weights", "grad_scores")
         }
         needs |= dict.fromkeys(matrices, ((b, h, t, t), self.dtype) if self.materialize else tile)
-        needs |= {f"linear.{n}": form for n, form in linear_workspace(x, self.W_q, backward=True).items()}
-        return needs | {f"attention.{n}": form for n, form in scratch.items()}
+        needs |= {f"linear.{n}": buffer for n, buffer in linear_workspace(x, self.W_q, backward=True).items()}
+        return needs | {f"attention.{n}": buffer for n, buffer in scratch.items()}
 
     def _scratch(self, lease: Lease, op: str) -> dict[str, Tensor]:
         scratch = {n.removeprefix(f"{op}."): lease[n] for n in self._needs() if n.startswith(f"{op}.")}
@@ -334,8 +334,8 @@ def init_attention(
     seed: int = 0,
     materialize: bool = False,
 ) -> SharedAttention:
-    """An attention layer with forward, loss, backward and update_weights. A layer shares the backward buffers of `predecessor`.
-    They live until the last layer that uses them is freed. Layers may be freed in any order.
+    """An attention layer with forward, loss, backward and update_weights. With a `predecessor`, it shares the backward buffers
+    of that layer, which live until the last layer that uses them is freed. Layers may be freed in any order.
 
     >>> import torch, tilegrad
     >>> first = tilegrad.init_attention(16, 32, 2, True, n_head=4)

@@ -83,7 +83,7 @@ class Workspace:
 
 
 class Lease:
-    """The access of one user to a workspace."""
+    """One user's access to a workspace."""
 
     def __init__(self, workspace: Workspace, user: str) -> None:
         self.workspace = workspace

@@ -44,8 +44,8 @@ def write_whole(path: Path, pieces: Iterable[bytes]) -> None:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """An empty file with a temporary name, to write into. At the end of this context it is synced to disk and renamed to
-    `path`. After an error or an interrupt it is deleted. Only one process at a time may write to a path."""
+    """Yields an empty file with a temporary name, to write into. At the end of this context it is synced to disk and renamed
+    to `path`. After an error or an interrupt it is deleted. Only one process at a time may write to a path."""
     staged = staged_name(path)
     try:
         os.close(create(staged))

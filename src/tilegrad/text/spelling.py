@@ -35,7 +35,7 @@ def byte_count(text: str, name: str = "memory_budget") -> int:
 
 def did_you_mean(word: str, names: Iterable[str] | Mapping[str, str]) -> str:
     """The suffix of an error about a word: " (did you mean 'steps'?)" for "step", or "" if no name is similar. If `names` is a
-    mapping, its values are the forms in which names are shown."""
+    mapping, the error shows its values."""
     shown = names if isinstance(names, Mapping) else {name: repr(name) for name in names}
     plain = {_plain(name): text for name, text in shown.items()}
     closest = difflib.get_close_matches(_plain(word), plain, n=1, cutoff=0.6)

@@ -30,17 +30,17 @@ def regular_file(path: Path, accepted: str = "a file") -> Path:
     try:
         if path.is_file():
             return path
-        there = path.exists() or path.is_symlink()
+        exists = path.exists() or path.is_symlink()
     except (OSError, ValueError) as error:  # a name that is too long or contains a zero byte
         raise ValueError(f"{shown(str(path))}: is not a file name ({error}); accepted: {accepted}") from error
-    if there:
+    if exists:
         what = "a folder" if path.is_dir() else "a link to nothing" if path.is_symlink() else "a FIFO or a device"
         raise ValueError(f"{path}: got {what}; accepted: {accepted}")
     raise FileNotFoundError(f"{path}: no such file; accepted: {accepted}")
 
 
 def file_in(folder: Path, name: object, named_by: str = "") -> Path:
-    """The file `name` in a folder, by the rule of this module for names. `named_by` is the file that contains the name."""
+    """The file `name` in a folder, after a check of its name by the rule above. `named_by`: the file that contains the name."""
     where = f"{named_by}: " if named_by else f"{folder}: "
     if not isinstance(name, str) or name in ("", ".", "..") or {"/", "\\", "\0"} & {*name}:
         raise ValueError(f"{where}got the name {shown(name)}; accepted: the name of a file in {folder}")
@@ -78,8 +78,9 @@ def read_json(path: Path) -> object:
 
 
 def decoded(path: Path) -> str:
+    """The text of a file, without a byte order mark."""
     try:
-        return read_bytes(path).decode("utf-8")
+        return read_bytes(path).decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: is not UTF-8 at byte {error.start} ({error.reason})") from error
 

@@ -97,7 +97,7 @@ class TrainedModel:
         stop: Collection[int] = (),
         **settings: Unpack[SamplingSettings],
     ) -> Iterator[int]:
-        """Yields the tokens that follow a prompt. The first token that is in `stop` ends them and is left out."""
+        """Yields the tokens that follow a prompt, up to the first token that is in `stop`, which is left out."""
         from .generation import Generation
 
         model = replace(self, eos_token_ids=frozenset(stop))

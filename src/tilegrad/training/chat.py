@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 class Chat:
     """`messages` are all messages that the model reads. `cut` says why the last answer is incomplete; None: the answer is
-    complete. `dropped` says, once in a conversation, that the model does not read its oldest messages any more."""
+    complete. `dropped` says once in a conversation that the model does not read the oldest messages any more."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Chat:
             invariant=invariant,
         )
         self.system = system
-        self._answers = 0  # the number of the next answer's sequence, so that each answer has its own noise
+        self._answers = 0  # the number of the next answer's sequence, so that each answer has its own random numbers
         self.reset()
 
     def reset(self) -> None:

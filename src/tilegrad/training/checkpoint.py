@@ -8,6 +8,7 @@ A checkpoint is written into a folder with a hidden name, every file is synced t
 then are older checkpoints deleted, each after it was renamed to a hidden name. So every visible checkpoint is whole, and if a
 process is killed or the disk is full, at most the checkpoint being saved is lost. The next save deletes hidden leftovers. Only
 one process writes into a folder.
+
 Several ranks write shards instead of one file (pieces.py); both formats are read the same way. If the same tensors are
 saved in two folders, the second checkpoint hard-links the files of the first, and either can be deleted.
 """
@@ -183,7 +184,7 @@ def _load_params(
     path: Path, shapes: Mapping[str, tuple[int, ...]], *, averaged: bool, mean_of: Sequence[Path]
 ) -> Checkpoint:
     """The parameters of these shapes: the trained ones from the checkpoint, the frozen ones from the run's own copy."""
-    frozen = load_own(path.parent.parent, read_state(path))
+    frozen = {name: _widened(x) for name, x in load_own(path.parent.parent, read_state(path)).items()}
     if not mean_of:
         loaded = _load_trained(path, shapes, frozen, averaged=averaged)
         return replace(loaded, tensors={name: (frozen | loaded.tensors)[name] for name in shapes})
@@ -223,7 +224,7 @@ def _load_trained(
         for name in sorted({*wanted} | average):
             if wanted.get(name) != file.headers.get(name):
                 got, accepted = (of.get(name, "none") for of in (file.headers, wanted))
-                raise DamagedCheckpoint(path, f"got {name} of form {got}; accepted: {accepted}, as its parameter has")
+                raise DamagedCheckpoint(path, f"got {name} of {got}; accepted: {accepted}, as its parameter has")
         kind = "ema." if average and averaged else ""
         tensors = {name: _widened(file.read(f"{kind}{name}")) for name in shapes if name in trained}
     return Checkpoint(path, manifest["step"], tensors, manifest["state"], "averaged" if kind else "raw")
@@ -293,12 +294,12 @@ class Tensors:
             file = self._files.enter_context(safe_open(self._path / name, framework="pt"))
         except (SafetensorError, OSError) as error:
             raise DamagedCheckpoint(self._path, f"{name} can't be read ({error})") from error
-        said = json.loads((file.metadata() or {}).get("DCP_SHARDING_INFO", "{}")) if self._sharded else {}
+        sharding = json.loads((file.metadata() or {}).get("DCP_SHARDING_INFO", "{}")) if self._sharded else {}
         for tensor in file.keys():  # noqa: SIM118
             header = file.get_slice(tensor)
             shape, dtype, offset = tuple(header.get_shape()), header.get_dtype(), 0
             if self._sharded:
-                entry = said.get(tensor) if isinstance(said, dict) else None
+                entry = sharding.get(tensor) if isinstance(sharding, dict) else None
                 offsets = entry.get("saved_offsets") if isinstance(entry, dict) else None
                 offset = offsets[0] if isinstance(offsets, list) and len(offsets) == 1 else -1
                 if not is_count(offset, MOST, 0) or len(shape) != 1:
@@ -335,10 +336,10 @@ class Tensors:
 
     def _join(self) -> None:
         for name, parts in older_parts(self.headers).items():
-            (dtype, (rows, *shape)), (of_gate, (gate_rows, *gate_shape)) = (self.headers.pop(part) for part in parts)
-            if (dtype, shape) != (of_gate, gate_shape):
+            (dtype, (rows, *shape)), (gate_dtype, (gate_rows, *gate_shape)) = (self.headers.pop(part) for part in parts)
+            if (dtype, shape) != (gate_dtype, gate_shape):
                 raise ValueError(
-                    f"{parts[1]}: got {of_gate} {gate_shape}; accepted: {dtype} {shape}, as {parts[0]} has"
+                    f"{parts[1]}: got {gate_dtype} {gate_shape}; accepted: {dtype} {shape}, as {parts[0]} has"
                 )
             self.headers[name], self.joined[name] = (dtype, (rows + gate_rows, *shape)), parts
 

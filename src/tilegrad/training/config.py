@@ -85,8 +85,8 @@ class TrainConfig:
     invariant: bool = False
     seed: int = 0
     init: str | None = None  # a folder of weights to begin with
-    log: str | tuple[str, ...] = "auto"  # loggers besides log.jsonl; auto: TensorBoard where it is installed
-    epochs: int | None = None  # instead of steps, which are computed once the data is read
+    log: str | tuple[str, ...] = "auto"  # loggers besides log.jsonl; auto: TensorBoard, if it is installed
+    epochs: int | None = None  # replaces steps, which are then computed when the data is read
     patience: int = 0  # the run ends after this many evaluations without a better validation loss; 0: never
     freeze: tuple[str, ...] = ()  # patterns of parameter names
     schedule: Schedule = "cosine"
@@ -159,7 +159,7 @@ class TrainConfig:
             refuse(self, name, f"an int ≥ {least}, at most {LIMITS[name]:,}")
 
     def with_steps(self, steps: int) -> TrainConfig:
-        """These settings with this number of steps. Where warmup_steps or decay_steps is -1, it is computed from `steps`."""
+        """These settings with this number of steps. If warmup_steps or decay_steps is -1, it is computed from `steps`."""
         decay = -(-steps // 5) if self.decay_steps == -1 and self.schedule in DECAYS_LAST else self.decay_steps
         warmup = steps // 20 if self.warmup_steps == -1 else self.warmup_steps
         return replace(self, steps=steps, warmup_steps=warmup, decay_steps=decay)
@@ -194,8 +194,8 @@ class OptimizerConfig:
         except ValueError as error:
             raise ValueError(f"optimizer.{error}") from error
         check_decay("optimizer.ema", self.ema)
-        of_muon = (f for f in fields(self) if f.name not in ("name", "ema", "moments"))
-        changed = [f.name for f in of_muon if getattr(self, f.name) != f.default]
+        muon_keys = (f for f in fields(self) if f.name not in ("name", "ema", "moments"))
+        changed = [f.name for f in muon_keys if getattr(self, f.name) != f.default]
         if self.name == "adamw" and changed:
             got = shown(getattr(self, changed[0]))
             raise ValueError(
@@ -261,7 +261,7 @@ class DataConfig:
 
     @property
     def vocab_size(self) -> int:
-        """The tokenizer's vocabulary size; 1 for a tokenizer.json, whose size is known once it is read."""
+        """The tokenizer's vocabulary size; 1 for a tokenizer.json, which is not read here."""
         return {"bytes": 256, "bpe": self.bpe_vocab_size}.get(self.tokenizer, 1)
 
 

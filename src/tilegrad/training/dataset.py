@@ -126,17 +126,17 @@ def _of_documents(
     def rows(numbers: Tokens) -> PackedRows:
         return PackedRows(file.tokens, documents, pieces.choose(numbers), t.seq_len, config.documents)
 
-    learned = rows(training)
-    batches = Batches(learned, t.batch_size, seed=t.seed)
+    training_rows = rows(training)
+    batches = Batches(training_rows, t.batch_size, seed=t.seed)
     held_out = rows(validation) if len(validation) else None
-    counts = _counts(learned, batches, pieces, len(validation)) if summary else {}
+    counts = _counts(training_rows, batches, pieces, len(validation)) if summary else {}
     return Dataset(
         file=file,
         tokenizer=tokenizer,
         entropy=unigram_entropy(_trained(file.tokens, documents)),
         batches=batches,
         held_out=held_out,
-        training_tokens=learned.trained_targets(),
+        training_tokens=training_rows.trained_targets(),
         summary=summary | counts,
     )
 

@@ -33,13 +33,15 @@ from ..engine.spec import StepSpec
 from ..engine.state import averaged
 from ..pretrained.weights import is_weights
 from .checkpoint import read_state
-from .config import DTYPES, RunConfig, TrainConfig, Values, check_vocab_size
+from .config import DTYPES, OptimizerConfig, RunConfig, TrainConfig, Values, check_vocab_size
 from .dataset import Dataset, needs_documents, prepare_data
 from .folder import locate, own_data, upgraded
 from .ranks import Ranks
 from .sections import initial_run, run_from, settled
 
-_SHOWN_S = 5.0  # seconds between two progress events
+_PROGRESS_S = 5.0  # seconds between two progress events
+# Keys that only training uses. An evaluation has their defaults.
+_OF_TRAINING = ("gradient_accumulation", "stages", "masters", "gradients", "linear", "head")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ class Evaluation:
     """The loss of a model on a text. `bytes` is None if the tokenizer does not know the bytes of its tokens, `perplexity` is
     None if the loss is not a cross-entropy, and `bits_per_byte` is None in both cases, or if there are no bytes."""
 
-    loss: float  # nats per token; mean squared error where model.loss is embedding_mse
+    loss: float  # nats per token; mean squared error if model.loss is embedding_mse
     perplexity: float | None
     bits_per_byte: float | None
     tokens: int  # targets
@@ -103,8 +105,9 @@ def evaluate_weights(
     check_device(device)
     own = config.train.seq_len
     automatic = {"dtype": "auto"} if is_weights(at) else {}
-    t = replace(config.train, **{"device": device, "linear": "plain", "head": "plain", **automatic, **settings})
-    config = replace(config, train=t)
+    trains = {name: getattr(TrainConfig(), name) for name in _OF_TRAINING}
+    t = replace(config.train, **{"device": device, **trains, **automatic, **settings})
+    config = replace(config, train=t, optimizer=OptimizerConfig())
     with TemporaryDirectory(prefix="tilegrad-evaluate-") as scratch:
         if files:
             config = _with_files(config, files)
@@ -184,7 +187,7 @@ def _evaluate(scorer: Scorer, rows: Rows, batch_size: int, lengths: Tokens | Non
         count += n
         if lengths is not None:
             nbytes += int(lengths[targets[targets >= 0].numpy()].sum())
-        if time.monotonic() - last_shown > _SHOWN_S and count:
+        if time.monotonic() - last_shown > _PROGRESS_S and count:
             last_shown = time.monotonic()
             show("evaluate", {"batch": number, "batches": batches, "loss": total / count, "tokens": count})
     if not count:

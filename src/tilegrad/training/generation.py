@@ -3,7 +3,7 @@
     a sequence ends         →  prefill the next prompt in its slot; the other slots continue
     cache of a slot is full →  the window slides: prefill the last ⌈capacity / 2⌉ tokens of the sequence, from position 0 on
 
-The noise that draws a token depends on the seed, the number of the sequence and the number of tokens drawn before it. So the
+The random number for a token depends on the seed, the number of its sequence and the number of tokens drawn before it. So the
 other sequences of the batch change a sequence only by rounding, and with `invariant` not at all.
 
 On CUDA the host submits up to three steps before it reads the first result. Tokens after the end of a sequence are ignored.
@@ -95,27 +95,27 @@ class Request:
 
 
 class StopAt:
-    """The text before the stop string that ends first. The result does not depend on how the text is split into pieces."""
+    """Cuts a text before the stop string that ends first. The result does not depend on how the text is split into pieces."""
 
     def __init__(self, stop: Sequence[str]) -> None:
-        self._stop, self._held, self.found = stop, "", False
+        self._stop, self._withheld, self.found = stop, "", False
 
     def add(self, text: str) -> str:
         """Add text, and return the text that can't be part of a stop string."""
         if self.found or not self._stop:
             return "" if self.found else text
-        held = self._held + text
-        ends = [(at + len(stop), at) for stop in self._stop if (at := held.find(stop)) >= 0]
+        withheld = self._withheld + text
+        ends = [(at + len(stop), at) for stop in self._stop if (at := withheld.find(stop)) >= 0]
         if ends:
-            self.found, self._held = True, ""
-            return held[: min(ends)[1]]
-        keep = max((n for stop in self._stop for n in range(1, len(stop)) if held.endswith(stop[:n])), default=0)
-        self._held = held[len(held) - keep :]
-        return held[: len(held) - keep]
+            self.found, self._withheld = True, ""
+            return withheld[: min(ends)[1]]
+        keep = max((n for stop in self._stop for n in range(1, len(stop)) if withheld.endswith(stop[:n])), default=0)
+        self._withheld = withheld[len(withheld) - keep :]
+        return withheld[: len(withheld) - keep]
 
     def rest(self) -> str:
-        held, self._held = self._held, ""
-        return held
+        withheld, self._withheld = self._withheld, ""
+        return withheld
 
 
 class _Sequence:
@@ -177,7 +177,7 @@ def write(
     Without a tokenizer there is no text."""
     waiting, slots = iter(requests), dict[int, _Sequence]()
     active = set[int]()  # slots that a step draws tokens for
-    # slot → the sequence of each result that is not read yet
+    # slot → the sequences whose results are not read yet, in order
     pending: dict[int, deque[_Sequence]] = {slot: deque() for slot in range(decoder.batch_size)}
     ahead = _AHEAD.get(decoder.spec.device.type, 1)
     try:

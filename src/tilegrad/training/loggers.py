@@ -234,7 +234,7 @@ _KINDS: Mapping[str, Callable[[Path, Mapping[str, object]], Logger]] = {
 
 
 def chosen_loggers(log: str | Sequence[str]) -> tuple[str, ...]:
-    """The loggers that `train.log` names; auto: TensorBoard where it is installed."""
+    """The loggers that `train.log` names; auto: TensorBoard, if it is installed."""
     if log == "auto":
         return ("tensorboard",) if installed("tensorboard") else ()
     if log == "none":

@@ -288,7 +288,7 @@ class Run:
         data, seen = batches.state(), batches.tokens_read
         self.mesh.at(f"step {engine.steps}: reading data")
         self.dataset.file.check_length()
-        dealt = batches.deal(t.gradient_accumulation, self.ranks.group, self.ranks.groups)
+        own = batches.deal(t.gradient_accumulation, self.ranks.group, self.ranks.groups)
         if self.stopped:
             engine.ranks.stop = True
         if not self.in_flight:
@@ -296,8 +296,8 @@ class Run:
         now = batches.tokens_read
         self.in_flight.append(InFlight(engine.steps, engine.draws, data, rate, now - seen, now))
         try:
-            tokens, targets, ends = [x for x, _, _ in dealt], [y for _, y, _ in dealt], [z for _, _, z in dealt]
-            engine.submit(tokens, targets, rate, cu_seqlens=ends)
+            tokens, targets, cu_seqlens = [x for x, _, _ in own], [y for _, y, _ in own], [z for _, _, z in own]
+            engine.submit(tokens, targets, rate, cu_seqlens=cu_seqlens)
         finally:
             self._enter_stage()
             self._record()
@@ -364,9 +364,9 @@ class Run:
         """Check that the state can be saved, and that a resumed run reads the same configuration from it."""
         state = self._state()
         self.checkpointer.check(state)
-        read = run_from(json.loads(json.dumps(state["run"])), "state['run']")
-        if read != self.config:
-            raise ValueError(f"run: got {self.config}; accepted: one that JSON restores; this one becomes {read}")
+        restored = run_from(json.loads(json.dumps(state["run"])), "state['run']")
+        if restored != self.config:
+            raise ValueError(f"run: got {self.config}; accepted: one that JSON restores; this one becomes {restored}")
 
     def _state(self) -> RunState:
         """The state that a resumed run needs besides the tensors, as plain JSON."""

@@ -86,5 +86,5 @@ def _example(tokens: Tokens, documents: DocumentFile, tokenizer: Tokenizer) -> l
     trained = documents.trained(0, end)
     if documents.bits is None:
         trained[:1] = False  # the first token is never a target
-    runs = groupby(zip(tokens[:end].tolist(), trained.tolist(), strict=True), key=lambda pair: pair[1])
-    return [(tokenizer.decode([token for token, _ in run]), learned) for learned, run in runs]
+    parts = groupby(zip(tokens[:end].tolist(), trained.tolist(), strict=True), key=lambda pair: pair[1])
+    return [(tokenizer.decode([token for token, _ in part]), is_trained) for is_trained, part in parts]

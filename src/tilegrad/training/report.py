@@ -24,7 +24,7 @@ _CHARTS = (  # name in the records, heading, unit, whether the axis begins at 0
 _SCALES = {"measured_bytes": 2.0**-20}
 Curve: TypeAlias = dict[str, object]  # a curve in the form that report.html reads
 Table = Sequence[tuple[str, ...]]  # rows, each of a name and its values
-_MEANS = 60  # a running mean is over 1/60 of the records
+_MEANS = 60  # a running mean is over 1/_MEANS of the records
 
 
 def run_report(
@@ -45,7 +45,7 @@ def run_report(
     records       the result of `read_log`: the kinds "train" and "validation" are drawn; null is a gap in the curve
     tables        heading → table, from `run_tables`
     memory_page   the page of `memory_report(…).html()` or `timeline_page(…)`; "": none
-    The pointer shows every value; where points share a pixel, their lowest and highest are drawn.
+    The pointer shows every value. If points share a column of pixels, the lowest and the highest are drawn.
     """
     charts = [
         {"from_zero": from_zero, "series": _series(records, name), "levels": []} for name, _, _, from_zero in _CHARTS
@@ -149,7 +149,7 @@ def _curve(
 
 
 def _sections() -> str:
-    """The frames of the charts: the loss alone, the others side by side where there is room."""
+    """The frames of the charts: the loss in a row of its own, the others side by side if there is room."""
     keys = '<p class="keys">Point at, tap or focus a chart: ← → step through the run in all of them.</p>'
     large, *small = (
         f'<section data-chart="{name}"{" class=large" if name == "loss" else ""}>'

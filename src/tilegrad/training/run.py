@@ -25,6 +25,7 @@ from ..engine.machine import check_device, check_platform
 from ..engine.parallel import check_accumulation, check_agreed, check_ranks, digest
 from ..engine.spec import BUCKET_BYTES, Shard, StepSpec
 from ..engine.state import write_param
+from ..kernels.scratch import accumulation_dtype
 from ..model.layer import is_adapter
 from ..model.lora import LoraConfig, adapter_parts
 from ..pretrained.adapters import open_adapter
@@ -145,8 +146,8 @@ def _open(start: Start, show: Show, ranks: Ranks) -> Run:
 
 
 def _prepare(start: Start, show: Show, mesh: Mesh, summary: Numbers) -> tuple[TokenFile, Tokenizer]:
-    """The tokens of a new run; rank 0 prepares them first. `summary` gets the counts. They are shown only after the run has
-    begun, because from then on a closed output ends the run with a save."""
+    """The tokens of a new run; rank 0 prepares them first. `summary` gets the counts of the data, which are shown only after
+    the run has begun, because from then on a closed output ends the run with a save."""
     config, data = start.config, start.config.data
     mesh.at("preparing data")
     tokens, tokenizer = mesh.first(lambda: prepare_data(config, start.folder / "data", kept_counts(show, summary)))
@@ -181,7 +182,7 @@ def _begin(run: Run, base: BaseWeights | None) -> None:
         if lora is not None and lora.adapter is not None:
             _load_adapter(lora, lora.adapter, engine, source)
         if frozen and base is None:  # copy from the source, because the values in the engine may be rounded
-            values = source.read(next(iter(engine.grads.values())).dtype)
+            values = source.read(accumulation_dtype(engine.dtype))
             frozen = {name: values[name] for name in frozen}
         if mesh.rank == 0:
             source.keep_origin(run.folder / "origin")

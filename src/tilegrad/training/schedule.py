@@ -31,8 +31,8 @@ def learning_rate(
     wsd          S = N − D    f(p) = 1 − √p
     trapezoid    S = N − D    f(p) = 1 − p
 
-    Every rate is above 0 if the floor is. Step W − 1 has the peak, and step N − 1, the last, has the floor. With wsd and
-    trapezoid the rate of a step before S does not depend on N.
+    Every rate is above 0 if the floor is above 0. Step W − 1 has the peak. Step N − 1, the last, has the floor, unless D = 0.
+    With wsd and trapezoid the rate of a step before S does not depend on N.
     """
     if step < 0:
         raise ValueError(f"step: got {step}; accepted: at least 0, the first")

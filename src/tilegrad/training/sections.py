@@ -1,4 +1,4 @@
-"""Sections of keys → a run: a TOML file, flags or a dictionary, with [model], [train], [optimizer], [data] and [lora]. An
+"""Reads a run from sections of keys, [model], [train], [optimizer], [data] and [lora]: a TOML file, flags or a dictionary. An
 unknown key is an error.
 
 [model]
@@ -15,12 +15,12 @@ rank = 16
 ranks. A key that is not given has the value of the preset, or with train.init the value of `initial_run`, except these keys:
 
     gradient_accumulation   at least the number of ranks
-    seq_len        block_size, where block_size is given
-    warmup_steps   steps / 20, where steps or epochs is given
-    decay_steps    steps / 5, where the schedule is wsd or trapezoid
+    seq_len        block_size, if block_size is given
+    warmup_steps   steps / 20, if steps or epochs is given
+    decay_steps    steps / 5, if the schedule is wsd or trapezoid
     dtype          bfloat16 on CUDA, float32 on a CPU
     vocab_size     at least 256 for tokenizer = "bytes", and at least bpe_vocab_size for "bpe"
-    learning_rate  2e-4 with adapters, and min_learning_rate 2e-5
+    learning_rate  with adapters 2e-4, and min_learning_rate 2e-5
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def preset_run(name: str) -> RunConfig:
 
 def initial_run(folder: Path) -> RunConfig:
     """Settings to fine-tune the weights in `folder`, with their model and tokenizer."""
-    from ..pretrained.weights import open_weights  # imported only where weights are read
+    from ..pretrained.weights import open_weights  # imported only if weights are read
 
     source = open_weights(folder)
     if source.tokenizer is None:
@@ -179,17 +179,17 @@ def _adapters(lora: Values, init: object) -> AdapterConfig | None:
     lora = {name: value for name, value in lora.items() if value is not None}
     if not lora:
         return None
-    of_folder: Values = {}
+    saved: Values = {}
     if isinstance(lora.get("adapter"), str) and not {f.name for f in fields(LoraConfig)} <= {*lora}:
         if not isinstance(init, str):
             raise ValueError(
                 f"init: got None with lora.adapter {lora['adapter']!r}; accepted: the folder of the weights (--init DIR)"
             )
-        from ..pretrained.adapters import open_adapter  # imported only where weights are read
+        from ..pretrained.adapters import open_adapter  # imported only if weights are read
         from ..pretrained.weights import open_weights
 
-        of_folder = asdict(open_adapter(Path(lora["adapter"]), open_weights(Path(init))).lora)
-    return AdapterConfig(**{**of_folder, **lora})
+        saved = asdict(open_adapter(Path(lora["adapter"]), open_weights(Path(init))).lora)
+    return AdapterConfig(**{**saved, **lora})
 
 
 def checked(content: Sections, where: str) -> dict[str, Values]:
@@ -274,13 +274,13 @@ def with_steps(run: RunConfig, rows: Callable[[int], int]) -> RunConfig:
     return replace(run, train=train)
 
 
-def resumed(own: RunConfig, asked: Sections) -> RunConfig:
-    """The run `own` with the changes in `asked`. Raises if a key that is not in MAY_CHANGE has another value."""
+def resumed(own: RunConfig, requested: Sections) -> RunConfig:
+    """The run `own` with the changes in `requested`. Raises if a key that is not in MAY_CHANGE has another value."""
     changes: dict[str, Values] = {"train": {}, "optimizer": {}}
     own_values = own.plain()
     may_change = MAY_CHANGE | ({"train.init"} if own.lora is not None else set())  # the base weights may have moved
-    for section, values in checked(asked, "resume").items():
-        for name, value in values.items():
+    for section, values in checked(requested, "resume").items():
+        for name, value in sorted(values.items(), key=lambda item: item[0] == "stages"):  # stages end at the new steps
             if name == "preset":
                 model = asdict(preset_run(value).model) | {"vocab_size": own.model.vocab_size} | values
                 if any(model[key] != own_values["model"][key] for key in own_values["model"] if key not in values):
@@ -290,21 +290,23 @@ def resumed(own: RunConfig, asked: Sections) -> RunConfig:
                 continue
             if name == "seq_len" and value == 0:
                 value = own.model.block_size
-            section_of_own = getattr(own, section)
-            if isinstance(value, Mapping | list | tuple) and section_of_own is not None:
+            own_section = getattr(own, section)
+            if isinstance(value, Mapping | list | tuple) and own_section is not None:
                 # as in own_values: rope_scaling with its defaults, tuples as lists
-                changed = replace(section_of_own, **{name: value})
+                before = changes["train"] if name == "stages" else {}
+                changed = replace(own_section, **before, **{name: value})
                 value = replace(own, **{section: changed}).plain()[section][name]
-            had = own_values.get(section, {}).get(name)
-            if value == had or (name, value) in _AUTOMATIC:
+            own_value = own_values.get(section, {}).get(name)
+            if value == own_value or (name, value) in _AUTOMATIC:
                 continue
             if f"{section}.{name}" not in may_change:
                 shown_name = f"{section}.{name}" if section in ("lora", "optimizer") else name
                 raise ValueError(
-                    f"{shown_name}: got {value!r}; accepted: the run's value, {had!r}, when resuming{_REMEDIES.get(name, '')}"
+                    f"{shown_name}: got {value!r}; accepted: the run's value, {own_value!r}, when resuming"
+                    f"{_REMEDIES.get(name, '')}"
                 )
             changes[section][name] = value
+            if name == "steps":
+                changes[section].setdefault("epochs", None)
     train, optimizer = changes["train"], changes["optimizer"]
-    if "steps" in train and "epochs" not in train:
-        train["epochs"] = None
     return replace(own, train=replace(own.train, **train), optimizer=replace(own.optimizer, **optimizer))

@@ -139,11 +139,11 @@ class Mesh:
         if self.world == 1:
             return [value]
         text = json.dumps(value, allow_nan=False).encode("utf-8")
-        most = torch.tensor(len(text))
-        self.run(lambda: dist.all_reduce(most, dist.ReduceOp.MAX, group=self.host_group), "gather")
-        own = torch.frombuffer(bytearray(text.ljust(int(most))), dtype=torch.uint8)  # JSON ignores trailing spaces
-        texts = torch.empty(self.world, len(own), dtype=torch.uint8)
-        self.run(lambda: _all_gather(texts.view(-1), own, group=self.host_group), "gather")
+        longest = torch.tensor(len(text))
+        self.run(lambda: dist.all_reduce(longest, dist.ReduceOp.MAX, group=self.host_group), "gather")
+        encoded = torch.frombuffer(bytearray(text.ljust(int(longest))), dtype=torch.uint8)  # JSON ignores trailing spaces
+        texts = torch.empty(self.world, len(encoded), dtype=torch.uint8)
+        self.run(lambda: _all_gather(texts.view(-1), encoded, group=self.host_group), "gather")
         return [json.loads(bytes(row.numpy())) for row in texts]
 
     def sum(self, *values: float) -> list[float]:

@@ -127,10 +127,10 @@ def cut(
         members[-1].insert(0, p)
         nbytes += p.nbytes
     buckets, start, loads = [], 0, [0] * world
-    for own in reversed(members):
-        align, is_whole = align_of(own[0]), own[0].name in whole
+    for bucket_params in reversed(members):
+        align, is_whole = align_of(bucket_params[0]), bucket_params[0].name in whole
         if is_whole and world > 1:
-            slices, length = _assign(own, world, loads)
+            slices, length = _assign(bucket_params, world, loads)
             names: list[str | int] = []
             for slice_params in slices:
                 names += [p.name for p in slice_params]
@@ -139,13 +139,13 @@ def cut(
             buckets.append(Bucket(tuple(names), start, start + world * length, world * length, whole=True))
             start += world * length
             continue
-        size = flat("bucket", own).shape[0]
+        size = flat("bucket", bucket_params).shape[0]
         aligned = -(-size // align) * align
         ragged = align if aligned > size else 0  # an arena ends where its last buffer ends, so padding must end the bucket
         size_with_padding = -(-(aligned + ragged) // (world * align)) * world * align if world > 1 else size
-        decayed = size_with_padding if len(own[0].shape) >= 2 else 0
+        decayed = size_with_padding if len(bucket_params[0].shape) >= 2 else 0
         pad = (size_with_padding - aligned,) if size_with_padding > aligned else ()
-        buckets.append(Bucket((*(p.name for p in own), *pad), start, start + size_with_padding, decayed, is_whole))
+        buckets.append(Bucket((*(p.name for p in bucket_params), *pad), start, start + size_with_padding, decayed, is_whole))
         start += max(size_with_padding, aligned)
     return tuple(buckets)
 

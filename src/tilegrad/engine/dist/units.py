@@ -80,9 +80,9 @@ class Units:
         starts: dict[str, int] = {}
         owner: dict[str, tuple[str, str]] = {}
         end = 0
-        for unit, own in by_unit.items():
-            ordered = sorted(own, key=lambda p: len(p.master.shape) < 2)
-            layout, step = flat("unit", [p.master for p in ordered]), world * align_of(own[0].master)
+        for unit, unit_params in by_unit.items():
+            ordered = sorted(unit_params, key=lambda p: len(p.master.shape) < 2)
+            layout, step = flat("unit", [p.master for p in ordered]), world * align_of(unit_params[0].master)
             size = -(-layout.shape[0] // step) * step
             matrices = sum(len(p.master.shape) >= 2 for p in ordered)
             decayed = (*layout.starts, layout.shape[0])[matrices]
@@ -232,7 +232,7 @@ def _run(call: Call) -> None:
 
 
 def _bound(actions: Mapping[int, Sequence[tuple[str, str]]], act: Callable[[str, str], None]) -> dict[int, list[Work]]:
-    return {i: [partial(act, *what) for what in todo] for i, todo in actions.items()}
+    return {i: [partial(act, *action) for action in todo] for i, todo in actions.items()}
 
 
 def gathered(units: Units, mesh: Mesh) -> dict[str, Tensor]:

@@ -42,10 +42,10 @@ def check_ranks(spec: StepSpec) -> None:
 
 def check_accumulation(gradient_accumulation: int, world: int, context: int, gradients: Kept = "float32") -> None:
     if gradient_accumulation < world // context:
-        each = "rank" if context == 1 else f"group of {context} ranks"
+        sharer = "rank" if context == 1 else f"group of {context} ranks"
         raise ValueError(
             f"gradient_accumulation: got {gradient_accumulation}; accepted: at least {world // context}, a micro-batch for "
-            f"each {each}"
+            f"each {sharer}"
         )
     most = MOST_IN_BFLOAT16 * (world // context)
     if gradients == "bfloat16" and gradient_accumulation > most:

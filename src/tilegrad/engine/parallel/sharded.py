@@ -60,35 +60,35 @@ class ShardedOptimizer(Replicated):
     def _owned(self, names: Container[str]) -> Iterator[tuple[str, Owned, slice, int, int]]:
         """The slices of parameters that this rank updates, each as (name, buffers of the optimizer, slice of these buffers,
         low, high): the slice has the elements [low, high) of the flattened parameter."""
-        for bucket, own in zip(self.buckets, self.optimizer.owned, strict=True):
+        for bucket, owned in zip(self.buckets, self.optimizer.owned, strict=True):
             start, stop = bucket.part(self.mesh.rank, self.mesh.world)
             for name in bucket.names:
                 first = self.optimizer.starts[name]
                 low, high = max(start, first), min(stop, first + self.params[name].numel())
                 if name in names and low < high:
-                    yield name, own, slice(low - start, high - start), low - first, high - first
+                    yield name, owned, slice(low - start, high - start), low - first, high - first
 
     def write_param(self, name: str, value: Tensor) -> None:
         if self.has_params:
             super().write_param(name, value)
-        for _, own, at, low, high in self._owned([name]):
-            for x in (own.params, own.rounded):
+        for _, owned, inside, low, high in self._owned([name]):
+            for x in (owned.params, owned.rounded):
                 if x is not None:
-                    x[at].copy_(value.reshape(-1)[low:high])
+                    x[inside].copy_(value.reshape(-1)[low:high])
 
     def pieces(self, *, shared: bool) -> dict[str, Run]:
         pieces: dict[str, Run] = {"adam_step": (self.optimizer.adam_step.view(1), 0, 1)}
         pieces |= self._shares(self.scales, shared=shared)
-        for name, own, at, low, _ in self._owned(self.trained):
-            for kind, x in (("", own.params), ("m.", own.m), ("v.", own.v), ("ema.", own.ema)):
+        for name, owned, inside, low, _ in self._owned(self.trained):
+            for kind, x in (("", owned.params), ("m.", owned.m), ("v.", owned.v), ("ema.", owned.ema)):
                 if x is not None:  # Muon has no v
-                    pieces[kind + name] = x[at], low, self.params[name].numel()
+                    pieces[kind + name] = x[inside], low, self.params[name].numel()
         return pieces
 
     def spread(self) -> None:
-        for own in self.optimizer.owned:
-            if own.rounded is not None:
-                own.rounded.copy_(own.params)
+        for owned in self.optimizer.owned:
+            if owned.rounded is not None:
+                owned.rounded.copy_(owned.params)
         self._gather()
         self.settle()
 

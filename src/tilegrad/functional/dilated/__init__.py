@@ -1,4 +1,4 @@
-"""Dilated attention: in each segment of a sequence, every r-th position attends to the other such positions.
+"""Dilated attention: in each segment of a sequence, only every r-th position takes part, and these attend to each other.
 
 pattern.py      a branch as strided views of q, k and v
 run.py          forward and backward on plain tensors: a plan and its jobs

@@ -65,14 +65,13 @@ def dilated_attention(
     kernel: str | None = None,
     manager: AttentionBufferManager | None = None,
 ) -> Tensor:
-    """Attention among every r-th position of each segment of q, k, v (B, H, T, D), with exact gradients. The cost is
-    linear in T.
+    """Attention among every r-th position of each segment of q, k, v (B, H, T, D), with exact gradients, in time linear in T.
 
     segment_lengths   length of the segments of each branch; lengths above T count as T; the last segment may be shorter
     dilation_rates    r of each branch
-    mode              "head_groups": one contiguous group of heads per branch; the first groups get the remainder. In
-                      group g the positions g mod r, g mod r + r, … of a segment attend to each other, and the result at
-                      other positions is 0. The result is divided by the number of branches.
+    mode              "head_groups": one contiguous group of heads per branch; the first groups have one more head if the
+                      heads do not divide evenly. In group g the positions g mod r, g mod r + r, … of a segment attend to
+                      each other, and the result at other positions is 0. The result is divided by the number of branches.
                       "longnet": every branch covers all heads; head h begins at position h mod r of a segment. The
                       result is Σ_b softmax_b(lse_b) o_b over the branches b that cover a position, and 0 at a position
                       that no branch covers

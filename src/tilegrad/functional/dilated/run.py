@@ -3,7 +3,7 @@
     "head_groups", G branches: y = o_g / G in the heads of group g
     "longnet", branches b that cover a position: y = Σ_b softmax_b(lse_b) o_b in every head
 
-The sum of "longnet" is one softmax over the keys of all branches: softmax_b(lse_b) exp(s − lse_b) = exp(s − lse) with
+The sum in "longnet" is one softmax over the keys of all branches: softmax_b(lse_b) exp(s − lse_b) = exp(s − lse) with
 lse = log Σ_b exp lse_b. So its exact gradient is attention's backward over each branch, with y and this lse instead of o_b and
 lse_b: ds = exp(s − lse) (dy·v − dy·y). Neither o_b nor its gradient is stored. The backward of "head_groups" is attention's
 backward with do = dy / G and o = G y.
@@ -174,7 +174,8 @@ def new_gradients(q: Tensor, k: Tensor, v: Tensor, wanted: Sequence[bool]) -> li
 
 
 def _zero_where_uncovered(plan: Plan, options: Options, *tensors: Tensor) -> None:
-    """Zeros the heads of branches that do not cover all positions. In "longnet" the first branch covers the most positions."""
+    """Zeros the heads of branches that do not cover all positions. In "longnet" only the first branch, which covers the most
+    positions, decides."""
     heads = [b.heads for b in (plan.branches[:1] if options.mode == "longnet" else plan.branches) if not b.covers_all]
     for start, stop in _merged(heads):
         for x in tensors:

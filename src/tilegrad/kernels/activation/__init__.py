@@ -6,13 +6,13 @@
     relu2  a = max(h, 0)²        dh = 2 da max(h, 0)
     swiglu a = silu(gate) ∘ up   dup = da ∘ silu(gate)   dgate = da ∘ up ∘ silu'(gate)   silu(g) = g σ(g)
 
-For swiglu, up and gate are the halves of the columns of one matrix up_gate (N, 2·F), a and da are (N, F).
+For swiglu, up and gate are the halves of the columns of one matrix up_gate (N, 2·F); a and da are (N, F).
 The backward reads h, so a need not be saved: if an output a is passed, the backward recomputes it to the same bits. In place:
 dh may be da, a may be h; dup_gate may be up_gate, a may be da. For (N, C) the backward can also write column sums: Σ_n dh, or
 Σ_n dup_gate, is the bias gradient of the projection before the activation (accumulate=False overwrites it).
 
 invariant=True: the bits of an element of a depend only on the same element of h, gate and up. torch computes the last elements
-of a thread's share with other functions than the rest, so the native kernel then runs gelu, tanh and swiglu.
+of a thread's share with other functions than the rest, so the kernel `torch` refuses invariant gelu, tanh and swiglu.
 
 `ACTIVATION` is the table of kernels. Each module offers `workspace` (for a backward), `fwd`, `bwd` and, if it supports
 swiglu, `swiglu_fwd` and `swiglu_bwd`, which take gate and up as two matrices, and sums of dgate and of dup.

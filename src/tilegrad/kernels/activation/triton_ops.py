@@ -55,16 +55,16 @@ def sigmoids_next_to_1(v, EXACT: tl.constexpr):
     if EXACT:
         return sigmoids(v, EXACT)
     else:
-        root = tl.math.rsqrt(1.0 + tl.math.exp2(v * -LOG2E))  # 1 / x takes three instructions more
-        of_v = root * root
-        return of_v, 1.0 - of_v
+        root = tl.math.rsqrt(1.0 + tl.math.exp2(v * -LOG2E))  # 1 / x would take three more instructions
+        sigmoid_v = root * root
+        return sigmoid_v, 1.0 - sigmoid_v
 
 
 @triton.jit
 def activate(h, KIND: tl.constexpr, EXACT: tl.constexpr):
     if KIND == "gelu":
-        of_v, _ = sigmoids_next_to_1(SLOPE * h * (1.0 + CUBIC * h * h), EXACT)
-        return h * of_v
+        sigmoid_v, _ = sigmoids_next_to_1(SLOPE * h * (1.0 + CUBIC * h * h), EXACT)
+        return h * sigmoid_v
     elif KIND == "tanh":
         return tl.where(h == h, finite_tanh(h, EXACT), h)
     elif KIND == "relu2":
@@ -77,13 +77,13 @@ def activate(h, KIND: tl.constexpr, EXACT: tl.constexpr):
 def derivative(h, KIND: tl.constexpr, EXACT: tl.constexpr):
     """gelu' = σ(v) + h σ(v) σ(−v) v', v = SLOPE (h + CUBIC h³). The second term is 0 if σ(−|v|) is, even if h² is infinite."""
     if KIND == "gelu":
-        of_v, of_minus_v = sigmoids_next_to_1(SLOPE * h * (1.0 + CUBIC * h * h), EXACT)
-        product = of_v * of_minus_v
-        rest = h * product * (SLOPE + 3.0 * SLOPE * CUBIC * h * h)
-        return of_v + tl.where(product == 0.0, 0.0, rest)
+        sigmoid_v, sigmoid_minus_v = sigmoids_next_to_1(SLOPE * h * (1.0 + CUBIC * h * h), EXACT)
+        product = sigmoid_v * sigmoid_minus_v
+        second = h * product * (SLOPE + 3.0 * SLOPE * CUBIC * h * h)
+        return sigmoid_v + tl.where(product == 0.0, 0.0, second)
     elif KIND == "tanh":
-        of_2h, of_minus_2h = sigmoids(2.0 * h, EXACT)
-        return 4.0 * of_2h * of_minus_2h
+        sigmoid_2h, sigmoid_minus_2h = sigmoids(2.0 * h, EXACT)
+        return 4.0 * sigmoid_2h * sigmoid_minus_2h
     elif KIND == "relu2":
         return tl.where(h <= 0.0, 0.0, 2.0 * h)
     else:
@@ -108,8 +108,8 @@ def _activation_fwd_kernel(
     start_next(DEPENDENT)
     wait_for_previous(DEPENDENT)
     rows, columns, inside = tile_of(n, c, BLOCK_N, BLOCK_C)
-    of_h = tl.load(h + rows * h_n + columns, inside, 0.0).to(tl.float32)
-    tl.store(a + rows * a_n + columns, activate(of_h, KIND, EXACT).to(a.dtype.element_ty), inside)
+    h_tile = tl.load(h + rows * h_n + columns, inside, 0.0).to(tl.float32)
+    tl.store(a + rows * a_n + columns, activate(h_tile, KIND, EXACT).to(a.dtype.element_ty), inside)
 
 
 @triton.jit
@@ -124,14 +124,14 @@ def _activation_bwd_kernel(
     for first in range(p * BLOCK_N, n, programs * BLOCK_N):
         rows = (first + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
         inside = (rows < n) & (columns < c)
-        of_h = tl.load(h + rows * h_n + columns, inside, 0.0).to(tl.float32)
-        grad = tl.load(da + rows * da_n + columns, inside, 0.0).to(tl.float32)
-        out = (grad * derivative(of_h, KIND, EXACT)).to(dh.dtype.element_ty)
+        h_tile = tl.load(h + rows * h_n + columns, inside, 0.0).to(tl.float32)
+        da_tile = tl.load(da + rows * da_n + columns, inside, 0.0).to(tl.float32)
+        out = (da_tile * derivative(h_tile, KIND, EXACT)).to(dh.dtype.element_ty)
         tl.store(dh + rows * dh_n + columns, out, inside)
         if partials is not None:
             dh_sum += out.to(tl.float32)
         if a is not None:
-            tl.store(a + rows * a_n + columns, activate(of_h, KIND, EXACT).to(a.dtype.element_ty), inside)
+            tl.store(a + rows * a_n + columns, activate(h_tile, KIND, EXACT).to(a.dtype.element_ty), inside)
 
     if partials is not None:
         tl.store(partials + p.to(tl.int64) * c + columns, tl.sum(dh_sum, 0)[None, :], columns < c)
@@ -145,10 +145,10 @@ def _swiglu_fwd_kernel(
     start_next(DEPENDENT)
     wait_for_previous(DEPENDENT)
     rows, columns, inside = tile_of(n, c, BLOCK_N, BLOCK_C)
-    of_gate = tl.load(gate + rows * gate_n + columns, inside, 0.0).to(tl.float32)
-    of_up = tl.load(up + rows * up_n + columns, inside, 0.0).to(tl.float32)
-    of_g, _ = sigmoids_next_to_1(of_gate, EXACT)
-    tl.store(a + rows * a_n + columns, (of_gate * of_g * of_up).to(a.dtype.element_ty), inside)
+    gate_tile = tl.load(gate + rows * gate_n + columns, inside, 0.0).to(tl.float32)
+    up_tile = tl.load(up + rows * up_n + columns, inside, 0.0).to(tl.float32)
+    sigmoid_gate, _ = sigmoids_next_to_1(gate_tile, EXACT)
+    tl.store(a + rows * a_n + columns, (gate_tile * sigmoid_gate * up_tile).to(a.dtype.element_ty), inside)
 
 
 @triton.jit
@@ -164,24 +164,26 @@ def _swiglu_bwd_kernel(
     for first in range(p * BLOCK_N, n, programs * BLOCK_N):
         rows = (first + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
         inside = (rows < n) & (columns < c)
-        grad = tl.load(da + rows * da_n + columns, inside, 0.0).to(tl.float32)
-        of_gate = tl.load(gate + rows * gate_n + columns, inside, 0.0).to(tl.float32)
-        of_up = tl.load(up + rows * up_n + columns, inside, 0.0).to(tl.float32)
-        of_g, of_minus_g = sigmoids_next_to_1(of_gate, EXACT)
-        of_dgate = (grad * of_up * (of_g * (1.0 + of_gate * of_minus_g))).to(dgate.dtype.element_ty)
-        of_dup = (grad * of_gate * of_g).to(dup.dtype.element_ty)
-        tl.store(dgate + rows * dgate_n + columns, of_dgate, inside)
-        tl.store(dup + rows * dup_n + columns, of_dup, inside)
+        da_tile = tl.load(da + rows * da_n + columns, inside, 0.0).to(tl.float32)
+        gate_tile = tl.load(gate + rows * gate_n + columns, inside, 0.0).to(tl.float32)
+        up_tile = tl.load(up + rows * up_n + columns, inside, 0.0).to(tl.float32)
+        sigmoid_gate, sigmoid_minus_gate = sigmoids_next_to_1(gate_tile, EXACT)
+        dgate_tile = (da_tile * up_tile * (sigmoid_gate * (1.0 + gate_tile * sigmoid_minus_gate))).to(
+            dgate.dtype.element_ty
+        )
+        dup_tile = (da_tile * gate_tile * sigmoid_gate).to(dup.dtype.element_ty)
+        tl.store(dgate + rows * dgate_n + columns, dgate_tile, inside)
+        tl.store(dup + rows * dup_n + columns, dup_tile, inside)
         if partials is not None:
-            dgate_sum += of_dgate.to(tl.float32)
-            dup_sum += of_dup.to(tl.float32)
+            dgate_sum += dgate_tile.to(tl.float32)
+            dup_sum += dup_tile.to(tl.float32)
         if a is not None:
-            tl.store(a + rows * a_n + columns, (of_gate * of_g * of_up).to(a.dtype.element_ty), inside)
+            tl.store(a + rows * a_n + columns, (gate_tile * sigmoid_gate * up_tile).to(a.dtype.element_ty), inside)
 
     if partials is not None:
-        own = partials + p.to(tl.int64) * c + columns
-        tl.store(own, tl.sum(dgate_sum, 0)[None, :], columns < c)
-        tl.store(own + tl.cast(programs, tl.int64) * c, tl.sum(dup_sum, 0)[None, :], columns < c)
+        place = partials + p.to(tl.int64) * c + columns
+        tl.store(place, tl.sum(dgate_sum, 0)[None, :], columns < c)
+        tl.store(place + tl.cast(programs, tl.int64) * c, tl.sum(dup_sum, 0)[None, :], columns < c)
 
 
 def _summed_tile(c: int) -> tuple[int, int]:
@@ -191,7 +193,7 @@ def _summed_tile(c: int) -> tuple[int, int]:
 
 
 def _programs(h: TensorLike) -> int:
-    """P, which is not larger for fewer rows, so scratch for many rows is enough for fewer rows."""
+    """The number P of programs. It never decreases with more rows, so scratch for many rows also fits fewer."""
     (n, c), (rows, columns) = h.shape, _summed_tile(h.shape[1])
     most = PROGRAMS * multiprocessors(h.device) // ceil_div(c, columns)
     return max(1, min(ceil_div(n, rows), most))

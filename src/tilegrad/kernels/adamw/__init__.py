@@ -7,8 +7,8 @@
     rounded = params, in rounded's dtype                                  (if there is a bfloat16 copy)
 
 Lean states: grads, params, or m and v may be bfloat16. They are read exactly, and the update is computed in float32. New values
-of m, v and params in bfloat16 are rounded stochastically (kernels/stochastic_rounding.py), by `seed`, t and `places`, which
-gives each element of a range its number among all parameters. Rounding to the nearest would lose small updates: half a step of
+of m, v and params in bfloat16 are rounded stochastically (kernels/stochastic_rounding.py). The random words depend on `seed`, t
+and the number of each element among all parameters (`places`). Rounding to the nearest would lose small updates: half a step of
 bfloat16 is 2⁻⁹ to 2⁻⁸ of a number, and v decreases by at most 1 − β2 of itself. With β2 = 0.999 v would never decrease.
 
 If norm is not finite, params, m, v, rounded and the step count t do not change. On a GPU the device decides this, so the host
@@ -122,8 +122,8 @@ def adamw_step(
     """Updates params, m, v, rounded and step (0-d float32, the number of steps that were not skipped). max_norm = inf: no
     clipping. seed (0-d int64) is needed if params, m or v are bfloat16."""
     copies = [None] * len(_listed(params)) if rounded is None else _listed(rounded)
-    of_places = places if isinstance(places, list) else [places] * len(copies)
-    fields = zip(*map(_listed, (params, grads, m, v)), copies, _listed(decayed), of_places, strict=True)
+    places_of_ranges = places if isinstance(places, list) else [places] * len(copies)
+    fields = zip(*map(_listed, (params, grads, m, v)), copies, _listed(decayed), places_of_ranges, strict=True)
     ranges = [Range(*each) for each in fields]
     first = ranges[0].params
     for each in ranges:
@@ -144,8 +144,8 @@ def _check(given: Range, first: Range, seed: Tensor | None) -> None:
     device, lean = first.params.device, first.lean
     if lean:
         p = given.params.numel()
-        own = {"params": first.params, "grads": first.grads, "m": first.m, "v": first.m}
-        for name, like in own.items():
+        expected = {"params": first.params, "grads": first.grads, "m": first.m, "v": first.m}
+        for name, like in expected.items():
             if like.dtype not in (torch.float32, torch.bfloat16):
                 raise ValueError(f"{name}: got {like.dtype}; accepted: torch.float32 or torch.bfloat16")
             check_tensor(name, getattr(given, name), (p,), like.dtype, device)

@@ -75,10 +75,10 @@ def _words(seed, step, index, STREAM: tl.constexpr, TILE: tl.constexpr):
 @triton.jit
 def stochastic(x, bits):
     """x rounded stochastically to bfloat16, as float32: r(x) of kernels/stochastic_rounding.py. bits: uint32 below 2¹⁶"""
-    given = x.to(tl.uint32, bitcast=True)
-    size = given & 0x7FFFFFFF
-    up = (given + tl.where(size > 0x7F7F0000, 0, bits)) & 0xFFFF0000
-    return tl.where(size > 0x7F800000, 0x7FC00000, up).to(tl.uint32).to(tl.float32, bitcast=True)
+    word = x.to(tl.uint32, bitcast=True)
+    magnitude = word & 0x7FFFFFFF
+    total = (word + tl.where(magnitude > 0x7F7F0000, 0, bits)) & 0xFFFF0000
+    return tl.where(magnitude > 0x7F800000, 0x7FC00000, total).to(tl.uint32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -91,14 +91,14 @@ def _adamw_kernel(
 ):  # fmt: skip
     if tl.load(decision) != 0.0:
         i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-        here = i < P
+        inside = i < P
         clip, rate = tl.load(decision + 1), tl.load(decision + 2)
         root, decay = tl.load(decision + 3), tl.load(decision + 4)
 
-        g = tl.load(grads + i, mask=here, other=0.0).to(tl.float32) * clip
-        m_new = beta1 * tl.load(m + i, mask=here, other=0.0).to(tl.float32) + one_minus_beta1 * g
-        v_new = beta2 * tl.load(v + i, mask=here, other=0.0).to(tl.float32) + one_minus_beta2 * (g * g)
-        p = tl.load(weights + i, mask=here, other=0.0).to(tl.float32)
+        g = tl.load(grads + i, mask=inside, other=0.0).to(tl.float32) * clip
+        m_new = beta1 * tl.load(m + i, mask=inside, other=0.0).to(tl.float32) + one_minus_beta1 * g
+        v_new = beta2 * tl.load(v + i, mask=inside, other=0.0).to(tl.float32) + one_minus_beta2 * (g * g)
+        p = tl.load(weights + i, mask=inside, other=0.0).to(tl.float32)
 
         p -= tl.where(i < decayed, decay, 0.0) * p
         p -= tl.math.div_rn(rate * m_new, tl.math.sqrt_rn(v_new) * root + eps)
@@ -112,11 +112,11 @@ def _adamw_kernel(
             words = _words(seed, step, index + first, PARAMETERS, TILE)
             p = stochastic(p, words & 0xFFFF).to(tl.bfloat16)
 
-        tl.store(m + i, m_new, mask=here)
-        tl.store(v + i, v_new, mask=here)
-        tl.store(weights + i, p, mask=here)
+        tl.store(m + i, m_new, mask=inside)
+        tl.store(v + i, v_new, mask=inside)
+        tl.store(weights + i, p, mask=inside)
         if rounded is not None:
-            tl.store(rounded + i, p.to(rounded.dtype.element_ty), mask=here)
+            tl.store(rounded + i, p.to(rounded.dtype.element_ty), mask=inside)
 
 
 def workspace(params: TensorLike, lean: bool = False) -> Shapes:

@@ -110,9 +110,9 @@ class Selection(NamedTuple):
 
         The kernel gets a separate object for each tensor: after attention(x, x, x) it must not assume that q is always k.
         """
-        own = type(call)(*map(_new_tensors, call))
+        distinct = type(call)(*map(_new_tensors, call))
         prepare = self.module.prepare_fwd if isinstance(call, Forward) else self.module.prepare_bwd
-        return prepare(own, views)  # type: ignore[no-any-return]
+        return prepare(distinct, views)  # type: ignore[no-any-return]
 
 
 def _new_tensors(x: Any) -> Any:

@@ -107,15 +107,15 @@ def _bounds(
     v_x = _partial_sums(x, scale**2 * (q2 @ k2.mT), d) + x.square()
     v_s = (v_x + _shifts(p, mask, batch) / 3 + (0.0 if tanh is None else 5 * x.square())).masked_fill(p == 0, 0.0)
     v_exp = ((torch.where(p > 0, p.log(), 0.0).square() + exp**2) / 3).masked_fill(p == 0, 0.0)
-    row, of_exp, of_score = _Row(p, v_s), (p2 * v_exp).sum(-1, keepdim=True), p2 * (v_s + v_exp)
+    row, v_exp_sum, v_pairs = _Row(p, v_s), (p2 * v_exp).sum(-1, keepdim=True), p2 * (v_s + v_exp)
     largest = row.largest_of(p) if p_sink is None else torch.maximum(row.largest_of(p), p_sink)
     size = lse.masked_fill(empty, 0.0).abs()
-    of_sum = _of_a_sum(torch.ones_like(lse), p2.sum(-1), tk) + exp
-    b_lse = SIGMAS * of_score.sum(-1).sqrt() + of_sum + size
-    b_row = of_sum + torch.minimum(size, -largest.masked_fill(empty, 1.0).log() / a)
-    v_p, of_o = row.relative() + of_exp, _of_a_sum(o, r2 @ v2, tk) + 2 * o.abs()
-    v_delta = (of_score * (dp - do_o[..., None]).square()).sum(-1)
-    b_delta = SIGMAS * v_delta.sqrt() + b_row * do_o.abs() + (do2 * of_o.square()).sum(-1).sqrt()
+    b_sum = _of_a_sum(torch.ones_like(lse), p2.sum(-1), tk) + exp
+    b_lse = SIGMAS * v_pairs.sum(-1).sqrt() + b_sum + size
+    b_row = b_sum + torch.minimum(size, -largest.masked_fill(empty, 1.0).log() / a)
+    v_p, b_o = row.relative() + v_exp_sum, _of_a_sum(o, r2 @ v2, tk) + 2 * o.abs()
+    v_delta = (v_pairs * (dp - do_o[..., None]).square()).sum(-1)
+    b_delta = SIGMAS * v_delta.sqrt() + b_row * do_o.abs() + (do2 * b_o.square()).sum(-1).sqrt()
     b_delta = b_delta + _of_a_sum(do_o, (do * o).square().sum(-1), dv) + delta.abs() + dlse.abs()
     v_dp = keep2 * (_partial_sums(dr, do2 @ v2.mT, dv) + dr.square())
     v_ds = ds2 * (v_exp + 1) + p2 * (v_dp + (dp.square() + delta[..., None].square()) / 3)
@@ -145,11 +145,11 @@ def _bounds(
         "dv": (to_kv(var_r.mT @ do2), (var_r * (do @ dv64.mT).square()).sum()),
     }
     b = {  # B
-        "o": SIGMAS * row.of(v_s + v_exp).through(r, v, o).sqrt() + b_row[..., None] * o.abs() + of_o,
+        "o": SIGMAS * row.of(v_s + v_exp).through(r, v, o).sqrt() + b_row[..., None] * o.abs() + b_o,
         "lse": b_lse,
         "dq": abs(scale)
         * (
-            SIGMAS * (row.through(dx, k, dxk) + of_exp * dxk.square() + v_dx @ k2).sqrt()
+            SIGMAS * (row.through(dx, k, dxk) + v_exp_sum * dxk.square() + v_dx @ k2).sqrt()
             + b_row[..., None] * dxk.abs()
             + b_delta[..., None] * pgk.abs()
             + _of_a_sum(dxk, dx2 @ k2, tk)
@@ -186,13 +186,13 @@ def _bounds(
             return ((x.sum(-1, keepdim=True) if shape[3] == 1 else x) ** 2).sum_to_size(shape)
 
         along_rows = (var_delta * (p * dbias).sum(-1) ** 2).sum()
-        own = SIGMAS**2 * (ds2 * v_p + v_ds).sum_to_size(shape)
+        squared = SIGMAS**2 * (ds2 * v_p + v_ds).sum_to_size(shape)
         if shape[3] == 1:
-            of_row = ds.sum(-1, keepdim=True)
-            own = SIGMAS**2 * (v_s * (ds - p * of_row) ** 2 + v_ds).sum_to_size(shape)
-            own = own + SIGMAS**2 * (of_exp * of_row**2).sum_to_size(shape)
-        own = own + squares(ds * b_row[..., None]) + squares(p * b_delta[..., None])
-        b_dbias = own.sqrt() + _of_a_sum(dbias, ds2.sum_to_size(shape), terms) + dbias.abs()
+            ds_sum = ds.sum(-1, keepdim=True)
+            squared = SIGMAS**2 * (v_s * (ds - p * ds_sum) ** 2 + v_ds).sum_to_size(shape)
+            squared = squared + SIGMAS**2 * (v_exp_sum * ds_sum**2).sum_to_size(shape)
+        squared = squared + squares(ds * b_row[..., None]) + squares(p * b_delta[..., None])
+        b_dbias = squared.sqrt() + _of_a_sum(dbias, ds2.sum_to_size(shape), terms) + dbias.abs()
         var["dbias"] = squares(p * var_delta[..., None].sqrt()).reshape(mask.float_bias.shape), along_rows
         b["dbias"] = b_dbias.reshape(mask.float_bias.shape)
         if tiny:
@@ -200,11 +200,11 @@ def _bounds(
             lost["dbias"] = lost_ds.sum_to_size(shape).reshape(mask.float_bias.shape)
     if p_sink is not None and mask.sinks is not None:
         var_sinks = (p_sink**2 * var_delta).sum((0, 2))
-        terms_of = p_sink * delta
-        own = (terms_of * (mask.sinks.double().abs()[:, None] + b_lse + 4)) ** 2 + (p_sink * b_delta) ** 2
-        total, rows = terms_of.sum((0, 2)), delta[:, 0].numel()
+        sink_terms = p_sink * delta
+        squared = (sink_terms * (mask.sinks.double().abs()[:, None] + b_lse + 4)) ** 2 + (p_sink * b_delta) ** 2
+        total, rows = sink_terms.sum((0, 2)), delta[:, 0].numel()
         var["dsinks"] = var_sinks, None  # heads share no rows, so their errors are independent
-        b["dsinks"] = own.sum((0, 2)).sqrt() + _of_a_sum(total, (terms_of**2).sum((0, 2)), rows) + total.abs()
+        b["dsinks"] = squared.sum((0, 2)).sqrt() + _of_a_sum(total, (sink_terms**2).sum((0, 2)), rows) + total.abs()
     results = {**exact, "lse": lse}
     if "dsinks" in var:
         results["dsinks"] = total
@@ -212,9 +212,9 @@ def _bounds(
         name: Bound(
             variance.sqrt(),
             a * b[name] + lost.get(name, 0.0) + results[name].abs().masked_fill(results[name].abs() >= tiny, 0.0),
-            None if of_slope is None else of_slope.sqrt(),
+            None if slope_variance is None else slope_variance.sqrt(),
         )
-        for name, (variance, of_slope) in var.items()
+        for name, (variance, slope_variance) in var.items()
     }
 
 
@@ -240,11 +240,11 @@ class _Row:
 
     def relative(self) -> Tensor:
         """V(p) / p² without the error of exp."""
-        own = self.p**2 * self.v_s
-        others = own.masked_fill(self.is_top, 0.0)
-        of_others = others.sum(-1, keepdim=True)
+        terms = self.p**2 * self.v_s
+        others = terms.masked_fill(self.is_top, 0.0)
+        others_sum = others.sum(-1, keepdim=True)
         rest = torch.where(
-            self.is_top, of_others, self.largest_of(own)[..., None] + (of_others - others).clamp(min=0.0)
+            self.is_top, others_sum, self.largest_of(terms)[..., None] + (others_sum - others).clamp(min=0.0)
         )
         return (1 - self.p) ** 2 * self.v_s + rest
 
@@ -299,8 +299,12 @@ def _bounds_varlen(
     parts = []
     for b, rows, cols in sequences(mask.cu_seqlens_q, mask.cu_seqlens_k):
         qkvdo = packed(q, rows), packed(k, cols), packed(v, cols), packed(do, rows)
-        own = {name: packed(exact[name], cols if name in ("dk", "dv") else rows) for name in ("o", "dq", "dk", "dv")}
-        parts.append(_bounds(*qkvdo, None if dlse is None else dlse[None, :, rows], mask, own, exp, range(b, b + 1)))
+        exact_part = {
+            name: packed(exact[name], cols if name in ("dk", "dv") else rows) for name in ("o", "dq", "dk", "dv")
+        }
+        parts.append(
+            _bounds(*qkvdo, None if dlse is None else dlse[None, :, rows], mask, exact_part, exp, range(b, b + 1))
+        )
     out = {}
     for name in parts[0]:
         sigmas, accumulated = [part[name].sigma for part in parts], [part[name].accumulated for part in parts]

@@ -122,8 +122,8 @@ def _by_run(part: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor
 def _gather(k: Tensor, v: Tensor, group: Ranks, buffers: Scratch) -> None:
     """buffers["k"], buffers["v"] = the rows of all ranks, in the order of the sequence."""
     parts, c = buffers["parts"], k.shape[2] // 2
-    for own, x in zip(_pair(parts[group.rank], k, v), (k, v), strict=True):
-        own.copy_(x)
+    for place, x in zip(_pair(parts[group.rank], k, v), (k, v), strict=True):
+        place.copy_(x)
     group.all_gather(parts[group.rank], out=parts.view(-1))
     for rank, part in enumerate(parts):
         for a, (pk, pv) in zip(runs_of(rank, group.world), _by_run(part, k, v), strict=True):
@@ -132,20 +132,20 @@ def _gather(k: Tensor, v: Tensor, group: Ranks, buffers: Scratch) -> None:
 
 
 def _scatter(dk: Tensor, dv: Tensor, group: Ranks, buffers: Scratch) -> None:
-    """dk, dv = the gradients of this rank's rows, summed over ranks and runs. Both runs attend to the first run's columns."""
+    """dk, dv = the gradients of this rank's rows, summed over ranks and runs. A run attends to no column after it."""
     dparts, c = buffers["dparts"], dk.shape[2] // 2
     first, last = runs_of(group.rank, group.world)
     sources = ((buffers["dk"], buffers["run_dk"]), (buffers["dv"], buffers["run_dv"]))
     for rank, part in enumerate(dparts):
         for a, outputs in zip(runs_of(rank, group.world), _by_run(part, dk, dv), strict=True):
             columns = slice(a * c, (a + 1) * c)
-            for out, (of_last, of_first) in zip(outputs, sources, strict=True):
+            for out, (last_run_grad, first_run_grad) in zip(outputs, sources, strict=True):
                 if a > last:
                     out.zero_()
                     continue
-                out.copy_(of_last[:, :, columns])
+                out.copy_(last_run_grad[:, :, columns])
                 if a <= first:
-                    out.add_(of_first[:, :, columns])
+                    out.add_(first_run_grad[:, :, columns])
     group.reduce_scatter(dparts.view(-1), out=dparts[group.rank])
     for x, total in zip((dk, dv), _pair(dparts[group.rank], dk, dv), strict=True):
         x.copy_(total)

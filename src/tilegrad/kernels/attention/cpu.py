@@ -4,7 +4,7 @@ The loops over tiles are in forward.h and backward.h of cpu/csrc/attention, or i
 on a processor with AMX. The equations are in mask.py and reference.py. A tile costs two GEMMs in the forward and five in the
 backward. Tiles that the band or a bias masks out are skipped, and so are masked-out strips of tiles on the band's edges. Sums
 are float32 (float64 for float64 inputs). With G = Hq / Hkv the scratch is O(threads · (G·T·(2·D + Dv) + tile · D)). The scratch
-has a T×T matrix only for a T×T bias that needs a gradient, is broadcast over heads or sequences, and has another dtype than
+has a T×T matrix only for a T×T bias that needs a gradient, is broadcast over heads or sequences, and has another dtype than the
 sums. Results have the same bits on any number of threads (cpu/csrc/threads/work_queue.h). On x86, results below the smallest
 normal number are 0.
 

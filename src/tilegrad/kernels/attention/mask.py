@@ -74,9 +74,9 @@ class Mask:
     has_tensors: bool = field(init=False, repr=False)  # also True for an int seed
 
     def __post_init__(self) -> None:
-        of_scores = self.bias is self.alibi_slopes is self.sinks is self.seed is None
-        none = of_scores and self.cu_seqlens_q is self.cu_seqlens_k is self.intervals is None
-        object.__setattr__(self, "has_tensors", not none)
+        no_options = self.bias is self.alibi_slopes is self.sinks is self.seed is None
+        no_tensors = no_options and self.cu_seqlens_q is self.cu_seqlens_k is self.intervals is None
+        object.__setattr__(self, "has_tensors", not no_tensors)
         object.__setattr__(self, "cache_key", self._find_interned())
 
     def _find_interned(self) -> Mask | None:

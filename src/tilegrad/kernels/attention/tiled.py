@@ -16,9 +16,9 @@ the band, and tiles that intervals mask out in the whole slab, are not computed.
       o = acc / row_sum / (1 − dropout_p)                    dk += scale · dsᵀ q
       lse = row_max + log row_sum                        delta = rowsum(do ∘ o) − dlse, before the loop
 
-row_max starts at the dtype's lowest number, not at −inf. So a row that attends to nothing ends with row_sum = 0, o = 0,
-lse = −inf and no NaN. Tiles are copied into the scratch in the accumulation dtype (float32; float64 for float64), so any
-strides are accepted. Scratch is O(slab · tile + T · D), and T×T only for the gradient of a T×T bias in half precision.
+row_max starts at the dtype's lowest number, not at −inf. So without a sink, a row that attends to nothing ends with row_sum =
+0, o = 0, lse = −inf and no NaN. Tiles are copied into the scratch in the accumulation dtype (float32; float64 for float64), so
+any strides are accepted. Scratch is O(slab · tile + T · D), and T×T only for the gradient of a T×T bias in half precision.
 """
 
 from __future__ import annotations
@@ -422,7 +422,7 @@ def _bwd(call: Backward, first: int, cut: Cut, keys: list[tuple[Key, Key]], scra
 def _bwd_delta(
     slab: Slab, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, *, lse_rows: Tensor, delta: Tensor
 ) -> None:
-    """delta = rowsum(do ∘ o) − dlse, and 0 in rows that attend to nothing. lse_rows is lse, but the lowest finite
+    """delta = rowsum(do ∘ o) − dlse, and 0 in rows with lse = −inf. lse_rows is lse, but the lowest finite
     number replaces −inf."""
     all_rows = range(slab.tq)
     lse_rows.copy_(slab.rows(lse, all_rows))

@@ -8,7 +8,7 @@
                                       o[b] = attention of q[b] to columns 0 … p of k_cache[b] and v_cache[b]
 
 The equations of attention/mask.py apply with Tq = 1 and Tk = p + 1: window, softcap, ALiBi slopes, sinks and scale are
-taken from the mask. The mask must be causal, without dropout, bias, intervals and packed sequences.
+taken from the mask. The mask must be causal, without dropout, bias, intervals or packed sequences.
 
 A position outside 0 … capacity − 1 writes nothing and gives o[b] = 0, so −1 marks a row of the batch without a sequence. A slot
 outside 0 … B · capacity − 1 writes nothing either. Columns after positions[b] are not used, so a cache needs no initial value.
@@ -163,9 +163,9 @@ def _check(
         if x is not None:
             _rows(name, x, b, heads, k_cache)
     _check_numbers("positions", positions, b, k_cache)
-    one = q[:, : n_head * d].unflatten(1, (n_head, d))[:, :, None]
-    check_options(one, k_cache, v_cache, mask)
-    check_tensors(one, k_cache, v_cache, mask)
+    q_heads = q[:, : n_head * d].unflatten(1, (n_head, d))[:, :, None]
+    check_options(q_heads, k_cache, v_cache, mask)
+    check_tensors(q_heads, k_cache, v_cache, mask)
     reads = {"q": q, "k": k, "v": v, "positions": positions, "alibi_slopes": mask.alibi_slopes, "sinks": mask.sinks}
     check_apart({"o": o, "k_cache": k_cache, "v_cache": v_cache}, reads)
 

@@ -1,8 +1,8 @@
 """Attention over a cache in C++, by the forward of attention/cpu.py. The C++ appends the new rows of k and v to the caches at
 `positions`, and each query attends up to its position.
 
-The loops have the order of the forward of training (cpu/csrc/attention/forward.h and amx_forward.h), so the bits are the same.
-A thread computes the query heads of one kv head of one sequence.
+The loops have the same order as in the forward of attention (cpu/csrc/attention/forward.h and amx_forward.h), so the bits are
+the same. A thread computes the query heads of one kv head of one sequence.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def workspace(cache: TensorLike, n_head: int, rows: int | None = None) -> Shapes
 
 @functools.lru_cache
 def _workspace(shape: tuple[int, ...], n_head: int, dtype: torch.dtype, _threads: int) -> Shapes:
-    """The scratch of `fwd`. It grows with the number of threads, so the cache of this function needs that number."""
+    """The scratch of `fwd`. It grows with the number of threads, so this number is part of the cache key."""
     b, _, _, d = shape
     q, k = (Form(size, dtype, torch.device("cpu")) for size in ((b, n_head, 1, d), shape))
     acc = accumulation_dtype(dtype)

@@ -1,12 +1,12 @@
-"""Attention over a cache in Triton. A program attends from the query heads of one kv head to one split of the columns.
+"""Attention over a cache in Triton. A program computes the query heads of one kv head on one split of the columns.
 
-    _attend_kernel   for each tile of the split, as in attention's forward:   x = scores   p, alpha, new_max = weights(x)
+    _attend_kernel   for each tile of the split, as in attention's forward:   x = scores   p, alpha, new_max = softmax_step(x)
                                                      row_sum = alpha · row_sum + Σ p       acc = alpha · acc + p v
     _merge_kernel    combines the splits in their order, after the sink, then o = acc / row_sum
 
-`scores` and `weights` are functions of attention/triton (scores.py, softmax.py). Splits have SPLIT columns and tiles are
-`ordered`, so a row has the same bits in any batch and for any capacity. Half-precision rows of q, k and v that do not start at
-multiples of 16 bytes use another tile, so their bits differ. The programs of splits outside a row's columns return at once.
+`scores` and `softmax_step` are in attention/triton (scores.py, softmax.py). A split has SPLIT columns, and `tiles.ordered`
+gives its tile, so a row has the same bits in any batch and for any capacity. Half-precision rows of q, k and v that do not
+start at multiples of 16 bytes use another tile, so their bits differ. A program whose split has no column of its row returns.
 
 The tile with the new column loads this column from k and v instead of the cache. Its program writes the column to the cache.
 
@@ -32,7 +32,7 @@ from ..attention.triton.fit import product_bits
 from ..attention.triton.memory import steps
 from ..attention.triton.numerics import dot, dot_transposed, ratio
 from ..attention.triton.scores import Head, scores
-from ..attention.triton.softmax import combine, no_column, weights, with_sink
+from ..attention.triton.softmax import combine, no_column, softmax_step, with_sink
 from ..attention.triton.tiles import SPLIT, UNALIGNED, ordered
 from ..dependent_launch import dependent, start_next, wait_for_previous
 from ..gpu import ceil_div, launch, padded
@@ -82,17 +82,17 @@ def _attend_kernel(
     rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     query_head = h * GROUP + rows
-    here = (rows < GROUP)[:, None] & (d < D)[None, :]
-    wide_b = b.to(tl.int64)
-    of_heads = tl.multiple_of(query_head[:, None] * q_h, [ALIGN, ALIGN])
-    q_tile = tl.load(q + steps(b, q_b, ALIGN) + of_heads + d[None, :], mask=here, other=0.0)
+    inside = (rows < GROUP)[:, None] & (d < D)[None, :]
+    b64 = b.to(tl.int64)
+    head_offsets = tl.multiple_of(query_head[:, None] * q_h, [ALIGN, ALIGN])
+    q_tile = tl.load(q + steps(b, q_b, ALIGN) + head_offsets + d[None, :], mask=inside, other=0.0)
     if FP64:
         q_tile = q_tile.to(ACC)
     if NEGATIVE:
         q_tile = -q_tile
     slope = None
     if slopes is not None:
-        at_slopes = slopes + wide_b * slopes_b + query_head * slopes_h
+        at_slopes = slopes + b64 * slopes_b + query_head * slopes_h
         slope = tl.load(at_slopes, mask=rows < GROUP, other=0.0).to(tl.float32)[:, None]
     head = Head(b, h, 1, position + 1, left, None, factor, softcap, None, 0, 0, slope, None, 0, 1.0, None, None)
     PLAIN: tl.constexpr = head.softcap is None and head.slope is None
@@ -111,24 +111,24 @@ def _attend_kernel(
         start = first + t * BLOCK_N
         j = start + tl.arange(0, BLOCK_N)
         tile = start.to(tl.int64) * D + tl.arange(0, BLOCK_N)[:, None] * D + d[None, :]
-        there = (j <= position)[:, None] & (d < D)[None, :]
+        attended = (j <= position)[:, None] & (d < D)[None, :]
         new = (j == position)[:, None]
-        k_tile = tl.load(tl.where(new, k + d[None, :], k_cache + tile), mask=there, other=0.0)
-        v_tile = tl.load(tl.where(new, v + d[None, :], v_cache + tile), mask=there, other=0.0)
+        k_tile = tl.load(tl.where(new, k + d[None, :], k_cache + tile), mask=attended, other=0.0)
+        v_tile = tl.load(tl.where(new, v + d[None, :], v_cache + tile), mask=attended, other=0.0)
         s = dot_transposed(q_tile, k_tile, None, IEEE_FP32)
         x, _tanh = scores(s, i, j[None, :], head, IEEE_FP32, MASKED=True)
-        p, alpha, row_max = weights(x, row_max, log2_factor, coarse_factor, PLAIN, IEEE_FP32)
+        p, alpha, row_max = softmax_step(x, row_max, log2_factor, coarse_factor, PLAIN, IEEE_FP32)
         row_sum = row_sum * alpha + tl.sum(p, 1)
         acc = dot(p, v_tile, acc * alpha[:, None], IEEE_FP32)
 
-    part = (wide_b * kv_heads * GROUP + query_head) * splits + split
+    part = (b64 * kv_heads * GROUP + query_head) * splits + split
     tl.store(max_parts + part, row_max, mask=rows < GROUP)
     tl.store(sum_parts + part, row_sum, mask=rows < GROUP)
-    tl.store(acc_parts + part[:, None] * D + d[None, :], acc, mask=here)
-    own = (position < begin + SPLIT) & (d < D)
+    tl.store(acc_parts + part[:, None] * D + d[None, :], acc, mask=inside)
+    appends = (position < begin + SPLIT) & (d < D)
     row = position.to(tl.int64) * D + d
-    tl.store(k_cache + row, tl.load(k + d, mask=own, other=0.0), mask=own)
-    tl.store(v_cache + row, tl.load(v + d, mask=own, other=0.0), mask=own)
+    tl.store(k_cache + row, tl.load(k + d, mask=appends, other=0.0), mask=appends)
+    tl.store(v_cache + row, tl.load(v + d, mask=appends, other=0.0), mask=appends)
 
 
 @triton.jit
@@ -143,10 +143,10 @@ def _merge_kernel(
     wait_for_previous(DEPENDENT)
     n = tl.program_id(0)
     b, h = n // heads, n % heads
-    one = tl.arange(0, 1)
+    zero = tl.arange(0, 1)
     d = tl.arange(0, BLOCK_D)[None, :]
     first, position = _columns_of(positions, b, capacity, left)
-    part = n.to(tl.int64) * splits + one
+    part = n.to(tl.int64) * splits + zero
     row_sum = tl.zeros([1], sum_parts.dtype.element_ty)
     row_max = no_column(row_sum, coarse_factor, PLAIN)
     empty = row_max
@@ -160,12 +160,12 @@ def _merge_kernel(
     for t in tl.range(0, (position // SPLIT - first + AHEAD) // AHEAD):
         for ahead in tl.static_range(AHEAD):
             split = first + t * AHEAD + ahead
-            there = split * SPLIT + one <= position
-            part_max = tl.load(max_parts + part + split, mask=there, other=0.0)
-            part_max = tl.where(there, part_max, empty)
-            part_sum = tl.load(sum_parts + part + split, mask=there, other=0.0)
+            computed = split * SPLIT + zero <= position
+            part_max = tl.load(max_parts + part + split, mask=computed, other=0.0)
+            part_max = tl.where(computed, part_max, empty)
+            part_sum = tl.load(sum_parts + part + split, mask=computed, other=0.0)
             at_acc = acc_parts + (part + split)[:, None] * D + d
-            part_acc = tl.load(at_acc, mask=there[:, None] & (d < D), other=0.0)
+            part_acc = tl.load(at_acc, mask=computed[:, None] & (d < D), other=0.0)
             acc, row_max, row_sum = combine(
                 acc, row_max, row_sum, part_acc, part_max, part_sum, log2_factor, coarse_factor, PLAIN, IEEE_FP32
             )
@@ -182,11 +182,11 @@ def _write_kernel(
     n = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots + n)
-    here = (slot >= 0) & (slot < limit) & (c < kv_heads * D)
-    to = ((slot // capacity * kv_heads + c // D) * capacity + slot % capacity) * D + c % D
+    inside = (slot >= 0) & (slot < limit) & (c < kv_heads * D)
+    destination = ((slot // capacity * kv_heads + c // D) * capacity + slot % capacity) * D + c % D
 
-    tl.store(k_cache + to, tl.load(k + n * k_n + c, mask=here, other=0.0), mask=here)
-    tl.store(v_cache + to, tl.load(v + n * v_n + c, mask=here, other=0.0), mask=here)
+    tl.store(k_cache + destination, tl.load(k + n * k_n + c, mask=inside, other=0.0), mask=inside)
+    tl.store(v_cache + destination, tl.load(v + n * v_n + c, mask=inside, other=0.0), mask=inside)
 
 
 def workspace(cache: TensorLike, n_head: int, rows: int | None = None) -> Shapes:

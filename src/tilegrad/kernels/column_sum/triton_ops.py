@@ -44,14 +44,14 @@ def _add_partials_kernel(
 ):
     """sums (+)= Σ_p partials[0, p]; second and third, if given, (+)= Σ_p partials[1, p] and Σ_p partials[2, p]."""
     columns = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    out, which = sums, tl.program_id(1)
+    out, i = sums, tl.program_id(1)
     if second is not None:  # compile-time condition  # noqa: SIM102
-        if which == 1:
+        if i == 1:
             out = second
     if third is not None:  # noqa: SIM102
-        if which == 2:
+        if i == 2:
             out = third
-    partials += which.to(tl.int64) * programs * c
+    partials += i.to(tl.int64) * programs * c
     acc = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
 
     for first in range(0, programs, BLOCK_P):

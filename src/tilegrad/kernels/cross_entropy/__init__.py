@@ -14,7 +14,7 @@ With a bias (V,) and `Terms` c = softcap, ε = label_smoothing and z = z_loss:
     dl = ((1 + 2 z lse) p − (1 − ε) onehot(target) − ε / V) · (1 − (l / c)²) · inv_total       dbias += Σ_n dl
 
 inv_total is 1 / (number of targets of the whole step), a 0-d tensor, so that micro-batches add up to one large batch. It may
-also be a factor of each row, (N,). `losses` (N,) is nll · inv_total of each row, and 0 without a target. Rows are
+also be (N,), one factor for each row. `losses` (N,) is nll · inv_total of each row, and 0 without a target. Rows are
 processed in chunks: the logits of a chunk are overwritten by their gradient, and dx may be x. With loss, `cross_entropy_bwd` is
 forward and backward on one set of logits; without, dx and dw have the same bits. `CROSS_ENTROPY` is the table of kernels: each
 module offers `workspace` and `run`. The op `linear` computes the products; invariant=True is passed to `linear_fwd` for the

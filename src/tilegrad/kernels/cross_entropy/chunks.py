@@ -18,7 +18,7 @@ def most_rows(n: int, v: int, itemsize: int, size: int, even: int = _EVEN) -> in
 
 
 def chunks(n: int, most: int, multiple: int = 1) -> Iterator[slice]:
-    """0 … n in the fewest chunks of about equal size. All but the last are multiples of `multiple` if `most` allows."""
+    """0 … n in the fewest chunks, of about equal size. All but the last are multiples of `multiple` if `most` allows."""
     size = -(-n // max(-(-n // most), 1)) or 1
     return blocks(n, min(most, -(-size // multiple) * multiple))
 

@@ -3,7 +3,7 @@
 For bfloat16, d = dl / inv_total, inv_total x and d w are rounded. Before that, torch's kernel rounds the logits on a
 CPU, and Triton's kernel rounds x wᵀ, without the bias. Where products are written in bfloat16, torch's kernel also
 rounds x wᵀ before it adds the bias, and each chunk's dw is rounded. Triton's kernel rounds dl = inv_total d instead of
-d. If all rows have the same inv_total, which is not a bfloat16 number, every target with a small p has dl ≈ −inv_total, and all
+d. If all rows have the same inv_total and it is not a bfloat16 number, every target with a small p has dl ≈ −inv_total, and all
 these dl are rounded by the same factor. This multiplies all gradients by the factor, which these bounds do not allow.
 
 Let s = 1 − (l / c)², D = (1 + 2 z lse) p − (1 − ε) onehot − ε / V and d = s D. Roundings ρ of a row of logits change
@@ -81,42 +81,47 @@ def bounds(
     p, lse = logits.softmax(-1), logits.logsumexp(-1, keepdim=True)
     mean, factor = logits.mean(1, keepdim=True), 1 + 2 * z_loss * lse
     onehot = torch.zeros_like(p).scatter_(1, index, 1.0)
-    wide = kept * (factor * p - (1 - smoothing) * onehot - smoothing / v)  # D
-    d = wide * slope
+    d_capped = kept * (factor * p - (1 - smoothing) * onehot - smoothing / v)  # D of the docstring
+    d = d_capped * slope
     nll = kept * ((1 - smoothing) * (lse - logits.gather(1, index)) + smoothing * (lse - mean) + z_loss * lse**2)
-    own, shared = slope * (factor * p * slope + wide * bend), slope * p * (factor - 2 * z_loss)  # A, B
-    seen = p * slope
+    own, shared = (
+        slope * (factor * p * slope + d_capped * bend),
+        slope * p * (factor - 2 * z_loss),
+    )  # A and B of the docstring
+    p_slope = p * slope
 
     scaled = scale * x
     var_d, var_x = (rounding(y, dtype) if short else torch.zeros_like(y) for y in (d, scaled))
     raw, dw, dbias = d @ w, d.t() @ scaled, (scale * d).sum(0)
     var_raw = rounding(raw, dtype) if short else torch.zeros_like(raw)
     var_dw = sum((rounding(d[i].t() @ scaled[i], dtype) for i in chunks), torch.zeros_like(dw))
-    of_rows = (shared**2 * var_l).sum(1, keepdim=True)
+    var_of_row = (shared**2 * var_l).sum(1, keepdim=True)
     # The variance of each d, caused by rounding the logits.
-    var_of_l = (var_l * (own**2 - 2 * own * shared * seen) + of_rows * seen**2).clamp(min=0)
+    var_of_l = (var_l * (own**2 - 2 * own * shared * p_slope) + var_of_row * p_slope**2).clamp(min=0)
     var_stored = var_d if row.name == "triton" else torch.zeros_like(d)  # Triton's dbias sums rounded d
 
     def along(k: Tensor) -> Tensor:
         """The variance of Σ k d, caused by rounding the logits."""
-        return (var_l * (own * k - shared * (seen * k).sum(1, keepdim=True)) ** 2).sum()
+        return (var_l * (own * k - shared * (p_slope * k).sum(1, keepdim=True)) ** 2).sum()
 
     b_row = (p * b_l).sum(1, keepdim=True) + _of_a_sum(torch.ones_like(lse), (p**2).sum(1, keepdim=True), v) + 4
     b_lse = b_row + lse.abs()
-    b_wide = factor.abs() * p * (b_l + b_row) + wide.abs()
+    b_capped = factor.abs() * p * (b_l + b_row) + d_capped.abs()
     b_nll = b_l.gather(1, index) + b_lse + nll.abs()
     if z_loss:
-        b_wide = b_wide + p * (2 * abs(z_loss) * b_lse + 2 * factor.abs())
+        b_capped = b_capped + p * (2 * abs(z_loss) * b_lse + 2 * factor.abs())
         b_nll = b_nll + 2 * abs(z_loss) * lse.abs() * (b_lse + lse.abs())
     if smoothing:
-        of_mean = _of_a_sum(v * mean, (logits**2).sum(1, keepdim=True), v) / v
-        b_wide = b_wide + factor.abs() * p + 2 * smoothing / v
+        b_of_mean = _of_a_sum(v * mean, (logits**2).sum(1, keepdim=True), v) / v
+        b_capped = b_capped + factor.abs() * p + 2 * smoothing / v
         b_nll = (
-            b_nll + logits.gather(1, index).abs() + smoothing * (b_l.mean(1, keepdim=True) + of_mean + 2 * mean.abs())
+            b_nll + logits.gather(1, index).abs() + smoothing * (b_l.mean(1, keepdim=True) + b_of_mean + 2 * mean.abs())
         )
-    b_d = kept * (b_wide if not softcap else slope * b_wide + wide.abs() * b_slope + d.abs())
+    b_d = kept * (b_capped if not softcap else slope * b_capped + d_capped.abs() * b_slope + d.abs())
     b_nll = kept * b_nll
-    centred = (var_l * own**2) @ w**2 - 2 * (seen @ w) * ((var_l * own * shared) @ w) + of_rows * (seen @ w) ** 2
+    centred = (
+        (var_l * own**2) @ w**2 - 2 * (p_slope @ w) * ((var_l * own * shared) @ w) + var_of_row * (p_slope @ w) ** 2
+    )
     dx, size = scale * raw, scale.abs()
     by_dx, by_dw, by_dbias = scale * (dx @ w.t()), scale * (x @ dw.t()), scale * dbias
     var = {

@@ -199,7 +199,7 @@ def _probabilities(
 def _chunk_bwd(
     rows: Scratch, x: Tensor, w: Tensor, scale: Tensor, scratch: Scratch, linear: Scratch, *, out: Outputs
 ) -> None:
-    """dx and dw of one chunk, from dl = p − onehot."""
+    """dx and dw of one chunk, from dl / inv_total, which has replaced the logits."""
     _, dx, dw, accumulate, *_ = out
     m, dl = x.shape[0], rows["logits"]
     if "dlogits" in scratch:

@@ -3,8 +3,8 @@
     y = x ∘ keep / (1 − p),   keep(row, column) = word ≥ floor(p · 2³²)
     word = first word of Philox4×32-10(counter = (column, row, layer_counter, 2³² − 1), key = seed)
 
-In attention the last counter word is the sequence. Here it is a number that no sequence has, so the masks never
-coincide. The backward is the forward on dy: it draws the mask again instead of storing it. `DROPOUT` is the table of
+In attention the last counter word is the sequence. Here this word is a number that no sequence has, so the masks
+never coincide. The backward is the forward on dy: it draws the mask again instead of storing it. `DROPOUT` is the table of
 kernels: each module offers `workspace` and `fwd`, and all draw the same mask.
 """
 

@@ -25,7 +25,7 @@ EMBEDDING = gpu.triton_else_torch("embedding")
 
 
 class Inputs(NamedTuple):
-    """The inputs of a forward. positions: of packed rows; None: t."""
+    """The inputs of a forward. positions: those of packed rows; None: t."""
 
     tokens: Tensor
     wte: Tensor

@@ -48,21 +48,21 @@ def _embedding_kernel(tokens, wte, wpe, positions, x, scale, wte_v, wpe_t, x_n, 
 def _dwpe_kernel(dx, dwpe, dx_n, dwpe_t, B, T, C, ACCUMULATE: tl.constexpr, BLOCK_C: tl.constexpr):
     t = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK_C)
-    here, at = c < C, dwpe + t * dwpe_t + c
+    inside, pointers = c < C, dwpe + t * dwpe_t + c
     total = tl.zeros([BLOCK_C], tl.float32)
     if t < T:
         for b in range(0, B):
-            total += tl.load(dx + (b * T + t) * dx_n + c, mask=here, other=0.0).to(tl.float32)
+            total += tl.load(dx + (b * T + t) * dx_n + c, mask=inside, other=0.0).to(tl.float32)
     if ACCUMULATE:
-        total += tl.load(at, mask=here, other=0.0)
-    tl.store(at, total, mask=here)
+        total += tl.load(pointers, mask=inside, other=0.0)
+    tl.store(pointers, total, mask=inside)
 
 
 @triton.jit
 def _runs_kernel(dx, order, ordered, dwte, parts, scale, dx_n, dwte_v, N, C, RUN: tl.constexpr, BLOCK_C: tl.constexpr):
     tile = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    here, first = c < C, tile * RUN
+    inside, first = c < C, tile * RUN
     end = tl.minimum(first + RUN, N)
     token = tl.load(ordered + first)
     continued = (tl.load(ordered + first - 1, mask=first > 0, other=-1) == token).to(tl.int32)
@@ -70,14 +70,14 @@ def _runs_kernel(dx, order, ordered, dwte, parts, scale, dx_n, dwte_v, N, C, RUN
 
     for place in range(first, end):
         n = tl.load(order + place).to(tl.int64)
-        total += tl.load(dx + n * dx_n + c, mask=here, other=0.0).to(tl.float32)
+        total += tl.load(dx + n * dx_n + c, mask=inside, other=0.0).to(tl.float32)
         following = tl.load(ordered + place + 1, mask=place + 1 < end, other=-1)
         if following != token:
             if continued != 0:
-                tl.store(parts + tile * C + c, total, mask=here)
+                tl.store(parts + tile * C + c, total, mask=inside)
             else:
-                at = dwte + token.to(tl.int64) * dwte_v + c
-                tl.store(at, tl.load(at, mask=here, other=0.0) + total * scale, mask=here)
+                pointers = dwte + token.to(tl.int64) * dwte_v + c
+                tl.store(pointers, tl.load(pointers, mask=inside, other=0.0) + total * scale, mask=inside)
             total = tl.zeros([BLOCK_C], tl.float32)
             token = following
             continued *= 0
@@ -87,20 +87,20 @@ def _runs_kernel(dx, order, ordered, dwte, parts, scale, dx_n, dwte_v, N, C, RUN
 def _join_kernel(ordered, parts, dwte, scale, dwte_v, N, C, RUN: tl.constexpr, BLOCK_C: tl.constexpr):
     tile = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    here, first, last = c < C, tile * RUN, tile * RUN + RUN - 1
+    inside, first, last = c < C, tile * RUN, tile * RUN + RUN - 1
     if last + 1 < N:
         token = tl.load(ordered + last)
         begun_before = tl.load(ordered + first - 1, mask=first > 0, other=-1) == token
-        goes_on = tl.load(ordered + last + 1) == token
-        if goes_on and not begun_before:
+        continues = tl.load(ordered + last + 1) == token
+        if continues and not begun_before:
             total = tl.zeros([BLOCK_C], tl.float32)
             place = last + 1
-            while goes_on:
-                total += tl.load(parts + place // RUN * C + c, mask=here, other=0.0)
+            while continues:
+                total += tl.load(parts + place // RUN * C + c, mask=inside, other=0.0)
                 place += RUN
-                goes_on = tl.load(ordered + place, mask=place < N, other=-1) == token
-            at = dwte + token.to(tl.int64) * dwte_v + c
-            tl.store(at, tl.load(at, mask=here, other=0.0) + total * scale, mask=here)
+                continues = tl.load(ordered + place, mask=place < N, other=-1) == token
+            pointers = dwte + token.to(tl.int64) * dwte_v + c
+            tl.store(pointers, tl.load(pointers, mask=inside, other=0.0) + total * scale, mask=inside)
 
 
 def workspace(x: TensorLike, *, converts: bool = True, packed: bool = False, scaled: bool = False) -> Shapes:

@@ -48,8 +48,8 @@ Factor = Literal["x", "w", "dy"]
 
 
 class Problem(NamedTuple):
-    """The properties of a product that decide which kernels accept it: its second factor w, the output that it is added to, and
-    the device of x. w=None means a rounding without a product. summed: how many column sums of x's width the call forms."""
+    """The properties of a product that decide which kernels accept it: its second factor w, the output to add to, and the
+    device of x. w=None means a rounding without a product. summed: how many column sums of x's width the call forms."""
 
     x: TensorLike
     w: TensorLike | None
@@ -69,9 +69,9 @@ def _scaled_mm_refuses(problem: Problem) -> str | None:
     x, w, *_ = problem
     if x.device.type != "cuda":
         return f"needs a CUDA device, not {x.device.type}"
-    found = gpu.capability(x.device)
-    if found < (8, 9):
-        return f"needs compute capability 8.9 or newer for float8 products; {x.device} has {found[0]}.{found[1]}"
+    version = gpu.capability(x.device)
+    if version < (8, 9):
+        return f"needs compute capability 8.9 or newer for float8 products; {x.device} has {version[0]}.{version[1]}"
     if w is not None and any(size % EVEN for size in w.shape):
         return f"takes w with both sizes multiples of {EVEN}, not {tuple(w.shape)}"
     return gpu.refusal(Form((1, 1), torch.bfloat16, x.device))

@@ -22,7 +22,7 @@ def largest_of(states: Sequence[Tensor], *, largest: Tensor) -> None:
 
 
 def set_largest(largest: Tensor, *, states: Sequence[Tensor]) -> None:
-    """states[i] has one magnitude, largest[i]."""
+    """Replaces the magnitudes in states[i] by one, largest[i]."""
     magnitudes = _magnitudes(states, largest)
     magnitudes.zero_()
     magnitudes[:, 0].copy_(largest)
@@ -32,9 +32,9 @@ def _magnitudes(states: Sequence[Tensor], largest: Tensor) -> Tensor:
     """(S, PARTS), a view of all states: one kernel reads or writes them."""
     first = states[0]
     check_tensor("largest", largest, (len(states),), torch.float32, first.device)
-    apart = {(b.data_ptr() - a.data_ptr()) // a.element_size() for a, b in pairwise(states)}
+    spacings = {(b.data_ptr() - a.data_ptr()) // a.element_size() for a, b in pairwise(states)}
     one_storage = {state.untyped_storage().data_ptr() for state in states}
-    if len(apart) > 1 or len(one_storage) > 1:
+    if len(spacings) > 1 or len(one_storage) > 1:
         raise ValueError("states: got tensors that are not equally spaced; accepted: those of one arena")
-    row = apart.pop() if apart else PARTS
+    row = spacings.pop() if spacings else PARTS
     return first.as_strided((len(states), PARTS), (row, 1), first.storage_offset() + FIRST_PART)

@@ -38,7 +38,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _wider(largest, a):
+def _update_largest(largest, a):
     """The maximum of `largest` (N, C / 8) and of |a| (N, C) over groups of 8 columns. One thread has a group. A NaN wins."""
     a = tl.abs(a)
     for _ in tl.static_range(3):
@@ -50,8 +50,8 @@ def _wider(largest, a):
 @triton.jit
 def _keep_largest(state, part, largest):
     largest = tl.where(largest == largest, largest, float("inf"))
-    seen = state + FIRST_PART + part
-    tl.store(seen, tl.maximum(tl.load(seen), tl.max(tl.max(largest, 1), 0)))
+    pointer = state + FIRST_PART + part
+    tl.store(pointer, tl.maximum(tl.load(pointer), tl.max(tl.max(largest, 1), 0)))
 
 
 @triton.jit
@@ -63,8 +63,8 @@ def _round_row(a, inverse, bound, x8, x8t, rows, columns, N, C, WIDTH, INTERPRET
         a = tl.clamp(a, -bound, bound, propagate_nan=tl.PropagateNan.ALL)
     if x8 is not None:
         a8 = a.to(x8.dtype.element_ty)
-        here = (rows[:, None] < N) & (columns[None, :] < C)
-        tl.store(x8 + rows[:, None].to(tl.int64) * WIDTH + columns[None, :], a8, mask=here)
+        inside = (rows[:, None] < N) & (columns[None, :] < C)
+        tl.store(x8 + rows[:, None].to(tl.int64) * WIDTH + columns[None, :], a8, mask=inside)
         return a8
     else:
         return a.to(x8t.dtype.element_ty)
@@ -106,21 +106,21 @@ def _store_columns(a, b, c, d, x8t, x8t_c, fours, columns, C, PITCH, INTERPRETED
         words = _four_rows_in_words(a, b, c, d, INTERPRETED)
         into = x8t.to(tl.pointer_type(tl.int32), bitcast=True)
         pitch, stride = tl.multiple_of(PITCH // 4, 4), tl.multiple_of(x8t_c // 4, 4)
-        here = (columns[:, None] < C) & (fours[None, :] < pitch)
-        tl.store(into + columns[:, None].to(tl.int64) * stride + fours[None, :], tl.trans(words), mask=here)
+        inside = (columns[:, None] < C) & (fours[None, :] < pitch)
+        tl.store(into + columns[:, None].to(tl.int64) * stride + fours[None, :], tl.trans(words), mask=inside)
 
 
 @triton.jit
-def _number(x, rows, columns, x_n, N, C, KIND: tl.constexpr):
+def _load_numbers(x, rows, columns, x_n, N, C, KIND: tl.constexpr):
     """x, or act(h) if KIND is the name of an activation; swiglu: x = [up, gate], and gate is C columns after up."""
-    here = (rows[:, None] < N) & (columns[None, :] < C)
-    at = x + rows[:, None].to(tl.int64) * x_n + columns[None, :]
-    a = tl.load(at, mask=here, other=0.0).to(tl.float32)
+    inside = (rows[:, None] < N) & (columns[None, :] < C)
+    pointers = x + rows[:, None].to(tl.int64) * x_n + columns[None, :]
+    a = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
     exact: tl.constexpr = x.dtype.element_ty == tl.float32
     if KIND == "swiglu":
-        gate = tl.load(at + C, mask=here, other=0.0).to(tl.float32)
-        of_g, _ = sigmoids_next_to_1(gate, exact)
-        return gate * of_g * a
+        gate = tl.load(pointers + C, mask=inside, other=0.0).to(tl.float32)
+        sigmoid_gate, _ = sigmoids_next_to_1(gate, exact)
+        return gate * sigmoid_gate * a
     elif KIND != "":
         return activate(a, KIND, exact)
     else:
@@ -142,11 +142,11 @@ def _quantize_kernel(
         fours = tile // across * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
         columns = tile % across * BLOCK_C + tl.arange(0, BLOCK_C)
         rows = fours * 4
-        a = _number(x, rows, columns, x_n, N, C, KIND)
-        b = _number(x, rows + 1, columns, x_n, N, C, KIND)
-        c = _number(x, rows + 2, columns, x_n, N, C, KIND)
-        d = _number(x, rows + 3, columns, x_n, N, C, KIND)
-        largest = _wider(_wider(_wider(_wider(largest, a), b), c), d)
+        a = _load_numbers(x, rows, columns, x_n, N, C, KIND)
+        b = _load_numbers(x, rows + 1, columns, x_n, N, C, KIND)
+        c = _load_numbers(x, rows + 2, columns, x_n, N, C, KIND)
+        d = _load_numbers(x, rows + 3, columns, x_n, N, C, KIND)
+        largest = _update_largest(_update_largest(_update_largest(_update_largest(largest, a), b), c), d)
         a = _round_row(a, inverse, bound, x8, x8t, rows, columns, N, C, C, INTERPRETED)
         b = _round_row(b, inverse, bound, x8, x8t, rows + 1, columns, N, C, C, INTERPRETED)
         c = _round_row(c, inverse, bound, x8, x8t, rows + 2, columns, N, C, C, INTERPRETED)
@@ -158,24 +158,24 @@ def _quantize_kernel(
 @triton.jit
 def _gradients(da, h, a, rows, columns, N, C, KIND: tl.constexpr):
     """dh = da ∘ act'(h) of a row, and dgate for swiglu, else dh again. Stores a = act(h) if it is given."""
-    here = (rows[:, None] < N) & (columns[None, :] < C)
+    inside = (rows[:, None] < N) & (columns[None, :] < C)
     exact: tl.constexpr = h.dtype.element_ty == tl.float32
     row = rows[:, None].to(tl.int64)
-    grad = tl.load(da + row * C + columns[None, :], mask=here, other=0.0).to(tl.float32)
+    da_tile = tl.load(da + row * C + columns[None, :], mask=inside, other=0.0).to(tl.float32)
     if KIND == "swiglu":
-        up = tl.load(h + row * (2 * C) + columns[None, :], mask=here, other=0.0).to(tl.float32)
-        gate = tl.load(h + row * (2 * C) + C + columns[None, :], mask=here, other=0.0).to(tl.float32)
-        of_g, of_minus_g = sigmoids_next_to_1(gate, exact)
-        dh = grad * gate * of_g
-        dgate = grad * up * (of_g * (1.0 + gate * of_minus_g))
-        again = gate * of_g * up
+        up = tl.load(h + row * (2 * C) + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        gate = tl.load(h + row * (2 * C) + C + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        sigmoid_gate, sigmoid_minus_gate = sigmoids_next_to_1(gate, exact)
+        dh = da_tile * gate * sigmoid_gate
+        dgate = da_tile * up * (sigmoid_gate * (1.0 + gate * sigmoid_minus_gate))
+        recomputed = gate * sigmoid_gate * up
     else:
-        of_h = tl.load(h + row * C + columns[None, :], mask=here, other=0.0).to(tl.float32)
-        dh = grad * derivative(of_h, KIND, exact)
+        h_tile = tl.load(h + row * C + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        dh = da_tile * derivative(h_tile, KIND, exact)
         dgate = dh
-        again = activate(of_h, KIND, exact)
+        recomputed = activate(h_tile, KIND, exact)
     if a is not None:
-        tl.store(a + row * C + columns[None, :], again.to(a.dtype.element_ty), mask=here)
+        tl.store(a + row * C + columns[None, :], recomputed.to(a.dtype.element_ty), mask=inside)
     return dh, dgate
 
 
@@ -188,7 +188,7 @@ def _round_gradients(
     the column sums of the tile's rows added to total."""
     if SUMS:
         total += (a + b) + (c + d)
-    largest = _wider(_wider(_wider(_wider(largest, a), b), c), d)
+    largest = _update_largest(_update_largest(_update_largest(_update_largest(largest, a), b), c), d)
     last, into, rows = first_column + C, columns + first_column, fours * 4
     a = _round_row(a, inverse, bound, dh8, dh8t, rows, into, N, last, WIDTH, INTERPRETED)
     b = _round_row(b, inverse, bound, dh8, dh8t, rows + 1, into, N, last, WIDTH, INTERPRETED)
@@ -235,23 +235,23 @@ def _quantize_activation_bwd_kernel(
             )  # fmt: skip
 
     if sums:
-        own = partials + p.to(tl.int64) * C + columns
-        tl.store(own, tl.sum(dh_sum, 0), mask=columns < C)
+        place = partials + p.to(tl.int64) * C + columns
+        tl.store(place, tl.sum(dh_sum, 0), mask=columns < C)
         if gated:
-            tl.store(own + programs.to(tl.int64) * C, tl.sum(dgate_sum, 0), mask=columns < C)
+            tl.store(place + programs.to(tl.int64) * C, tl.sum(dgate_sum, 0), mask=columns < C)
     _keep_largest(state, p * tl.num_programs(0) + tl.program_id(0), largest)
 
 
 @triton.jit
 def _gradient_of_logits(logits, targets, row_max, factor, scale, logits_n, rows, columns, N, V, SOFTCAP: tl.constexpr):
-    inside, here = rows < N, (rows[:, None] < N) & (columns[None, :] < V)
-    most = tl.load(row_max + rows, mask=inside, other=float("inf"))
-    of_row = tl.load(factor + rows, mask=inside, other=0.0)
-    target = tl.load(targets + rows, mask=inside, other=-1)
+    row_inside, inside = rows < N, (rows[:, None] < N) & (columns[None, :] < V)
+    maxima = tl.load(row_max + rows, mask=row_inside, other=float("inf"))
+    factors = tl.load(factor + rows, mask=row_inside, other=0.0)
+    target = tl.load(targets + rows, mask=row_inside, other=-1)
     exact: tl.constexpr = logits.dtype.element_ty == tl.float32
-    x = tl.load(logits + rows[:, None].to(tl.int64) * logits_n + columns[None, :], mask=here, other=0.0)
+    x = tl.load(logits + rows[:, None].to(tl.int64) * logits_n + columns[None, :], mask=inside, other=0.0)
     x = capped(x.to(tl.float32), SOFTCAP, exact)
-    dl = tl.exp2(x * LOG2E - (most * LOG2E)[:, None]) * of_row[:, None]
+    dl = tl.exp2(x * LOG2E - (maxima * LOG2E)[:, None]) * factors[:, None]
     dl = tl.where(columns[None, :] == target.to(tl.int32)[:, None], dl - scale, dl)
     if SOFTCAP != 0.0:
         dl *= slope(x, SOFTCAP, exact)
@@ -284,10 +284,10 @@ def _quantize_softmax_bwd_kernel(
 
 
 @triton.jit
-def _scale_kernel(state, jumps, apart, PADDED: tl.constexpr):
-    """s = the largest magnitude / L, unless that is 0 or not finite; resets the magnitudes. One program for each state."""
+def _scale_kernel(state, jumps, stride, PADDED: tl.constexpr):
+    """s = largest magnitude / L, if this magnitude is finite and not 0; resets the magnitudes. One program for each state."""
     i = tl.arange(0, PADDED)
-    state += tl.program_id(0).to(tl.int64) * apart
+    state += tl.program_id(0).to(tl.int64) * stride
     largest = tl.max(tl.load(state + FIRST_PART + i, mask=i < PARTS, other=0.0), 0)
     bound = tl.load(state + FORMAT)
     if (largest > 0.0) & (largest < float("inf")):
@@ -364,10 +364,12 @@ def softmax_bwd(
 def scale_step(*, states: Sequence[Tensor], jumps: Tensor, scratch: Scratch) -> None:
     """Takes one launch if the addresses of the states are equally spaced, as in an arena."""
     jumps.zero_()
-    at = [state.data_ptr() for state in states]
-    apart = {b - a for a, b in pairwise(at)}
-    if len(apart) == 1:
-        launch(_scale_kernel, (len(states),), states[0], jumps, apart.pop() // states[0].element_size(), PADDED=PADDED)
+    addresses = [state.data_ptr() for state in states]
+    spacings = {b - a for a, b in pairwise(addresses)}
+    if len(spacings) == 1:
+        launch(
+            _scale_kernel, (len(states),), states[0], jumps, spacings.pop() // states[0].element_size(), PADDED=PADDED
+        )
     else:
         for state in states:
             launch(_scale_kernel, (1,), state, jumps, 0, PADDED=PADDED)

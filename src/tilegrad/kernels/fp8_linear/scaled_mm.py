@@ -1,9 +1,9 @@
 """The product by cuBLAS's float8 GEMM, `torch._scaled_mm`; `round_both_orders.py` rounds its factors.
 
-The tensor cores add 32 products at a time and keep 13 bits below the largest of them (`use_fast_accum`). With 3,072 inputs this
-error is 0.1 % of y's root mean square, while the rounding of the factors errs by 4 %. It grows with the number of products, and
-the gradient of a weight adds one for each token: with 65,536 tokens the error would be 12 %. So such a gradient is `precise`:
-every 128 products are added to a float32 sum (0.01 %), which takes 6 % longer.
+The tensor cores add 32 products at a time and keep 13 bits below the largest of them (`use_fast_accum`). With 3,072 inputs the
+error of this sum is 0.1 % of y's root mean square, that of the rounded factors 4 %. The error of the sum grows with the number
+of products, and the gradient of a weight adds one for each token: with 65,536 tokens it would be 12 %. So such a gradient is
+`precise`: every 128 products are added to a float32 sum (0.01 %), which takes 6 % longer.
 
 `_scaled_mm` overwrites its output. A product that is added to out is computed in scratch in out's dtype, a block of rows at a
 time.
@@ -55,6 +55,6 @@ def product(
             return
         block = scratch["product"]
         for i in blocks(a8.shape[0], block.shape[0]):
-            found = block[: i.stop - i.start]
-            torch._scaled_mm(a8[i], b8.t(), *scales, out_dtype=out.dtype, use_fast_accum=fast, out=found)
-            out[i].add_(found)
+            part = block[: i.stop - i.start]
+            torch._scaled_mm(a8[i], b8.t(), *scales, out_dtype=out.dtype, use_fast_accum=fast, out=part)
+            out[i].add_(part)

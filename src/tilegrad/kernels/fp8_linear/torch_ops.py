@@ -84,9 +84,9 @@ def product(
     a8: Tensor, a_state: Tensor, b8: Tensor, b_state: Tensor, b: Tensor | None, *, into: Product, scratch: Scratch
 ) -> None:
     out, accumulate, _ = into
-    found = a8.float() @ b8.float().t() * (a_state[0] * b_state[0])
-    found = found if b is None else found + b
-    out.copy_(out.float() + found if accumulate else found)
+    y = a8.float() @ b8.float().t() * (a_state[0] * b_state[0])
+    y = y if b is None else y + b
+    out.copy_(out.float() + y if accumulate else y)
 
 
 def scale_step(*, states: Sequence[Tensor], jumps: Tensor, scratch: Scratch) -> None:

@@ -3,7 +3,7 @@
 
     norm = ‖grads‖₂        inf or NaN if an element is; over all ranges of a list
 
-The norm is computed from the norms of parts: each sum is short, so float32 is accurate enough. `GLOBAL_NORM` is the table of
+The norm is computed from sums over parts: each sum is short, so float32 is accurate enough. `GLOBAL_NORM` is the table of
 kernels: each module offers `workspace` and `fwd`.
 """
 

@@ -36,7 +36,7 @@ from ..table import Problem as SumProblem
 
 NO_BIAS, BIAS = {"bias": False}, {"bias": True}  # options of a `workspace`
 FEW_ROWS = 12  # up to this many rows fixed_order is faster than a BLAS, which copies w, or reads it slowly for one row
-FEW_ROWS_BFLOAT16 = 64  # this limit if BLAS needs float32 copies of bfloat16 tiles; measured on x86 only
+FEW_ROWS_BFLOAT16 = 64  # the limit instead if BLAS needs float32 copies of bfloat16 tiles; measured on x86 only
 FEW_ROWS_ELEMENTS = 1 << 16  # both limits hold only if w has this many elements: a smaller w is in the caches
 FEW_ROWS_ON_CUDA = 4  # up to this many rows few_rows is faster than cuBLAS
 
@@ -74,8 +74,8 @@ def _native_refuses(problem: Problem) -> str | None:
         return "takes float32 only"
     if min(*x.shape, *w.shape[-2:]) < 2:
         return "takes matrices, not vectors: BLAS multiplies vectors by another function"
-    found = rows.refusal(x) or library.blas()
-    return found if isinstance(found, str) else _by_rows(problem)
+    reason_or_blas = rows.refusal(x) or library.blas()
+    return reason_or_blas if isinstance(reason_or_blas, str) else _by_rows(problem)
 
 
 def _torch_refuses(problem: Problem) -> str | None:
@@ -195,8 +195,8 @@ def linear_fwd(
     check_param("w", w, (cout, cin), x)
     if b is not None:
         check_param("b", b, (cout,), x)
-    float32 = b is None and x.device.type != "cpu" and y.dtype == accumulation_dtype(x.dtype)
-    check_tensor("y", y, (n, cout), y.dtype if float32 else x.dtype, x.device)
+    writes_float32 = b is None and x.device.type != "cpu" and y.dtype == accumulation_dtype(x.dtype)
+    check_tensor("y", y, (n, cout), y.dtype if writes_float32 else x.dtype, x.device)
     _check_scale(scale, alone=b is None and y.dtype == x.dtype)
     options = NO_BIAS if b is None else BIAS
     LINEAR.run("fwd", Problem(x, w, invariant), x, w, b, options=options, y=y, scale=scale, **where)
@@ -240,16 +240,16 @@ def per_head_linear_fwd(
 ) -> None:
     """y[:, h·D:(h+1)·D] = x[:, h·D:(h+1)·D] w[h]ᵀ + b[h]       x, y (N, H·D)   w (H, D, D) = (head, out, in)   b (H, D)"""
     _check_heads(x, w, b=b, y=y)
-    for h, own in _heads(w):
-        linear_fwd(x[:, own], w[h], None if b is None else b[h], y=y[:, own], invariant=invariant, **where)
+    for h, columns in _heads(w):
+        linear_fwd(x[:, columns], w[h], None if b is None else b[h], y=y[:, columns], invariant=invariant, **where)
 
 
 @op(accumulates=("dx",))
 def per_head_linear_bwd_input(dy: Tensor, w: Tensor, *, dx: Tensor, accumulate: bool, **where: Unpack[Where]) -> None:
     """`linear_bwd_input` of each head."""
     _check_heads(dy, w, dx=dx)
-    for h, own in _heads(w):
-        linear_bwd_input(dy[:, own], w[h], dx=dx[:, own], accumulate=accumulate, **where)
+    for h, columns in _heads(w):
+        linear_bwd_input(dy[:, columns], w[h], dx=dx[:, columns], accumulate=accumulate, **where)
 
 
 @op(accumulates=("dw", "db"))
@@ -259,9 +259,9 @@ def per_head_linear_bwd_weight(
 ) -> None:  # fmt: skip
     """`linear_bwd_weight` of each head."""
     _check_heads(x, w, dy=dy, db=db)
-    for h, own in _heads(w):
+    for h, columns in _heads(w):
         dw_h, db_h = (None if grad is None else grad[h] for grad in (dw, db))
-        linear_bwd_weight(dy[:, own], x[:, own], w[h], dw=dw_h, db=db_h, accumulate=accumulate, **where)
+        linear_bwd_weight(dy[:, columns], x[:, columns], w[h], dw=dw_h, db=db_h, accumulate=accumulate, **where)
 
 
 def _check_scale(scale: float, *, alone: bool) -> None:

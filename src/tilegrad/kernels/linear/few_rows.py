@@ -18,7 +18,7 @@ from ..gpu import ceil_div, launch, multiprocessors, padded
 from ..scratch import Scratch, Shapes, TensorLike
 
 TILE, WARPS = 8192, 4  # elements of a tile of w
-LARGE, LARGE_TILE, LARGE_WARPS = 1 << 23, 4096, 2  # if w has at least LARGE elements, so that more programs run at once
+LARGE, LARGE_TILE, LARGE_WARPS = 1 << 23, 4096, 2  # for a w of at least LARGE elements: more programs run at once
 MOST_OUTPUTS, LEAST_OUTPUTS = 4, 2  # outputs of a program
 PROGRAMS = 2  # per multiprocessor; if w has too few rows for these, a program has fewer outputs, at least LEAST_OUTPUTS
 
@@ -33,17 +33,17 @@ def _few_rows_kernel(
     columns = tl.arange(0, BLOCK_K)
     rows = tl.arange(0, ROWS)[None, :]
     inside = (outputs < m)[:, None]
-    of_w = w + outputs.to(tl.int64)[:, None] * w_m + columns[None, :]
-    tile = tl.load(of_w, inside & (columns < k)[None, :], 0.0)
+    at_w = w + outputs.to(tl.int64)[:, None] * w_m + columns[None, :]
+    tile = tl.load(at_w, inside & (columns < k)[None, :], 0.0)
     wait_for_previous(DEPENDENT)
 
     total = tl.zeros([BLOCK_M, ROWS], tl.float32)
     for first in range(0, k, BLOCK_K):
         later = first + BLOCK_K
-        next_tile = tl.load(of_w + later, inside & (later + columns < k)[None, :], 0.0)
+        next_tile = tl.load(at_w + later, inside & (later + columns < k)[None, :], 0.0)
         for row in tl.static_range(ROWS):
-            of_x = x + row * tl.cast(x_n, tl.int64) + first + columns
-            x_row = tl.load(of_x, (first + columns < k) & (row < n), 0.0).to(tl.float32)
+            at_x = x + row * tl.cast(x_n, tl.int64) + first + columns
+            x_row = tl.load(at_x, (first + columns < k) & (row < n), 0.0).to(tl.float32)
             sums = tl.sum(tile.to(tl.float32) * x_row[None, :], 1)
             total += tl.where(rows == row, sums[:, None], 0.0)
         tile = next_tile

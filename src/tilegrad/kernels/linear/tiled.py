@@ -1,5 +1,5 @@
-"""Products of bfloat16 on a CPU without bf16 instructions. On such a CPU torch's bfloat16 product is slower than its float32
-product: about 4 times with AVX-512, otherwise about 100 times. Tiles of the operands are copied to float32, and the float32
+"""Products of bfloat16 on a CPU without bf16 instructions. On a CPU with AVX-512, torch's bfloat16 product takes about 4 times
+as long as its float32 product; without AVX-512, about 100 times. Tiles of the operands are copied to float32, and the float32
 kernel that `LINEAR` selects multiplies them. A float32 w is not copied.
 """
 

@@ -2,10 +2,10 @@
 
     s_i = Σ x w over the columns i·SPLIT … (i + 1)·SPLIT of K           y = ((s_0 + s_1) + s_2) + … + b
 
-Each s_i is computed by tl.dot in steps of BLOCK_K. The order of additions in s_i, and the order in which the s_i are added,
-depend only on K. So a row has the same bits for any N:
+Each s_i is computed by tl.dot in steps of BLOCK_K. In half precision an MMA adds 16 products at a time, in the order of K, with
+any BLOCK_K. So the order of all additions depends only on K, and the bits of a row do not depend on N:
 
-    N ≤ FEW    a program computes one s_i of a tile of yᵀ, so there are enough programs to read w at full memory bandwidth.
+    N ≤ FEW    if there are several s_i, a program computes one of them for a tile of yᵀ, so that enough programs read w, and
                `_add_splits_kernel` adds the s_i
     N > FEW    a program computes all s_i of its tile one after another, and adds them; from MANY rows on, TMA copies tiles
 
@@ -29,7 +29,7 @@ from ..gpu import capability, ceil_div, launch, padded
 from ..ordered_sum import BLOCK, WARPS, add_parts, ahead
 from ..scratch import Scratch, Shapes, TensorLike
 
-SPLIT, BLOCK_K = 256, 64
+SPLIT = 768  # a multiple of each tile's columns
 FEW = 64  # rows of x up to which splits are computed by different programs
 MANY = 1024  # least rows of x with which TMA copies tiles, because a launch with descriptors takes the host 20 to 40 µs
 LINE: tl.constexpr = tl.constexpr(128)  # bytes of a line of the L2 cache
@@ -38,14 +38,16 @@ LINE: tl.constexpr = tl.constexpr(128)  # bytes of a line of the L2 cache
 class Tile(NamedTuple):
     m: int  # rows of w
     n: int  # rows of x; 0: all, padded
+    k: int  # columns of both
     stages: int
     warps: int
 
 
-TILE_FEW = Tile(64, 0, 4, 4)
-TILE_TMA = Tile(64, 128, 3, 4)
-TILE = Tile(64, 128, 4, 4)
-TILE_FLOAT32 = Tile(64, 64, 3, 8)
+TILE_FEW = Tile(64, 0, 64, 4, 4)
+TILE_FEW_DEEP = Tile(64, 0, 128, 6, 4)  # loads all SPLIT columns at once, into up to 192 KiB of shared memory
+TILE_TMA = Tile(64, 128, 64, 3, 4)
+TILE = Tile(64, 128, 64, 4, 4)
+TILE_FLOAT32 = Tile(64, 64, 64, 3, 8)
 
 
 @triton.jit
@@ -54,7 +56,8 @@ def _prefetch(w, w_m, m, k, first_output, first, SPLIT: tl.constexpr, BLOCK_M: t
     because all multiprocessors write through the same L2, and tiles are read from it only after the wait."""
     STEP: tl.constexpr = LINE // (w.dtype.element_ty.primitive_bitwidth // 8)
     rows = tl.minimum(first_output + tl.arange(0, BLOCK_M), m - 1).to(tl.int64)[:, None]
-    columns = tl.minimum(first + STEP * tl.arange(0, SPLIT // STEP), k - 1)[None, :]
+    last = tl.minimum(first + SPLIT, k) - 1
+    columns = tl.minimum(first + STEP * tl.arange(0, triton.next_power_of_2(SPLIT // STEP)), last)[None, :]
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [w + rows * w_m + columns], tl.int32, is_pure=False, pack=1
     )
@@ -132,9 +135,15 @@ def _add_splits_kernel(
 
 
 def workspace(x: TensorLike, w: TensorLike, invariant: bool = False, backward: bool = False, *, bias: bool) -> Shapes:
-    """Never empty, because a caller that declares scratch for more than FEW rows may also run fewer."""
+    """Also for more than FEW rows, because a caller that declares scratch for these may run fewer."""
     (n, k), m = x.shape, w.shape[-2]
-    return {"parts": ((ceil_div(k, SPLIT), min(n, FEW), m), torch.float32)}
+    splits = ceil_div(k, SPLIT)
+    return {"parts": ((splits, min(n, FEW), m), torch.float32)} if splits > 1 else {}
+
+
+def takes_deep_tile(x: Tensor) -> bool:
+    """Whether TILE_FEW_DEEP fits into the shared memory: half precision on H100, H200 and B200."""
+    return x.dtype != torch.float32 and x.device.type == "cuda" and capability(x.device)[0] in (9, 10)
 
 
 def takes_tma(*tensors: Tensor) -> bool:
@@ -151,14 +160,16 @@ def fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scale: float, scra
     (n, k), m, few = x.shape, w.shape[0], x.shape[0] <= FEW
     tma = n >= MANY and takes_tma(x, w, y)
     tile = TILE_TMA if tma else TILE_FLOAT32 if x.dtype == torch.float32 else TILE
-    tile = TILE_FEW._replace(n=max(16, padded(n))) if few else tile
-    splits, parts = ceil_div(k, SPLIT), scratch["parts"] if few else None
-    sizes = {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": BLOCK_K, "STAGES": tile.stages, "num_warps": tile.warps}
-    constants = {"SPLIT": SPLIT, "TMA": tma, "WHOLE": k % BLOCK_K == 0, **sizes, **dependent(x, n)}
-    blocks = ((x, tile.n, BLOCK_K), (w, tile.m, BLOCK_K), (y, tile.n, tile.m))
+    if few:
+        tile = (TILE_FEW_DEEP if takes_deep_tile(x) else TILE_FEW)._replace(n=max(16, padded(n)))
+    splits = ceil_div(k, SPLIT)
+    parts = scratch["parts"] if few and splits > 1 else None
+    sizes = {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k, "STAGES": tile.stages, "num_warps": tile.warps}
+    constants = {"SPLIT": SPLIT, "TMA": tma, "WHOLE": k % tile.k == 0, **sizes, **dependent(x, n)}
+    blocks = ((x, tile.n, tile.k), (w, tile.m, tile.k), (y, tile.n, tile.m))
     tiled = [TensorDescriptor.from_tensor(t, block) if tma else t for t, *block in blocks]
     strides = x.stride(0), w.stride(0), y.stride(0)
-    grid = (ceil_div(m, tile.m), ceil_div(n, tile.n), splits if few else 1)
+    grid = (ceil_div(m, tile.m), ceil_div(n, tile.n), 1 if parts is None else splits)
     launch(_product_kernel, grid, y, *tiled, b, parts, *strides, n, m, k, **constants)
     if parts is not None:
         constants = {"BLOCK": BLOCK, "AHEAD": ahead(splits), "num_warps": WARPS, **dependent(x, n)}

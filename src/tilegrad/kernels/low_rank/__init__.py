@@ -72,9 +72,10 @@ def low_rank_workspace(
     if backward:
         forms = [[Form((n, size), dtype, device) for size in b.shape] for b in bs]
         problems = [Problem(dy, u, b) for (dy, u), b in zip(forms, bs, strict=True)]
-        of_a = Problem(x, Form((n, a.shape[0]), dtype, device), a)
+        problem_a = Problem(x, Form((n, a.shape[0]), dtype, device), a)
         scratch = larger(
-            LOW_RANK.workspace(of_a, kernel=kernel, du=False), LOW_RANK.workspace(*problems, kernel=kernel, du=True)
+            LOW_RANK.workspace(problem_a, kernel=kernel, du=False),
+            LOW_RANK.workspace(*problems, kernel=kernel, du=True),
         )
         return linear_workspace(x, a, backward=True, bias=False) | scratch
     shapes = linear_workspace(x, a, backward=False, bias=False)
@@ -123,10 +124,10 @@ def joined_linear_fwd(
     _check(xu[:, inputs:], bs, parts, [y], "y")
     _copy(w, wb[:, :inputs])
     wb[:, inputs:].zero_()
-    for at, own in zip(parts, bs, strict=True):
-        width, r = own.shape
+    for at, b_i in zip(parts, bs, strict=True):
+        width, r = b_i.shape
         first = inputs + at.rank_start
-        wb[at.start : at.start + width, first : first + r].copy_(own)
+        wb[at.start : at.start + width, first : first + r].copy_(b_i)
     linear_fwd(xu, wb, b, y=y)
 
 
@@ -145,9 +146,9 @@ def joined_linear_bwd_input(
 
 def _copy(x: Tensor, y: Tensor) -> None:
     """y = x, eight bytes at a time, which is twice as fast on a GPU as two bytes at a time. Rows are contiguous."""
-    wide = 8 // x.element_size()
+    per_word = 8 // x.element_size()
     sizes = (x.shape[1], x.stride(0), y.stride(0), x.storage_offset(), y.storage_offset())
-    if wide > 1 and not any(size % wide for size in sizes):
+    if per_word > 1 and not any(size % per_word for size in sizes):
         x, y = x.view(torch.int64), y.view(torch.int64)
     y.copy_(x)
 

@@ -34,23 +34,23 @@ def _low_rank_kernel(
     columns, ranks = j * BLOCK_W + tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_R)
     inside = (columns < w)[:, None] & (ranks < R)[None, :]
     if b is not None:
-        weights = tl.load(b + columns.to(tl.int64)[:, None] * b_w + ranks[None, :], inside, 0.0)
+        b_tile = tl.load(b + columns.to(tl.int64)[:, None] * b_w + ranks[None, :], inside, 0.0)
     db = tl.zeros([BLOCK_W, BLOCK_R], tl.float32)
 
     for first in tl.range(s * BLOCK_N, n, splits * BLOCK_N, num_stages=STAGES):
         rows = first + tl.arange(0, BLOCK_N)
         steps, in_u = rows.to(tl.int64)[:, None], (rows < n)[:, None] & (ranks < R)[None, :]
-        grad = tl.load(dy + steps * dy_n + columns[None, :], (rows < n)[:, None] & (columns < w)[None, :], 0.0)
+        dy_tile = tl.load(dy + steps * dy_n + columns[None, :], (rows < n)[:, None] & (columns < w)[None, :], 0.0)
         if u is not None:
-            own = tl.load(u + steps * u_n + ranks[None, :], in_u, 0.0)
-            db = tl.dot(tl.trans(grad), own, db, input_precision="ieee")
+            u_tile = tl.load(u + steps * u_n + ranks[None, :], in_u, 0.0)
+            db = tl.dot(tl.trans(dy_tile), u_tile, db, input_precision="ieee")
         if b is not None:
-            du = tl.dot(grad, weights, input_precision="ieee")
+            du = tl.dot(dy_tile, b_tile, input_precision="ieee")
             tl.store(du_parts + (j.to(tl.int64) * n + steps) * R + ranks[None, :], du, in_u)
 
     if u is not None:
-        at = db_parts + (s.to(tl.int64) * w + columns[:, None]) * R + ranks[None, :]
-        tl.store(at, db, inside)
+        pointers = db_parts + (s.to(tl.int64) * w + columns[:, None]) * R + ranks[None, :]
+        tl.store(pointers, db, inside)
 
 
 @triton.jit
@@ -65,10 +65,10 @@ def _sum_parts_kernel(
 
     first_part = parts + steps * R + ranks[None, :]
     total = add_parts(total, first_part, tl.cast(n, tl.int64) * R, count, inside, AHEAD) * scale
-    at = out + steps * out_n + ranks[None, :] * out_r
+    pointers = out + steps * out_n + ranks[None, :] * out_r
     if ACCUMULATE:
-        total += tl.load(at, inside, 0.0)
-    tl.store(at, total.to(out.dtype.element_ty), inside)
+        total += tl.load(pointers, inside, 0.0)
+    tl.store(pointers, total.to(out.dtype.element_ty), inside)
 
 
 def _tiles(wide: TensorLike) -> tuple[int, int, int]:

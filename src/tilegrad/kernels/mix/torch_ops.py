@@ -18,6 +18,6 @@ def fwd(part: Tensor, part_lse: Tensor, *, o: Tensor, lse: Tensor, scratch: Scra
     share, mixed = scratch["share"], scratch["mixed"]
     for b in range(part.shape[0]):
         torch.sub(lse[b], part_lse[b], out=share).sigmoid_()
-        one = scratch["part"].copy_(part[b]) if "part" in scratch else part[b]
-        o[b].copy_(mixed.copy_(o[b]).sub_(one).mul_(share[..., None]).add_(one))
+        part_b = scratch["part"].copy_(part[b]) if "part" in scratch else part[b]
+        o[b].copy_(mixed.copy_(o[b]).sub_(part_b).mul_(share[..., None]).add_(part_b))
         lse[b].copy_(torch.logaddexp(lse[b], part_lse[b], out=share))

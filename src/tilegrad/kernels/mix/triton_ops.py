@@ -24,21 +24,21 @@ def _mix_kernel(
     b, h = n // tiles // H, n // tiles % H
     t = n % tiles * ROWS + tl.arange(0, ROWS)
     i = tl.arange(0, BLOCK_D)[None, :]
-    rows, here = t < T, (t < T)[:, None] & (i < D)
+    row_inside, inside = t < T, (t < T)[:, None] & (i < D)
 
     at_lse = lse + b * lse_b + h * lse_h + t * lse_t
     at_o = o + b * o_b + h * o_h + t[:, None] * o_t + i
-    old = tl.load(at_lse, mask=rows, other=0.0)
-    new = tl.load(part_lse + b * part_lse_b + h * part_lse_h + t * part_lse_t, mask=rows, other=0.0)
-    x = tl.load(at_o, mask=here, other=0.0).to(tl.float32)
-    y = tl.load(part + b * part_b + h * part_h + t[:, None] * part_t + i, mask=here, other=0.0).to(tl.float32)
+    old_lse = tl.load(at_lse, mask=row_inside, other=0.0)
+    added_lse = tl.load(part_lse + b * part_lse_b + h * part_lse_h + t * part_lse_t, mask=row_inside, other=0.0)
+    x = tl.load(at_o, mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(part + b * part_b + h * part_h + t[:, None] * part_t + i, mask=inside, other=0.0).to(tl.float32)
 
-    larger = tl.maximum(old, new)
-    both = larger + tl.log(tl.exp(old - larger) + tl.exp(new - larger))
-    share = tl.exp(old - both)
+    larger = tl.maximum(old_lse, added_lse)
+    total_lse = larger + tl.log(tl.exp(old_lse - larger) + tl.exp(added_lse - larger))
+    share = tl.exp(old_lse - total_lse)
 
-    tl.store(at_o, (y + (x - y) * share[:, None]).to(o.dtype.element_ty), mask=here)
-    tl.store(at_lse, both, mask=rows)
+    tl.store(at_o, (y + (x - y) * share[:, None]).to(o.dtype.element_ty), mask=inside)
+    tl.store(at_lse, total_lse, mask=row_inside)
 
 
 def workspace(part: TensorLike) -> Shapes:

@@ -41,16 +41,16 @@ def _product_dtype(params: TensorLike) -> torch.dtype:
 
 
 def workspace(params: TensorLike, matrices: Matrices, cautious: bool) -> Shapes:
-    dtype, own = _product_dtype(params), params.dtype
+    dtype, param_dtype = _product_dtype(params), params.dtype
     x = a = norms = 1
     for rows, columns, members in batches(matrices):
         n, side = len(members), min(rows, columns)
         x, a, norms = max(x, n * rows * columns), max(a, n * side * side), max(norms, n)
     shapes: Shapes = {"x": ((x,), dtype), "next_x": ((x,), dtype), "a": ((a,), dtype), "b": ((a,), dtype)}
-    shapes |= {"norms": ((norms,), own)}
+    shapes |= {"norms": ((norms,), param_dtype)}
     if cautious:
-        shapes |= {"signs": ((max(1, min(CAUTIOUS_BLOCK, sum(x.stop - x.start for x in matrices))),), own)}
-    return shapes | dict.fromkeys(("clip", "momentum", "blend", "rate", "keep"), ((), own))
+        shapes |= {"signs": ((max(1, min(CAUTIOUS_BLOCK, sum(x.stop - x.start for x in matrices))),), param_dtype)}
+    return shapes | dict.fromkeys(("clip", "momentum", "blend", "rate", "keep"), ((), param_dtype))
 
 
 def step(
@@ -89,7 +89,7 @@ def step(
 def _orthogonalize(updates: list[Tensor], muon: MuonConfig, scratch: Scratch) -> None:
     """Overwrites each matrix with scale · orthogonal(matrix). All matrices have the same shape."""
     n, (rows, columns) = len(updates), updates[0].shape
-    wide, side = rows <= columns, min(rows, columns)
+    from_left, side = rows <= columns, min(rows, columns)
     x, following = (_part(scratch[name], n, rows, columns) for name in ("x", "next_x"))
     a, b = (_part(scratch[name], n, side, side) for name in ("a", "b"))
     torch._foreach_copy_([*x], updates)
@@ -99,9 +99,9 @@ def _orthogonalize(updates: list[Tensor], muon: MuonConfig, scratch: Scratch) ->
     x.div_(norms.mul_(MARGINS[muon.orthogonalization]).add_(1e-7))
     for first, third, fifth in COEFFICIENTS[muon.orthogonalization]:
         # A is symmetric, so a.mT receives A as well. On aarch64, torch.bmm allocates unless `out` is column-major.
-        torch.bmm(*((x, x.mT) if wide else (x.mT, x)), out=a.mT)
+        torch.bmm(*((x, x.mT) if from_left else (x.mT, x)), out=a.mT)
         torch.baddbmm(a, a, a, beta=third, alpha=fifth, out=b)
-        torch.baddbmm(x, *((b, x) if wide else (x, b)), beta=first, out=following)
+        torch.baddbmm(x, *((b, x) if from_left else (x, b)), beta=first, out=following)
         x, following = following, x
     torch._foreach_copy_(updates, [*x])
     torch._foreach_mul_(updates, muon.scale_of(rows, columns))

@@ -42,7 +42,7 @@ def bwd(
 
 
 def _normalise(x: Tensor, f: Tensor | None, w: Tensor, b: Tensor | None, eps: float, out: Outputs) -> NativeCall:
-    """y from x, and mean and rstd too, unless eps is 0: mean and rstd are then read."""
+    """Writes y, mean and rstd. If eps is 0, mean and rstd are read instead."""
     vectors = map(address, (w, b, out.mean, out.rstd))
     matrices = rows(x), rows(out.y), rows(None), rows(None)
     call = pack_norm(*shared(x, w.dtype), *matrices, *vectors, eps=eps, f=rows(f), x1=rows(out.x1))

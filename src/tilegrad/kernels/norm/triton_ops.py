@@ -72,9 +72,9 @@ def _norm_fwd_kernel(
     centred = tl.load(x + steps * x_n + columns[None, :], inside, 0.0).to(tl.float32)
     if f is not None:
         centred += tl.load(f + steps * f_n + columns[None, :], inside, 0.0).to(tl.float32)
-        joined = centred.to(x1.dtype.element_ty)
-        tl.store(x1 + steps * x1_n + columns[None, :], joined, inside)
-        centred = joined.to(tl.float32)
+        x1_tile = centred.to(x1.dtype.element_ty)
+        tl.store(x1 + steps * x1_n + columns[None, :], x1_tile, inside)
+        centred = x1_tile.to(tl.float32)
     if mean is not None:
         row_mean = tl.sum(centred, 1) / C
         tl.store(mean + rows, row_mean, rows < n)
@@ -125,9 +125,9 @@ def _norm_bwd_kernel(
             step = g - hat * (tl.sum(g * hat, 1) / C)[:, None]
             if mean is not None:
                 step -= (tl.sum(g, 1) / C)[:, None]
-            at = dx + steps * dx_n + columns[None, :]
-            new = (tl.load(at, inside, 0.0).to(tl.float32) + step * row_rstd).to(dx.dtype.element_ty)
-            tl.store(at, new, inside)
+            pointers = dx + steps * dx_n + columns[None, :]
+            new = (tl.load(pointers, inside, 0.0).to(tl.float32) + step * row_rstd).to(dx.dtype.element_ty)
+            tl.store(pointers, new, inside)
             if DX_SUM:
                 dx_sum += tl.where(inside, new.to(tl.float32), 0.0)
         if y is not None:
@@ -138,15 +138,15 @@ def _norm_bwd_kernel(
                 out += bias.to(tl.float32)
             tl.store(y + steps * y_n + columns[None, :], out.to(y.dtype.element_ty), inside)
 
-    own, next_sum = partials + p.to(tl.int64) * C + columns, tl.cast(programs, tl.int64) * C
+    place, next_sum = partials + p.to(tl.int64) * C + columns, tl.cast(programs, tl.int64) * C
     if DW:
-        tl.store(own, tl.sum(dw, 0), columns < C)
-        own += next_sum
+        tl.store(place, tl.sum(dw, 0), columns < C)
+        place += next_sum
     if DB:
-        tl.store(own, tl.sum(db, 0), columns < C)
-        own += next_sum
+        tl.store(place, tl.sum(db, 0), columns < C)
+        place += next_sum
     if DX_SUM:
-        tl.store(own, tl.sum(dx_sum, 0), columns < C)
+        tl.store(place, tl.sum(dx_sum, 0), columns < C)
 
 
 def _tile(tiles: dict[int, Tile], c: int) -> Tile:

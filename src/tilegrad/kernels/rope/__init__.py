@@ -33,7 +33,7 @@ def rope_workspace(x: TensorLike, *, packed: bool = False, kernel: str | None = 
 @op()
 def rope_table(theta: float, d: int, t: int, scaling: RopeScaling | None = None, *, cos: Tensor, sin: Tensor) -> None:
     """cos, sin (T, D/2) of the angles of frequencies.py, computed in float64. It is called once, before the first step. It
-    allocates 8·T bytes per column; the other functions here allocate nothing."""
+    allocates vectors of T float64 numbers; the other functions here allocate nothing."""
     if not theta > 0.0:
         raise ValueError(f"theta: got {theta!r}; accepted: a number > 0")
     if d % 2:

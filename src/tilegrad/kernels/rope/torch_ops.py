@@ -38,8 +38,8 @@ def rotate(
             if positions is None:
                 cos_i, sin_i = cos[i, None], sin[i, None]
             else:
-                tables, at = ((cos, scratch["cos"][:m]), (sin, scratch["sin"][:m])), positions[n, i]
-                cos_i, sin_i = (torch.index_select(table, 0, at, out=rows)[:, None] for table, rows in tables)
+                tables, index = ((cos, scratch["cos"][:m]), (sin, scratch["sin"][:m])), positions[n, i]
+                cos_i, sin_i = (torch.index_select(table, 0, index, out=rows)[:, None] for table, rows in tables)
             torch.mul(x1, cos_i, out=y1).addcmul_(x2, sin_i, value=-sign)
             torch.mul(x2, cos_i, out=y2).addcmul_(old_x1, sin_i, value=sign)
             if "rotated" in scratch:

@@ -1,6 +1,6 @@
 """Rotary positions in Triton: a program rotates some heads of one position and reads and writes each number once.
 
-Both halves are loaded before either is stored, so y may be x. q and k are therefore rotated in place.
+Both halves are loaded before either is stored, so y may be x: q and k are rotated in place.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -30,11 +30,11 @@ def _rotate_kernel(
     b, t = n // T, n % T
     h = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
     i = tl.arange(0, BLOCK_D)[None, :]
-    here = (h < H) & (i < HALF)
+    inside = (h < H) & (i < HALF)
 
     at_x = x + b * x_b + t * x_t + h * x_h + i * x_d
-    x1 = tl.load(at_x, mask=here, other=0.0).to(tl.float32)
-    x2 = tl.load(at_x + HALF * x_d, mask=here, other=0.0).to(tl.float32)
+    x1 = tl.load(at_x, mask=inside, other=0.0).to(tl.float32)
+    x2 = tl.load(at_x + HALF * x_d, mask=inside, other=0.0).to(tl.float32)
     p = t
     if positions is not None:
         p = tl.load(positions + n)
@@ -42,8 +42,8 @@ def _rotate_kernel(
     s = tl.load(sin + p * sin_t + i * sin_i, mask=i < HALF, other=0.0) * sign
 
     at_y = y + b * y_b + t * y_t + h * y_h + i * y_d
-    tl.store(at_y, (x1 * c - x2 * s).to(y.dtype.element_ty), mask=here)
-    tl.store(at_y + HALF * y_d, (x2 * c + x1 * s).to(y.dtype.element_ty), mask=here)
+    tl.store(at_y, (x1 * c - x2 * s).to(y.dtype.element_ty), mask=inside)
+    tl.store(at_y + HALF * y_d, (x2 * c + x1 * s).to(y.dtype.element_ty), mask=inside)
 
 
 def workspace(x: TensorLike, *, packed: bool = False) -> Shapes:

@@ -3,7 +3,7 @@
     settings = temperature T, top_k (0 = all), top_p (1 = all), min_p (0 = all), repetition_penalty (1 = none)
 
     y   = l · penalty if l < 0, else l / penalty        for tokens in seen, else y = l; a finite l gives a finite y
-    z   = (y − max y) / T        e = exp(z)             after the temperature
+    z   = (y − max y) / T        e = exp(z)
     kept by top_k     fewer than top_k tokens have a larger y
     kept by top_p     the tokens with a larger e sum to less than top_p · Σ e, both over the tokens that top_k kept
     kept by min_p     e ≥ min_p                         max e = 1

@@ -79,19 +79,19 @@ def _part(scratch: Scratch, i: slice) -> Scratch:
     """The buffers of i.stop − i.start rows."""
     m, out = i.stop - i.start, {}
     for name, x in scratch.items():
-        at = x.ndim - (1 if name.startswith("row_") else 2)
-        if name == "index" or x.shape[at] == m:
+        axis = x.ndim - (1 if name.startswith("row_") else 2)
+        if name == "index" or x.shape[axis] == m:
             out[name] = x
         else:
-            shape = (*x.shape[:at], m, *x.shape[at + 1 :])
-            out[name] = x.view(-1)[: x.numel() // x.shape[at] * m].view(shape)
+            shape = (*x.shape[:axis], m, *x.shape[axis + 1 :])
+            out[name] = x.view(-1)[: x.numel() // x.shape[axis] * m].view(shape)
     return out
 
 
 def _logprobs(l: Tensor, targets: Tensor, part: Scratch, *, out: Tensor) -> Tensor:
     """Writes out (m,). Returns the mask of rows with a NaN or a +inf, or with only −inf."""
     x, work, bad, masses = part["numbers"][0], part["numbers"][1:3], part["row_flags"], part["masses"]
-    (top, at, _), (a, b, *rest) = part["row_tops"], part["row_numbers"]
+    (top, of_target, _), (a, b, *rest) = part["row_tops"], part["row_numbers"]
     total, index, integers = part["row_integers"]
     torch.amax(l, 1, out=top)
     exp_(torch.sub(l, top[:, None], out=x), work, part["bits"], part["flags"][0])
@@ -99,10 +99,10 @@ def _logprobs(l: Tensor, targets: Tensor, part: Scratch, *, out: Tensor) -> Tens
     a.copy_(torch.sum(masses, 1, out=total)).mul_(2.0 ** -mass_bits(l.shape[1]))
     log_(a, part["row_numbers"][2:], integers)
     torch.clamp(targets, min=0, out=index)
-    torch.gather(l, 1, index[:, None], out=at[:, None])
-    b.copy_(at).sub_(rest[0].copy_(top)).sub_(a)
+    torch.gather(l, 1, index[:, None], out=of_target[:, None])
+    b.copy_(of_target).sub_(rest[0].copy_(top)).sub_(a)
     out.copy_(b)
-    torch.ne(torch.sub(top, top, out=at), 0.0, out=bad)
+    torch.ne(torch.sub(top, top, out=of_target), 0.0, out=bad)
     out.masked_fill_(bad, torch.nan)
     torch.lt(targets, 0, out=part["flags"][0, :, 0])
     out.masked_fill_(part["flags"][0, :, 0], 0.0)

@@ -92,8 +92,8 @@ def _logprobs_kernel(logits, targets, logprobs, logits_n, V, scale, TILE: tl.con
             tl.store(logprobs + n, float("nan"))
         else:
             total = log_of_total(total_mass(row, V, top, scale, TILE), scale)
-            at = tl.load(row + target).to(tl.float64)
-            tl.store(logprobs + n, ((at - top.to(tl.float64)) - total).to(tl.float32))
+            of_target = tl.load(row + target).to(tl.float64)
+            tl.store(logprobs + n, ((of_target - top.to(tl.float64)) - total).to(tl.float32))
 
 
 @triton.jit
@@ -143,9 +143,9 @@ def _maxima_kernel(
         chunk_raw_tops = tl.maximum(chunk_raw_tops, tl.where(l != l, INFINITY, l))
         chunk_tops = tl.maximum(chunk_tops, y)
         if SEGMENT > 0:
-            of_tile: tl.constexpr = TILE // SEGMENT
-            largest = tl.max(tl.reshape(y, [of_tile, SEGMENT]), 1)
-            tl.store(segments + b * segments_n + k // SEGMENT + tl.arange(0, of_tile), largest)
+            tile_segments: tl.constexpr = TILE // SEGMENT
+            largest = tl.max(tl.reshape(y, [tile_segments, SEGMENT]), 1)
+            tl.store(segments + b * segments_n + k // SEGMENT + tl.arange(0, tile_segments), largest)
     tl.store(raw_tops + b * P + p, tl.max(chunk_raw_tops, 0))
     tl.store(tops + b * P + p, tl.max(chunk_tops, 0))
     if p == 0:
@@ -348,8 +348,8 @@ def _choose_kernel(
             _, token = _first_of_largest(scores, indices, V)
 
         masses = tl.sum(tl.load(totals + b * P + parts, mask=parts < P, other=0), 0)
-        at = tl.load(row + token).to(tl.float64)
-        logprob = (at - raw_top.to(tl.float64)) - log_of_total(masses, scale)
+        of_token = tl.load(row + token).to(tl.float64)
+        logprob = (of_token - raw_top.to(tl.float64)) - log_of_total(masses, scale)
         tl.store(tokens + b, token.to(tl.int64))
         tl.store(logprobs + b, logprob.to(tl.float32))
         if SEEN:

@@ -40,7 +40,7 @@ def scaled_sum_workspace(x: TensorLike, *, backward: bool, kernel: str | None = 
 
 
 def _check(x: Tensor, a: Tensor, b: Tensor | None, rows: dict[str, Tensor | None], **others: Tensor | None) -> None:
-    """Checks x and `others`, which are contiguous, and `rows`, whose rows are."""
+    """Checks that x and `others` are contiguous, and that each tensor of `rows` has contiguous rows."""
     shape, given = tuple(x.shape), {"x": x} | others
     check_given(x.device, *((name, other, shape, x.dtype) for name, other in (given | rows).items()))
     for name, other in given.items():

@@ -45,16 +45,16 @@ def _place(tile, pitch, C: tl.constexpr, TILE: tl.constexpr):
 def _scaled_sum_fwd_kernel(x, x0, a, b, y, x0_n, y_n, n, C: tl.constexpr, TILE: tl.constexpr):
     tile = tl.program_id(0)
     i = _place(tile, 0, None, TILE)
-    of_a, of_b = tl.load(a).to(tl.float32), 1.0 if b is None else tl.load(b).to(tl.float32)
-    other = tl.load(x0 + _place(tile, x0_n, C, TILE), i < n, 0.0).to(tl.float32)
-    scaled = tl.load(x + i, i < n, 0.0).to(tl.float32) * of_a + other * of_b
+    a_value, b_value = tl.load(a).to(tl.float32), 1.0 if b is None else tl.load(b).to(tl.float32)
+    x0_tile = tl.load(x0 + _place(tile, x0_n, C, TILE), i < n, 0.0).to(tl.float32)
+    scaled = tl.load(x + i, i < n, 0.0).to(tl.float32) * a_value + x0_tile * b_value
     tl.store(y + _place(tile, y_n, C, TILE), scaled.to(y.dtype.element_ty), i < n)
 
 
 @triton.jit
 def _scaled_sum_bwd_kernel(dy, x, x0, a, b, dx, dx0, partials, dy_n, n, tiles, C: tl.constexpr, TILE: tl.constexpr):
     p, programs = tl.program_id(0), tl.num_programs(0)
-    of_a, of_b = tl.load(a).to(tl.float32), 1.0 if b is None else tl.load(b).to(tl.float32)
+    a_value, b_value = tl.load(a).to(tl.float32), 1.0 if b is None else tl.load(b).to(tl.float32)
     da, db = tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.float32)
 
     for tile in range(p, tiles, programs):
@@ -66,8 +66,8 @@ def _scaled_sum_bwd_kernel(dy, x, x0, a, b, dx, dx0, partials, dy_n, n, tiles, C
                 db += g * tl.load(x0 + i, i < n, 0.0).to(tl.float32)
         if dx0 is not None:
             old = tl.load(dx0 + i, i < n, 0.0).to(tl.float32)
-            tl.store(dx0 + i, (old + g * of_b).to(dx0.dtype.element_ty), i < n)
-        tl.store(dx + i, (g * of_a).to(dx.dtype.element_ty), i < n)
+            tl.store(dx0 + i, (old + g * b_value).to(dx0.dtype.element_ty), i < n)
+        tl.store(dx + i, (g * a_value).to(dx.dtype.element_ty), i < n)
 
     if partials is not None:
         tl.store(partials + p, tl.sum(da, 0))

@@ -182,22 +182,22 @@ class AttentionBufferManager:
         else:  # no cached buffer of this key, or another thread took it first
             slot, tensor, hit = cache.find(free_list)
         tracked = self._tracked
-        own = slot.storage_object()  # this reference keeps the storage at `cdata` alive
+        storage = slot.storage_object()  # this reference keeps the storage at `cdata` alive
         if hit and (
             tensor.shape != free_list.shape
             or not tensor.is_contiguous()
             or tensor.data_ptr() != slot.ptr
             or tracked
             and (
-                own is None
+                storage is None
                 or use_count(tensor) != 1
-                or references(own) != slot.storage_refs
+                or references(storage) != slot.storage_refs
                 or storage_use_count(slot.cdata) != slot.alone
                 or references(tensor) > _OURS
                 or self._debug
             )
         ):
-            del own
+            del storage
             slot, tensor, hit = self._look_again(slot, tensor, named=tracked and references(tensor) > _OURS)
         if tracked:
             slot.scope = "" if self._scope.get() is None else self._scope_name()
@@ -237,11 +237,11 @@ class AttentionBufferManager:
             )
         if profile is not None:
             profile.end(slot, began_ns=began)
-        own = slot.storage_object()
+        storage = slot.storage_object()
         if (
-            own is None
+            storage is None
             or use_count(tensor) != 1
-            or references(own) != slot.storage_refs
+            or references(storage) != slot.storage_refs
             or storage_use_count(slot.cdata) != slot.alone
             or self._debug
             and slot.moved(tensor)
@@ -249,7 +249,7 @@ class AttentionBufferManager:
             cache.quarantine(slot)
             self._events.append(free_list.gave)
             return
-        del own  # the next `allocate` counts the references to it
+        del storage  # the next `allocate` counts the references to it
         if pool.on_cuda:
             slot.mark_freed()
         if self._debug:
@@ -331,9 +331,9 @@ class AttentionBufferManager:
     def scope(self, module_name: str) -> Iterator[None]:
         """In this context, allocations are counted under this name, in the innermost scope only. The name "" means no scope. A
         lightweight manager keeps no counts per scope."""
-        outer, here = self._open_scope(), Scope(module_name)
+        outer, opened = self._open_scope(), Scope(module_name)
         try:
-            self._scope.set((weakref.ref(here), outer) if here else None)
+            self._scope.set((weakref.ref(opened), outer) if opened else None)
             yield
         finally:
             self._scope.set(outer)

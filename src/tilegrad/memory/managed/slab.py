@@ -98,20 +98,20 @@ class Region:
 
     def add(self, block: Block) -> None:
         blocks, gaps = self.layout
-        at, gap = bisect(blocks, block.offset, key=_OFFSET), bisect(gaps, block.offset, key=_FIRST) - 1
+        index, gap = bisect(blocks, block.offset, key=_OFFSET), bisect(gaps, block.offset, key=_FIRST) - 1
         first, last = gaps[gap]
-        rest = [(a, b) for a, b in ((first, block.offset), (block.end, last)) if a < b]
-        self.layout = (*blocks[:at], block, *blocks[at:]), (*gaps[:gap], *rest, *gaps[gap + 1 :])
+        remaining = [(a, b) for a, b in ((first, block.offset), (block.end, last)) if a < b]
+        self.layout = (*blocks[:index], block, *blocks[index:]), (*gaps[:gap], *remaining, *gaps[gap + 1 :])
 
     def remove(self, block: Block) -> None:
         """Removes a block and returns its whole pages to the system."""
         blocks, gaps = self.layout
-        at = blocks.index(block)
-        first = blocks[at - 1].end if at else 0
-        last = blocks[at + 1].offset if at + 1 < len(blocks) else self.nbytes
+        index = blocks.index(block)
+        first = blocks[index - 1].end if index else 0
+        last = blocks[index + 1].offset if index + 1 < len(blocks) else self.nbytes
         self.release(first, min(last, round_up(block.end, mmap.PAGESIZE) if last == self.nbytes else last) - first)
         around = (*(gap for gap in gaps if gap[1] <= first), (first, last), *(gap for gap in gaps if gap[0] >= last))
-        self.layout = (*blocks[:at], *blocks[at + 1 :]), around
+        self.layout = (*blocks[:index], *blocks[index + 1 :]), around
 
     def idle_bytes(self) -> int:
         """Bytes that the region has from the system but that are in no block. A lazy region without blocks has no written

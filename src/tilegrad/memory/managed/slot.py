@@ -143,8 +143,8 @@ class Slot:
 
     def learn_alone(self) -> None:
         """Records the counts that mean "no other reference". Called once, while only one tensor has the bytes."""
-        own = self.storage_object()
-        self.storage_refs, self.alone = references(own), storage_use_count(self.cdata)
+        storage = self.storage_object()
+        self.storage_refs, self.alone = references(storage), storage_use_count(self.cdata)
 
     def watch(self, tensor: Tensor, dropped: Callable[[Handle], object]) -> None:
         """Makes `tensor` the tensor of this slot. `dropped` is called with its handle when the tensor dies."""
@@ -160,11 +160,11 @@ class Slot:
 
     def held_elsewhere(self, tensor: Tensor) -> bool:
         """Whether anything but a variable references the bytes. `allocate` and `deallocate` inline this function for speed."""
-        own = self.storage_object()  # this reference keeps the storage at `cdata` alive
+        storage = self.storage_object()  # this reference keeps the storage at `cdata` alive
         return (
-            own is None
+            storage is None
             or use_count(tensor) != 1
-            or references(own) != self.storage_refs
+            or references(storage) != self.storage_refs
             or storage_use_count(self.cdata) != self.alone
         )
 

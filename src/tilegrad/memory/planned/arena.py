@@ -159,11 +159,11 @@ class Arenas:
         offsets, planned = self.plan.arenas[handle.role].offsets, self.plan.trace.handles
         base = offsets[handle.buffers[0].name]
         for buffer, start in zip(handle.buffers, handle.starts, strict=True):
-            at = offsets[buffer.name] - base, planned[buffer.name].nbytes
-            if at != (start * handle.dtype.itemsize, buffer.nbytes):
+            expected = offsets[buffer.name] - base, planned[buffer.name].nbytes
+            if expected != (start * handle.dtype.itemsize, buffer.nbytes):
                 raise ValueError(
                     f"{handle.name}: got {buffer.name!r} of {buffer.nbytes} bytes at {start * handle.dtype.itemsize}; "
-                    f"accepted: {at[1]} bytes at {at[0]}, as planned"
+                    f"accepted: {expected[1]} bytes at {expected[0]}, as planned"
                 )
         base += handle.skipped * handle.dtype.itemsize
         return self.bytes[handle.role][base : base + handle.nbytes]

@@ -89,9 +89,9 @@ def _live_bytes(values: Iterable[tuple[int, Sequence[tuple[int, int]]]]) -> dict
             change[first] = change.get(first, 0) + nbytes
             change[last + 1] = change.get(last + 1, 0) - nbytes
     total, alive = 0, {}
-    for at in sorted(change):
-        total += change[at]
-        alive[at] = total
+    for op in sorted(change):
+        total += change[op]
+        alive[op] = total
     return alive
 
 
@@ -102,11 +102,11 @@ def _round_up(nbytes: int, align: int) -> int:
 def _check(requests: Sequence[Request], align: int) -> None:
     if align < 1:
         raise ValueError(f"align: got {align}; accepted: the alignment of every offset in bytes, at least 1")
-    seen: set[str] = set()
+    names: set[str] = set()
     for request in requests:
-        if request.name in seen:
+        if request.name in names:
             raise ValueError(f"two requests are named {request.name!r}: names must be unique in a plan, rename one")
-        seen.add(request.name)
+        names.add(request.name)
         if request.nbytes < 0:
             raise ValueError(f"request {request.name!r} has nbytes={request.nbytes}; accepted: at least 0")
         if not request.live:
@@ -240,9 +240,9 @@ def _pack(order: list[_Item], *, tightest: bool, below: int | None = None) -> _P
             if below is not None and top > below:
                 return None
         if size:
-            at = bisect_right(placed, (start, start + size))
-            placed.insert(at, (start, start + size))
-            indices.insert(at, item.index)
+            place = bisect_right(placed, (start, start + size))
+            placed.insert(place, (start, start + size))
+            indices.insert(place, item.index)
         offsets[item.index] = start
     return _Packing(top, offsets, order, tightest)
 
@@ -253,13 +253,11 @@ def _repair(best: _Packing, bound: int, passes: int) -> _Packing:
     chance, fixed = random.Random(0), sum(item.offset is not None for item in best.order)
     for iteration in range(passes):
         order = best.order.copy()
-        highest = [
-            at for at, item in enumerate(order) if at >= fixed and best.offsets[item.index] + item.size == best.top
-        ]
+        highest = [i for i, item in enumerate(order) if i >= fixed and best.offsets[item.index] + item.size == best.top]
         if best.top == bound or not highest:
             break
-        at = chance.choice(highest) if iteration % 2 == 0 else chance.randrange(fixed, len(order))
-        item = order.pop(at)
-        order.insert(chance.randrange(fixed, at + 1), item)
+        i = chance.choice(highest) if iteration % 2 == 0 else chance.randrange(fixed, len(order))
+        item = order.pop(i)
+        order.insert(chance.randrange(fixed, i + 1), item)
         best = _pack(order, tightest=best.tightest, below=best.top) or best
     return best

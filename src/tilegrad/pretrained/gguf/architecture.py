@@ -168,9 +168,9 @@ def _llama3_from(container: Container, own: Mapping[str, Value]) -> dict[str, ob
     if size is None and type(width := own.get("embedding_length")) is int:
         heads = own.get("attention.head_count")
         size = width // heads if type(heads) is int and heads else None
-    there = container.tensors[ROPE_TENSOR].shape
-    if type(size) is not int or not isinstance(theta, int | float) or there != (size // 2,):
-        raise ValueError(f"{ROPE_TENSOR}: got shape {there}; accepted: (head_dim / 2,)")
+    shape = container.tensors[ROPE_TENSOR].shape
+    if type(size) is not int or not isinstance(theta, int | float) or shape != (size // 2,):
+        raise ValueError(f"{ROPE_TENSOR}: got shape {shape}; accepted: (head_dim / 2,)")
     found = container.tensor(ROPE_TENSOR)
     usual = {"factor": float(found.max()), "original": 8192, "low": 1.0, "high": 4.0}
     given = {name.rpartition(".")[2]: _short(container.values.get(name, 0)) for name in _LLAMA3.values()}
@@ -268,8 +268,8 @@ def _architecture(kind: str) -> str:
 
 def check_tensors(container: Container, wanted: list[Place]) -> None:
     """Refuse a file whose tensors have other names or shapes than `wanted`."""
-    names, there = {place.name for place in wanted}, {*container.tensors} - {ROPE_TENSOR}
-    missing, extra = sorted(names - there), sorted(there - names)
+    names, in_file = {place.name for place in wanted}, {*container.tensors} - {ROPE_TENSOR}
+    missing, extra = sorted(names - in_file), sorted(in_file - names)
     if missing or extra:
         raise ValueError(
             f"missing tensors: {missing[:3] or 'none'}; unexpected tensors: {shown(extra[:3]) if extra else 'none'}; "

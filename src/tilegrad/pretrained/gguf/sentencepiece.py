@@ -1,7 +1,7 @@
 """SentencePiece's BPE, GGUF's tokenizer model "llama": scores of tokens ↔ merges of tokenizer.json.
 
 SentencePiece joins the two neighbours whose joined token has the best score. BPE joins the two neighbours whose pair comes
-first in a list. The two give the same tokens if the list has every split of every token, sorted by score:
+first in the list of merges. Both give the same tokens if the list has every split of every token, sorted by score:
 
     merges = [(left, right) for token by score, best first, for left + right = token]        score = −rank of the token
 """
@@ -105,6 +105,6 @@ def _prefix(content: Json) -> tuple[bool, list[str]]:
         return normalizer == _SPACES, []
     scheme = pre.get("prepend_scheme") if isinstance(pre, dict) and pre.get("type") == "Metaspace" else None
     if normalizer is None and scheme in ("first", "always", "never") and isinstance(pre, dict) and not pre.get("split"):
-        note = "llama.cpp puts a space before the text after each special token; tokenizer.json only before the first"
+        note = "llama.cpp also puts a space before the text after each special token, which tokenizer.json does not"
         return scheme != "never", [note] if scheme == "first" else []
     raise ValueError(f"normalizer: got {shown(normalizer)}; accepted: one that writes spaces as ▁, as llama.cpp does")

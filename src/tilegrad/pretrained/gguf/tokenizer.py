@@ -21,10 +21,8 @@ from .sentencepiece import Json, is_sentencepiece, parts_of, values_of
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED = 1, 2, 3, 4, 5
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # tokenizer_config.json → GGUF
-_NO_EOS = (
-    "ÿ"  # EOS of a tokenizer without EOS: byte 0xff, which is never in UTF-8; llama.cpp's default would be token 11
-)
-_NO_MERGE = "␀ ␀"  # the merge of a tokenizer without merges: llama.cpp needs a merge, and this merge joins no bytes
+_NO_EOS = "ÿ"  # EOS if a tokenizer has none: byte 0xff, never in UTF-8; llama.cpp's default would be token 11
+_NO_MERGE = "␀ ␀"  # written if a tokenizer has no merges: llama.cpp needs a merge, and this one joins no bytes
 _LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -186,7 +184,7 @@ def _tokens(content: Json, vocab_size: int, path: Path) -> tuple[list[str], list
 
 
 def _looks_special(token: str) -> bool:
-    """Whether llama.cpp's converter makes it a control token, whatever tokenizer.json says: <|…|>, <pad> or <mask>."""
+    """Whether llama.cpp's converter makes the token a control token, whatever tokenizer.json says: <|…|>, <pad> or <mask>."""
     return token.startswith("<|") and token.endswith("|>") or token in ("<pad>", "<mask>")
 
 

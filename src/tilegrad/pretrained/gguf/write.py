@@ -46,10 +46,10 @@ def write_gguf(
     if name not in GGML_TYPES:
         raise ValueError(f"dtype: got {name}; accepted: {', '.join(GGML_TYPES)}")
     content = config_json(config, first)
-    values = metadata_of(content, config)
+    metadata = metadata_of(content, config)
     own = origin / "tokenizer.json" if origin is not None else None
     source = file_in(own.parent, own.name) if own is not None and own.exists() else tokenizer
-    more, notes = tokenizer_values(source, origin, config.vocab_size)
+    tokenizer_metadata, notes = tokenizer_values(source, origin, config.vocab_size)
     if config.window is not None and config.window < config.block_size:
         notes.append(
             f"llama.cpp has no window in {content['model_type']}: from token {config.window + 1:,} on it attends to more "
@@ -59,7 +59,7 @@ def write_gguf(
     if config.rope_scaling is not None and config.rope_scaling.kind == "llama3":
         factors = rope_tensor(config.rope_theta, config.head_dim, config.rope_scaling)
         tensors.append((ROPE_TENSOR, tuple(factors.shape), factors))
-    notes += _write(path, values | more, tensors, GGML_TYPES[name])
+    notes += _write(path, metadata | tokenizer_metadata, tensors, GGML_TYPES[name])
     return Outcome(str(content["model_type"]), sum(x.numel() for x in params.values()), tuple(notes))
 
 

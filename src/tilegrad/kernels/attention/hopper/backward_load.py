@@ -45,25 +45,25 @@ Sources = namedtuple("Sources", "q_descs k_descs v_descs do_descs neg_lse2_desc 
 
 @gluon.jit
 def _load_columns(sources, params, tile, inputs, iteration, BLOCK_N: gl.constexpr):
-    at = tma_coordinates(params, tile.b, tile.start_k, tile.tk, tile.kv_head, tile.n * BLOCK_N)
+    coordinates = tma_coordinates(params, tile.b, tile.start_k, tile.tk, tile.kv_head, tile.n * BLOCK_N)
     producer_acquire(inputs.k, iteration)
-    load_tile(sources.k_descs, at, inputs.k, 0)
+    load_tile(sources.k_descs, coordinates, inputs.k, 0)
     producer_acquire(inputs.v, iteration)
-    load_tile(sources.v_descs, at, inputs.v, 0)
+    load_tile(sources.v_descs, coordinates, inputs.v, 0)
 
 
 @gluon.jit
-def _load_rows(descs, at, row_desc, row, rows, pipeline, state):
+def _load_rows(descs, coordinates, row_desc, row, rows, pipeline, state):
     """Loads a tile of q with neg_lse2, or of do with delta; `row` is the tile's first row in neg_lse2 or delta."""
     stage = stage_of(state, pipeline.full.shape[0])
-    load_tile(descs, at, pipeline, stage, row_desc.block_type.nbytes)
+    load_tile(descs, coordinates, pipeline, stage, row_desc.block_type.nbytes)
     tma_load(row_desc, [row], pipeline.full.index(stage), rows.index(stage))
 
 
 @gluon.jit
-def _load_do(sources, at, row, inputs, state):
+def _load_do(sources, coordinates, row, inputs, state):
     named_acquire(inputs.do, state, DO_EMPTY, INPUT_THREADS)
-    _load_rows(sources.do_descs, at, sources.delta_desc, row, inputs.delta, inputs.do, state)
+    _load_rows(sources.do_descs, coordinates, sources.delta_desc, row, inputs.delta, inputs.do, state)
 
 
 @gluon.jit
@@ -82,18 +82,18 @@ def _load_tile(
     for step in range(tile.begin, tile.end):
         h = tile.kv_head * params.group + g
         m = row_tile(tile, i, params)
-        at = tma_coordinates(params, tile.b, tile.start_q, tile.tq, h, m * BLOCK_M)
+        coordinates = tma_coordinates(params, tile.b, tile.start_q, tile.tq, h, m * BLOCK_M)
         flags = gl.where(step == tile.end - 1, LAST, 0) + masked_flags(tile, i, m, params, BLOCK_M)
         padded_row = h * sources.rows_h + row + m * BLOCK_M
         if DO_FIRST:
-            _load_do(sources, at, padded_row, inputs, state)
+            _load_do(sources, coordinates, padded_row, inputs, state)
         named_acquire(inputs.q, state, Q_EMPTY, INPUT_THREADS)
         write_word(inputs.row_info, stage_of(state, inputs.row_info.shape[0]), (m << BITS) + flags)
-        _load_rows(sources.q_descs, at, sources.neg_lse2_desc, padded_row, inputs.neg_lse2, inputs.q, state)
+        _load_rows(sources.q_descs, coordinates, sources.neg_lse2_desc, padded_row, inputs.neg_lse2, inputs.q, state)
         if step == tile.begin:
             _load_columns(sources, params, tile, inputs, iteration, BLOCK_N)
         if not DO_FIRST:
-            _load_do(sources, at, padded_row, inputs, state)
+            _load_do(sources, coordinates, padded_row, inputs, state)
         state += 1
         i += 1
         g = gl.where(i == tile.count, g + 1, g)
@@ -118,7 +118,7 @@ def load(
     for b in range(0, sequences):
         start_q = 0
         start_k = 0
-        tq = params.tq + (t >> 31)  # adds 0, opaque to the compiler: otherwise tq takes a register of the whole kernel
+        tq = params.tq + (t >> 31)  # adds 0, opaque to the compiler: otherwise tq takes a register in the whole kernel
         tk = params.tk
         heads = params.kv_heads
         if VARLEN:
@@ -132,21 +132,21 @@ def load(
         after = before + col_tiles * heads
         while t < after:
             if VARLEN:
-                b_of = b
+                tile_b = b
                 kv_head = (t - before) // col_tiles
                 n = t - before - kv_head * col_tiles
             else:
                 head, n = head_and_column(t, params, col_tiles)
-                b_of = head // params.kv_heads
-                kv_head = head - b_of * params.kv_heads
+                tile_b = head // params.kv_heads
+                kv_head = head - tile_b * params.kv_heads
             if DESCENDING:
                 n = col_tiles - 1 - n
-            tile = work_tile(b_of, kv_head, n, start_q, start_k, tq, tk, params, part, t, BLOCK_M, BLOCK_N)
+            tile = work_tile(tile_b, kv_head, n, start_q, start_k, tq, tk, params, part, t, BLOCK_M, BLOCK_N)
             state = _load_tile(sources, params, tile, iteration, state, inputs, tile_info, BLOCK_M, BLOCK_N, DO_FIRST)
             iteration += 1
             t, part = take_tile(tile_counter, params)
         before = after
-    none = WorkTile(-1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
-    publish_tile(tile_info, iteration, none, params)
+    no_tile = WorkTile(-1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+    publish_tile(tile_info, iteration, no_tile, params)
     named_drain(inputs.q, state, Q_EMPTY, INPUT_THREADS)
     named_drain(inputs.do, state, DO_EMPTY, INPUT_THREADS)

@@ -96,12 +96,12 @@ def _mask_out_intervals(x, row, first, iteration, params, tile_info, BLOCK_N: gl
     NUMBERS: gl.constexpr = 2 if params.second is None else 4  # numbers of a column
     j = tile.n * BLOCK_N + first + gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, x.type.layout))
     head = gl.cast(tile.b, gl.int64) * params.intervals_b + gl.cast(tile.kv_head, gl.int64) * params.intervals_h
-    at = params.intervals + head + j * NUMBERS
+    ends = params.intervals + head + j * NUMBERS
     inside = j < tile.tk
-    x = drop_between(x, gl.load(at, mask=inside, other=0) - row, gl.load(at + 1, mask=inside, other=0) - row)
+    x = drop_between(x, gl.load(ends, mask=inside, other=0) - row, gl.load(ends + 1, mask=inside, other=0) - row)
     if params.second is not None:
-        at += params.second
-        x = drop_between(x, gl.load(at, mask=inside, other=0) - row, gl.load(at + 1, mask=inside, other=0) - row)
+        ends += params.second
+        x = drop_between(x, gl.load(ends, mask=inside, other=0) - row, gl.load(ends + 1, mask=inside, other=0) - row)
     return x
 
 
@@ -155,16 +155,16 @@ def splitk_reduce(
     """Adds dk or dv of a split work tile (or of half of its columns) to the sums. The last CTA returns the sum and marks it for
     the dQ store warp to store."""
     index = read_word(tile_info.stages, stage_of(iteration, INFO_STAGES) * INFO_WORDS + TILE_FIELDS - 1)
-    at = [_sums_of(x[0], 0, which, HALF, index, sums, BLOCK_N, D)]
+    pointers = [_sums_of(x[0], 0, which, HALF, index, sums, BLOCK_N, D)]
     if len(x) == 2:
-        at = [at[0], _sums_of(x[1], x[0].shape[1], which, HALF, index, sums, BLOCK_N, D)]
+        pointers = [pointers[0], _sums_of(x[1], x[0].shape[1], which, HALF, index, sums, BLOCK_N, D)]
     for i in gl.static_range(len(x)):
-        gl.atomic_add(at[i], x[i], sem="relaxed")
+        gl.atomic_add(pointers[i], x[i], sem="relaxed")
     barrier()
     last = gl.atomic_add(sums.arrivals + 4 * index + 2 * which + HALF, 1, sem="acq_rel") == params.splits - 1
     barrier()
     if last:
-        x = [gl.load(each, cache_modifier=".cg") for each in at]
+        x = [gl.load(pointer, cache_modifier=".cg") for pointer in pointers]
     write_word(tile_info.stages, stored_word(iteration, which, HALF), gl.where(last, 1, 0))
     return x
 

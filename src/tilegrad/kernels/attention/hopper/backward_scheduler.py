@@ -31,7 +31,7 @@ LAST = gl.constexpr(2)  # flag: the last row tile of the work tile
 GAP_WORD = gl.constexpr(24)  # in tile info, the first word of the gaps
 TESTED = gl.constexpr(32)  # column tiles that a dQ store warp tests at a time
 FLAG_BITS = gl.constexpr(2)  # row info is (index << FLAG_BITS) + flags; with intervals there is one more flag
-PARTIAL = gl.constexpr(4)  # that flag: an interval of a column contains one of the rows
+PARTIAL = gl.constexpr(4)  # that flag: an interval of a column contains a row of the tile
 
 # Arguments that all work tiles share. left, right: None where that side is unbounded.
 #   all_heads           batch · kv_heads
@@ -69,8 +69,8 @@ def publish_tile(tile_info, iteration, tile, params):
             write_word(tile_info.stages, stage_of(iteration, INFO_STAGES) * INFO_WORDS + i, tile[i])
     if params.edges is not None:
         for i in gl.static_range(4):
-            at = stage_of(iteration, INFO_STAGES) * INFO_WORDS + GAP_WORD + i
-            write_word(tile_info.stages, at, tile[TILE_FIELDS + i])
+            word = stage_of(iteration, INFO_STAGES) * INFO_WORDS + GAP_WORD + i
+            write_word(tile_info.stages, word, tile[TILE_FIELDS + i])
     producer_commit(tile_info, iteration)
 
 
@@ -85,29 +85,29 @@ def wait_for_tile(tile_info, iteration, params):
 def read_tile(tile_info, iteration, params):
     """Like wait_for_tile, without the wait. A field that is read again where it is used takes no register before that."""
     words = tile_info.stages
-    at = stage_of(iteration, INFO_STAGES) * INFO_WORDS
+    first = stage_of(iteration, INFO_STAGES) * INFO_WORDS
     start_q = 0
     start_k = 0
     tq = params.tq
     tk = params.tk
     if params.cu_seqlens_q is not None:
-        start_q = read_word(words, at + 3)
-        start_k = read_word(words, at + 4)
-        tq = read_word(words, at + 5)
-        tk = read_word(words, at + 6)
+        start_q = read_word(words, first + 3)
+        start_k = read_word(words, first + 4)
+        tq = read_word(words, first + 5)
+        tk = read_word(words, first + 6)
     gap = 0
     gap_tiles = 0
     gap2 = 0
     gap2_tiles = 0
     if params.edges is not None:
-        gap = read_word(words, at + GAP_WORD)
-        gap_tiles = read_word(words, at + GAP_WORD + 1)
-        gap2 = read_word(words, at + GAP_WORD + 2)
-        gap2_tiles = read_word(words, at + GAP_WORD + 3)
+        gap = read_word(words, first + GAP_WORD)
+        gap_tiles = read_word(words, first + GAP_WORD + 1)
+        gap2 = read_word(words, first + GAP_WORD + 2)
+        gap2_tiles = read_word(words, first + GAP_WORD + 3)
     return WorkTile(
-        read_word(words, at), read_word(words, at + 1), read_word(words, at + 2), start_q, start_k, tq, tk,
-        read_word(words, at + 7), read_word(words, at + 8), read_word(words, at + 9), read_word(words, at + 10),
-        read_word(words, at + 11), read_word(words, at + 12), read_word(words, at + 13), read_word(words, at + 14),
+        read_word(words, first), read_word(words, first + 1), read_word(words, first + 2), start_q, start_k, tq, tk,
+        read_word(words, first + 7), read_word(words, first + 8), read_word(words, first + 9), read_word(words, first + 10),
+        read_word(words, first + 11), read_word(words, first + 12), read_word(words, first + 13), read_word(words, first + 14),
         gap, gap_tiles, gap2, gap2_tiles,
     )  # fmt: skip
 
@@ -196,12 +196,12 @@ def skipped_tiles(m, tile, params, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr)
     head = edges_of(tile.b, tile.kv_head, 0, params)
     n_after = gl.arange(0, TESTED, layout=SPREAD)
     skipped = m * 0
-    found = skipped + TESTED
-    while found == TESTED:
+    visited = skipped + TESTED
+    while visited == TESTED:
         n = gl.minimum(tile.n + 1 + skipped + n_after, (tile.tk + BLOCK_N - 1) // BLOCK_N - 1)
         edges = head + n * NUMBERS
-        found = gl.min(gl.where(masks_all(edges, start, stop, params), TESTED, n_after), 0)
-        skipped += found
+        visited = gl.min(gl.where(masks_all(edges, start, stop, params), TESTED, n_after), 0)
+        skipped += visited
     return skipped
 
 

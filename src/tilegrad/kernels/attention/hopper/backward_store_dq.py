@@ -148,13 +148,13 @@ def _add_row_tiles(
                 wait_for_semaphore(counter, before)
         line = h * gradients.rows_h + row + m * BLOCK_M
         for part in gl.static_range(W, (BLOCK_M // ROWS) * PARTS, WARPS):
-            at = [line + part // PARTS * ROWS, part % PARTS * COLUMNS]
+            coordinates = [line + part // PARTS * ROWS, part % PARTS * COLUMNS]
             dq_s = dq_pipeline.stages.index(part % 2)
             named_wait(DQ_FULL + part % 2, DQ_THREADS)
             if before == 0:
-                tma_store(dq_desc, at, dq_s)
+                tma_store(dq_desc, coordinates, dq_s)
             else:
-                tma_reduce_add(dq_desc, at, dq_s)
+                tma_reduce_add(dq_desc, coordinates, dq_s)
             tma.store_wait(0)
             mbarrier.arrive(dq_pipeline.empty.index(part % 2), count=1)
         if gradients.dq_semaphores is not None:
@@ -181,15 +181,15 @@ def _store_dkdv(
     L: gl.constexpr = gl.NVMMASharedLayout.get_default_for(BOX, DTYPE)
     named_wait(DQ_FULL + W, DQ_THREADS)
     if desc is not None:
-        wanted = 1
+        complete = 1
         if params.splits is not None:
-            wanted = read_word(tile_info.stages, stored_word(iteration, which, HALF))
-        if wanted != 0:
+            complete = read_word(tile_info.stages, stored_word(iteration, which, HALF))
+        if complete != 0:
             row = tile.n * BLOCK_N + HALF * 64
             column = part // 2 * COLUMNS if D > 128 else 0
-            at = tma_coordinates(params, tile.b, tile.start_k, tile.tk, tile.kv_head, row)
+            coordinates = tma_coordinates(params, tile.b, tile.start_k, tile.tk, tile.kv_head, row)
             stage = beginning(dq_pipeline.stages.index(W), DTYPE, BOX, L)
-            tma_store(desc, at + (column,), stage)  # noqa: RUF005 (device code)
+            tma_store(desc, coordinates + (column,), stage)  # noqa: RUF005 (device code)
             tma.store_wait(0)
     mbarrier.arrive(dq_pipeline.empty.index(W), count=1)
 
@@ -214,9 +214,9 @@ def earlier_tiles(m, tile, params, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
 def _skipped_before(m, before, tile, params, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
     """How many column tiles, in descending order, row tile m has skipped since it last visited one. If it has visited none, it
     has skipped all `before` tiles before tile.n."""
-    own = tile.b * params.last_tiles_b + tile.kv_head * params.last_tiles_h + m
+    place = tile.b * params.last_tiles_b + tile.kv_head * params.last_tiles_h + m
     skipped = before
-    if gl.load(params.last_tiles + own) != tile.n:
+    if gl.load(params.last_tiles + place) != tile.n:
         skipped = skipped_tiles(m, tile, params, BLOCK_M, BLOCK_N)
     return skipped
 

@@ -114,10 +114,10 @@ def softmax_dv_warpgroup(sums, params, inputs, exchange, dq_pipeline, tile_info,
             named_release(inputs.q, state, Q_EMPTY, INPUT_THREADS)
             row = row_of(row_info, params, BLOCK_M)
             p, t = probabilities(x, neg_lse2, row_info, row, iteration, params, tile_info, factors, BLOCK_N, 0)
-            weight = p
+            p_slope = p
             if factors.softcap_log2 is not None:
-                weight = p * (1.0 - t * t)
-            exchange.p.index(0).store(weight)
+                p_slope = p * (1.0 - t * t)
+            exchange.p.index(0).store(p_slope)
             named_arrive(P_READY, MMA_THREADS)
 
             consumer_wait(inputs.do, state)
@@ -166,10 +166,10 @@ def ds_dk_warpgroup(sums, params, inputs, exchange, dq_pipeline, tile_info, fact
             dp_token = dot_rows(v, do, zero)  # (2)
             delta = row_values(inputs.delta, state, ST_L)
             named_wait(P_READY, MMA_THREADS)
-            weight = exchange.p.index(0).load(ST_L)
+            p_slope = exchange.p.index(0).load(ST_L)
             dp = warpgroup_mma_wait(0, deps=(dp_token,))
             named_release(inputs.do, state, DO_EMPTY, INPUT_THREADS)
-            ds16 = (weight * (dp + delta[None, :])).to(dtype)
+            ds16 = (p_slope * (dp + delta[None, :])).to(dtype)
             exchange.ds.index(0).store(ds16)
             fence_async_shared()
             named_arrive(DS_READY, MMA_THREADS)

@@ -135,28 +135,28 @@ def _clear_rows(v, rows):
 
 
 @gluon.jit
-def _mask_out(x, at, diagonal, tk, params, BLOCK_N: gl.constexpr):
-    """x, and −inf where the band masks out a column of block `at`. `diagonal` is the column on the diagonal of row 0."""
+def _mask_out(x, n, diagonal, tk, params, BLOCK_N: gl.constexpr):
+    """x, and −inf where the band masks out a column of block `n`. `diagonal` is the column on the diagonal of row 0."""
     diagonal = diagonal + gl.arange(0, ROWS, layout=gl.SliceLayout(1, x.type.layout))
     last = diagonal * 0 + (tk - 1)
     if params.right is not None:
         last = gl.minimum(last, diagonal + params.right)
     if params.left is not None:
-        return keep_between(x, diagonal - params.left - at * BLOCK_N, last - at * BLOCK_N)
+        return keep_between(x, diagonal - params.left - n * BLOCK_N, last - n * BLOCK_N)
     else:
-        return keep_between(x, None, last - at * BLOCK_N)
+        return keep_between(x, None, last - n * BLOCK_N)
 
 
 @gluon.jit
-def _mask_out_intervals(x, at, start, tile, params, BLOCK_N: gl.constexpr):
-    """x, and −inf where an interval of a column of block `at` has the row; row 0 of x is row `start`.
+def _mask_out_intervals(x, n, start, tile, params, BLOCK_N: gl.constexpr):
+    """x, and −inf where an interval of a column of block `n` has the row; row 0 of x is row `start`.
 
     The bytes of one word are the starts and ends of a column's intervals, counted from row `start` and limited to 0 … ROWS.
     If this word is subtracted from a word with 128 + i in each byte, the high bit remains in each byte whose start or end
     is ≤ i. So a thread needs one register for each of its columns."""
     COLUMNS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     NUMBERS: gl.constexpr = 2 if params.second is None else 4  # numbers of a column
-    j = at * BLOCK_N + gl.arange(0, BLOCK_N, layout=COLUMNS)
+    j = n * BLOCK_N + gl.arange(0, BLOCK_N, layout=COLUMNS)
     steps = (gl.cast(tile.high, gl.int64) << 32) + (gl.cast(tile.low, gl.int64) & LOW) + j * NUMBERS
     words = _two_bytes(params.intervals + steps, start, j < tile.tk)
     if params.second is not None:
@@ -178,10 +178,10 @@ def _two_bytes(interval, first, inside):
 
 @gluon.jit
 def _softmax_step(
-    s, row_max, row_sum, at, partial, iteration, span, pipelines, params, W: gl.constexpr, BLOCK_N: gl.constexpr,
+    s, row_max, row_sum, n, partial, iteration, span, pipelines, params, W: gl.constexpr, BLOCK_N: gl.constexpr,
     NEGATIVE: gl.constexpr, EDGES: gl.constexpr,
 ):  # fmt: skip
-    """(p, row_max, row_sum, alpha) after the scores s of block `at` of columns; without EDGES no mask is applied. partial: an
+    """(p, row_max, row_sum, alpha) after the scores s of block `n` of columns; without EDGES no mask is applied. partial: an
     edge of an interval crosses the block."""
     x = s
     scale_log2 = params.scale_log2
@@ -195,14 +195,14 @@ def _softmax_step(
     elif NEGATIVE:
         x = -x
     if EDGES and params.intervals is None:  # noqa: SIM102 (constexpr)
-        if (at < span.unmasked) | (at >= span.unmasked_end):
-            x = _mask_out(x, at, span.diagonal, span.tk, params, BLOCK_N)
+        if (n < span.unmasked) | (n >= span.unmasked_end):
+            x = _mask_out(x, n, span.diagonal, span.tk, params, BLOCK_N)
     if EDGES and params.intervals is not None:
         tile = read_tile(iteration, pipelines, params)
         start = tile.start + W * ROWS
-        x = _mask_out(x, at, start + tile.tk - tile.tq, tile.tk, params, BLOCK_N)
+        x = _mask_out(x, n, start + tile.tk - tile.tq, tile.tk, params, BLOCK_N)
         if partial:
-            x = _mask_out_intervals(x, at, start, tile, params, BLOCK_N)
+            x = _mask_out_intervals(x, n, start, tile, params, BLOCK_N)
     new_max = gl.maximum(row_max, max_of_rows(x) * scale_log2)
     p = gl.exp2(x * scale_log2 - new_max[:, None])
     alpha = gl.exp2(row_max - new_max)
@@ -224,18 +224,18 @@ def _start_rows(iteration, pipelines, params, S: gl.constexpr):
 
 @gluon.jit
 def _write(acc, row_max, row_sum, tile, start, stages, stage, out, VARLEN: gl.constexpr):
-    some = row_sum > 0.0
-    row_sum = gl.where(some, row_sum, 1.0)
+    nonzero = row_sum > 0.0
+    row_sum = gl.where(nonzero, row_sum, 1.0)
     if out.lse is not None:
         rows = start + gl.arange(0, ROWS, layout=row_sum.type.layout)
-        value = gl.where(some, from_log2(row_max + gl.log2(row_sum), IEEE_FP32=False), float("-inf"))
+        value = gl.where(nonzero, from_log2(row_max + gl.log2(row_sum), IEEE_FP32=False), float("-inf"))
         lse = out.lse + gl.cast(tile.b, gl.int64) * out.lse_b + gl.cast(tile.h, gl.int64) * out.lse_h
         gl.store(lse + (tile.start_q + rows).to(gl.int64) * out.lse_t, value, mask=rows >= 0)
     if out.o is not None:
         b = tile.b
         if VARLEN:
             b = tile.b * 0
-        at = (b, tile.h, tile.start_q + start)
+        coordinates = (b, tile.h, tile.start_q + start)
         if out.stages is None:
             o = tile_of(stages, stage)
             store_pieces(scale_rows(acc, 1.0 / row_sum), o)
@@ -244,7 +244,7 @@ def _write(acc, row_max, row_sum, tile, start, stages, stage, out, VARLEN: gl.co
                 for i in gl.static_range(len(o)):
                     _store_rows(o[i], tile, start, out, i * o[0].shape[1])
             else:
-                store_tile(out.o_descs, at, stages, stage)
+                store_tile(out.o_descs, coordinates, stages, stage)
         else:
             o = tile_of(out.stages, stage)[0]
             halves = acc[0].reshape([ROWS, 2, o.shape[1]]).permute((0, 2, 1)).split()
@@ -255,7 +255,7 @@ def _write(acc, row_max, row_sum, tile, start, stages, stage, out, VARLEN: gl.co
                 if start < 0:
                     _store_rows(o, tile, start, out, i * o.shape[1])
                 else:
-                    tma_store(out.o_descs[0], at + (i * o.shape[1],), out.stages[0].index(stage))  # noqa: RUF005
+                    tma_store(out.o_descs[0], coordinates + (i * o.shape[1],), out.stages[0].index(stage))  # noqa: RUF005
 
 
 @gluon.jit
@@ -312,11 +312,11 @@ def _block_of(kv_state, pipelines):
 
 @gluon.jit
 def _next_block(
-    p, acc, row_max, row_sum, at, kv_state, iteration, span, q, q_in_regs, pipelines, params, W: gl.constexpr,
+    p, acc, row_max, row_sum, n, kv_state, iteration, span, q, q_in_regs, pipelines, params, W: gl.constexpr,
     WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, NEGATIVE: gl.constexpr, VARLEN: gl.constexpr, EDGES: gl.constexpr,
     TURNS: gl.constexpr,
 ):  # fmt: skip
-    """One iteration of the loop: (p, acc, row_max, row_sum) after block `at`, whose k is in state kv_state + 1."""
+    """One iteration of the loop: (p, acc, row_max, row_sum) after block `n`, whose k is in state kv_state + 1."""
     dtype: gl.constexpr = pipelines.q.stages[0].dtype
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, S, 2)
@@ -325,15 +325,15 @@ def _next_block(
     V_EMPTY: gl.constexpr = K_EMPTY + pipelines.k.full.shape[0]
     _wait_for_turn(W, pipelines, TURNS)
     s = _scores(q, q_in_regs, kv_state + 1, pipelines, S)
-    acc = _add_values(p, acc, kv_state, span.tk - (at + 1) * BLOCK_N, pipelines, VARLEN)
+    acc = _add_values(p, acc, kv_state, span.tk - (n + 1) * BLOCK_N, pipelines, VARLEN)
     _pass_turn(W, WARPGROUPS, pipelines, TURNS)
     s = warpgroup_mma_wait(PIECES, deps=(s,))
     partial = False
     if EDGES and params.intervals is not None:
-        at, partial = _block_of(kv_state + 1, pipelines)
+        n, partial = _block_of(kv_state + 1, pipelines)
     named_release(pipelines.k, kv_state + 1, K_EMPTY, THREADS)
     p_next, row_max, row_sum, alpha = _softmax_step(
-        s, row_max, row_sum, at, partial, iteration, span, pipelines, params, W, BLOCK_N, NEGATIVE, EDGES
+        s, row_max, row_sum, n, partial, iteration, span, pipelines, params, W, BLOCK_N, NEGATIVE, EDGES
     )
     acc = wait_pieces(0, acc)
     named_release(pipelines.v, kv_state, V_EMPTY, THREADS)
@@ -375,7 +375,7 @@ def _attend(
             q_in_regs = load_first_piece(q, Q_IN_REGS, S)
         s = warpgroup_mma_wait(0, deps=(_scores(q, q_in_regs, kv_state, pipelines, S),))
         if params.intervals is not None:
-            at, partial = _block_of(kv_state, pipelines)
+            n, partial = _block_of(kv_state, pipelines)
         named_release(pipelines.k, kv_state, K_EMPTY, THREADS)
         if Q_STAGES > 1:
             tma.store_wait(0)
@@ -383,17 +383,17 @@ def _attend(
                 pipelines.q.empty.index((iteration + 1) % Q_STAGES * WARPGROUPS + W), count=1, pred=iteration > 0
             )
         if params.intervals is None:
-            at = span.last - 1
+            n = span.last - 1
             partial = False
         p, row_max, row_sum, _ = _softmax_step(
-            s, row_max, row_sum, at, partial, iteration, span, pipelines, params, W, BLOCK_N, NEGATIVE, EDGES=True
+            s, row_max, row_sum, n, partial, iteration, span, pipelines, params, W, BLOCK_N, NEGATIVE, EDGES=True
         )
         p = gl.convert_layout(p.to(dtype), P)
         masked = span.first + 1
         if params.intervals is not None:
             for _ in range(1, span.masked):
                 p, acc, row_max, row_sum = _next_block(
-                    p, acc, row_max, row_sum, at, kv_state, iteration, span, q, q_in_regs, pipelines, params, W,
+                    p, acc, row_max, row_sum, n, kv_state, iteration, span, q, q_in_regs, pipelines, params, W,
                     WARPGROUPS, BLOCK_N, NEGATIVE, VARLEN, params.intervals is not None, TURNS,
                 )  # fmt: skip
                 kv_state += 1

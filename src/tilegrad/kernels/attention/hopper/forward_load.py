@@ -31,10 +31,10 @@ from .pipeline import K_EMPTY, kv_threads, named_acquire, named_drain, write_wor
 
 
 @gluon.jit
-def _load_block(descs, at, pipeline, state, BARRIER: gl.constexpr, THREADS: gl.constexpr):
+def _load_block(descs, coordinates, pipeline, state, BARRIER: gl.constexpr, THREADS: gl.constexpr):
     """Loads one block of k or v and returns the next state."""
     named_acquire(pipeline, state, BARRIER, THREADS)
-    load_tile(descs, at, pipeline, state % pipeline.full.shape[0])
+    load_tile(descs, coordinates, pipeline, state % pipeline.full.shape[0])
     return state + 1
 
 
@@ -121,7 +121,7 @@ def load(
             iteration += 1
         index = next_index(iteration, params)
     zero = index * 0
-    none = WorkTile(zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero)
-    publish_tile(iteration, none, zero + END, pipelines)
+    no_tile = WorkTile(zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero)
+    publish_tile(iteration, no_tile, zero + END, pipelines)
     named_drain(pipelines.k, k_state, K_EMPTY, THREADS)
     named_drain(pipelines.v, v_state, V_EMPTY, THREADS)

@@ -89,9 +89,9 @@ def next_index(iteration, params):
     if params.tile_counter is not None:
         return gl.atomic_add(params.tile_counter, 1, sem="relaxed")
     else:
-        here = gl.program_id(0)
+        program = gl.program_id(0)
         programs = gl.num_programs(0)
-        return iteration * programs + gl.where(iteration % 2 == 0, here, programs - 1 - here)
+        return iteration * programs + gl.where(iteration % 2 == 0, program, programs - 1 - program)
 
 
 @gluon.jit
@@ -107,12 +107,12 @@ def work_tiles(params):
 def sequence_of(slot, params, TILE: gl.constexpr):
     """The last b with cu_seqlens_q[b] / TILE + b ≤ slot."""
     SPREAD: gl.constexpr = gl.BlockedLayout([SEQUENCES // 32], [32], [gl.num_warps()], [0])
-    found = slot * 0
+    count = slot * 0
     for begin in range(0, params.batch, SEQUENCES):
         b = begin + gl.arange(0, SEQUENCES, layout=SPREAD)
         ends = gl.load(params.cu_seqlens_q + b, mask=b < params.batch, other=2**30)
-        found += gl.sum((ends // TILE + b <= slot).to(gl.int32), 0)
-    return found - 1
+        count += gl.sum((ends // TILE + b <= slot).to(gl.int32), 0)
+    return count - 1
 
 
 @gluon.jit
@@ -133,10 +133,10 @@ def work_tile(index, params, TILE: gl.constexpr, BLOCK_N: gl.constexpr):
     else:
         begin = index // (params.row_tiles * params.heads_per_section) * params.heads_per_section
         size = gl.minimum(params.heads_per_section, params.heads * params.batch - begin)
-        rest = index - begin * params.row_tiles
-        m = rest // size
-        h = (begin + rest % size) % params.heads
-        b = (begin + rest % size) // params.heads
+        in_section = index - begin * params.row_tiles
+        m = in_section // size
+        h = (begin + in_section % size) % params.heads
+        b = (begin + in_section % size) // params.heads
     start = tq - (m + 1) * TILE
     first, _, _, last = band_tiles(gl.maximum(start, 0), start + TILE, tk - tq, params.left, params.right, tk, BLOCK_N)
     return WorkTile(b, h, start, start_q, start_k, tq, tk, first, gl.maximum(last, first + 1), first, first, first)

@@ -48,25 +48,25 @@ def new_stages(descs, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def load_tile(descs, at, pipeline, n, MORE_BYTES: gl.constexpr = 0):
-    """Loads all columns of a box of rows into stage n of a pipeline, by TMA. `at`: coordinates of the box without the column.
+def load_tile(descs, coordinates, pipeline, stage, MORE_BYTES: gl.constexpr = 0):
+    """Loads all columns of a box of rows into a stage of a pipeline, by TMA. `coordinates`: of the box, without the column.
     The same mbarrier also counts MORE_BYTES of other loads."""
-    full = pipeline.full.index(n)
+    full = pipeline.full.index(stage)
     if len(descs) == 1:
         mbarrier.expect(full, descs[0].block_type.nbytes + MORE_BYTES)
     else:
         mbarrier.expect(full, descs[0].block_type.nbytes + descs[1].block_type.nbytes + MORE_BYTES)
     for i in gl.static_range(len(descs)):
         column = i * descs[0].block_type.shape[-1]
-        tma_load(descs[i], at + (column,), full, pipeline.stages[i].index(n))  # noqa: RUF005
+        tma_load(descs[i], coordinates + (column,), full, pipeline.stages[i].index(stage))  # noqa: RUF005
 
 
 @gluon.jit
-def store_tile(descs, at, stages, n):
-    """Stores stage n, by TMA; `at` as in load_tile."""
+def store_tile(descs, coordinates, stages, stage):
+    """Stores a stage, by TMA; `coordinates` as in load_tile."""
     for i in gl.static_range(len(descs)):
         column = i * descs[0].block_type.shape[-1]
-        tma_store(descs[i], at + (column,), stages[i].index(n))  # noqa: RUF005
+        tma_store(descs[i], coordinates + (column,), stages[i].index(stage))  # noqa: RUF005
 
 
 @gluon.jit

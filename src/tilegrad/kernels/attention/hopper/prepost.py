@@ -43,8 +43,8 @@ def _rows_of(x, x_b, x_h, x_t, b, h, t, ALIGN: tl.constexpr):
 def _clear(x, size, CHUNK: tl.constexpr):
     """x = 0, divided among all programs."""
     for start in range(tl.program_id(0) * CHUNK, size, tl.num_programs(0) * CHUNK):
-        at = start + tl.arange(0, CHUNK)
-        tl.store(x + at, tl.zeros([CHUNK], x.dtype.element_ty), mask=at < size)
+        i = start + tl.arange(0, CHUNK)
+        tl.store(x + i, tl.zeros([CHUNK], x.dtype.element_ty), mask=i < size)
 
 
 @triton.jit(do_not_specialize=SIZES + POINTERS)
@@ -65,24 +65,24 @@ def _hopper_preprocess_kernel(
         return
 
     rows = start + tl.arange(0, BLOCK)
-    inside = rows < tq
+    row_inside = rows < tq
     t = (start_q + rows).to(tl.int64)
     c = tl.arange(0, BLOCK_D)[None, :]
     D = d_eighths * 8
-    both = inside[:, None] & (c < D)
-    o_tile = tl.load(_rows_of(o, o_b, o_h, o_t, b, h, t, 8) + c, mask=both, other=0.0).to(tl.float32)
-    do_tile = tl.load(_rows_of(do, do_b, do_h, do_t, b, h, t, 8) + c, mask=both, other=0.0).to(tl.float32)
-    lse_row = tl.load(lse + b * lse_b + h * lse_h + t * lse_t, mask=inside, other=float("-inf"))
+    inside = row_inside[:, None] & (c < D)
+    o_tile = tl.load(_rows_of(o, o_b, o_h, o_t, b, h, t, 8) + c, mask=inside, other=0.0).to(tl.float32)
+    do_tile = tl.load(_rows_of(do, do_b, do_h, do_t, b, h, t, 8) + c, mask=inside, other=0.0).to(tl.float32)
+    lse_row = tl.load(lse + b * lse_b + h * lse_h + t * lse_t, mask=row_inside, other=float("-inf"))
     d = tl.sum(o_tile * do_tile, 1)
-    d -= tl.load(dlse + b * dlse_b + h * dlse_h + t * dlse_t, mask=inside & (has_dlse != 0), other=0.0)
-    some = lse_row > float("-inf")
-    nothing = tl.where(divisor < 0.0, float("inf"), float("-inf"))
+    d -= tl.load(dlse + b * dlse_b + h * dlse_h + t * dlse_t, mask=row_inside & (has_dlse != 0), other=0.0)
+    valid = lse_row > float("-inf")
+    of_no_column = tl.where(divisor < 0.0, float("inf"), float("-inf"))
 
-    at = h * rows_h + first_row(b, start_q, rows_b, cu_seqlens_q is not None) + rows
-    tl.store(neg_lse2 + at, tl.where(some, -to_log2(lse_row, IEEE_FP32=False) / divisor, nothing))
-    tl.store(delta + at, tl.where(some, -d, 0.0))
-    wanted = (c < D) & (zero_dq != 0)
-    tl.store(dq_acc + at.to(tl.int64)[:, None] * D + c, tl.zeros([BLOCK, BLOCK_D], tl.float32), mask=wanted)
+    padded_rows = h * rows_h + first_row(b, start_q, rows_b, cu_seqlens_q is not None) + rows
+    tl.store(neg_lse2 + padded_rows, tl.where(valid, -to_log2(lse_row, IEEE_FP32=False) / divisor, of_no_column))
+    tl.store(delta + padded_rows, tl.where(valid, -d, 0.0))
+    cleared = (c < D) & (zero_dq != 0)
+    tl.store(dq_acc + padded_rows.to(tl.int64)[:, None] * D + c, tl.zeros([BLOCK, BLOCK_D], tl.float32), mask=cleared)
 
 
 @triton.jit(do_not_specialize=SIZES + POINTERS)
@@ -102,14 +102,14 @@ def _hopper_postprocess_kernel(
     t = (start_q + rows).to(tl.int64)
     c = tl.arange(0, BLOCK_D)[None, :]
     D = d_eighths * 8
-    both = (rows < tq)[:, None] & (c < D)
-    at = h * rows_h + first_row(b, start_q, rows_b, cu_seqlens_q is not None) + rows
-    came = both
+    inside = (rows < tq)[:, None] & (c < D)
+    padded_rows = h * rows_h + first_row(b, start_q, rows_b, cu_seqlens_q is not None) + rows
+    added = inside
     if dq_semaphores is not None:
         number = (b * heads + h) * row_tiles + tile * BLOCK // rows_of_semaphore
-        came = both & (tl.load(dq_semaphores + number * dq_warps) > 0)
-    sums = tl.load(dq_acc + dq_line(at).to(tl.int64)[:, None] * D + c, mask=came, other=0.0)
-    tl.store(_rows_of(dq, dq_b, dq_h, dq_t, b, h, t, 8) + c, (sums * scale).to(dq.dtype.element_ty), mask=both)
+        added = inside & (tl.load(dq_semaphores + number * dq_warps) > 0)
+    sums = tl.load(dq_acc + dq_line(padded_rows).to(tl.int64)[:, None] * D + c, mask=added, other=0.0)
+    tl.store(_rows_of(dq, dq_b, dq_h, dq_t, b, h, t, 8) + c, (sums * scale).to(dq.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=SIZES + POINTERS)
@@ -124,10 +124,10 @@ def _hopper_dsinks_kernel(
     acc = tl.zeros([BLOCK], tl.float32)
     for b in range(0, batch):
         start_q, _start_k, t, _tk = lengths(cu_seqlens_q, cu_seqlens_q, b, tq, tq)
-        at = h * rows_h + first_row(b, start_q, rows_b, cu_seqlens_q is not None)
+        first_padded_row = h * rows_h + first_row(b, start_q, rows_b, cu_seqlens_q is not None)
         for start in range(0, t, BLOCK):
             rows = start + tl.arange(0, BLOCK)
-            z = tl.load(neg_lse2 + at + rows, mask=rows < t, other=0.0) * divisor
-            acc += tl.math.exp2(sink + z) * tl.load(delta + at + rows, mask=rows < t, other=0.0)
+            z = tl.load(neg_lse2 + first_padded_row + rows, mask=rows < t, other=0.0) * divisor
+            acc += tl.math.exp2(sink + z) * tl.load(delta + first_padded_row + rows, mask=rows < t, other=0.0)
     total = tl.load(dsinks + h * dsinks_h).to(tl.float32) + tl.sum(acc, 0)
     tl.store(dsinks + h * dsinks_h, total.to(dsinks.dtype.element_ty))

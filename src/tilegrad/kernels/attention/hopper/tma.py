@@ -66,9 +66,9 @@ def varlen_descriptor(x: Tensor, rows: int, columns: int) -> Descriptor:
     box = (1, 1, 1, rows, columns)
     (total, h, d), (x_t, x_h, _) = x.shape, x.stride()
     x_t = x_t if total > 1 else h * d  # as in tile_descriptor
-    sizes, most = SEQUENCE_END.value, 2**31 - 2**16
+    end, most = SEQUENCE_END.value, 2**31 - 2**16
     strides = [2**34 - x_t, x_t, x_h if h > 1 else x_t, x_t, 1]
-    return Descriptor(x, [most, most, h, sizes, d], strides, list(box), layout_of(box, x.dtype))
+    return Descriptor(x, [most, most, h, end, d], strides, list(box), layout_of(box, x.dtype))
 
 
 def rows_descriptor(acc: Tensor, rows: int, columns: int) -> Descriptor:

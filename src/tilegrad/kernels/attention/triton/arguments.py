@@ -143,8 +143,8 @@ def sink_arguments(mask: Mask) -> Arguments:
 
 
 def forward_sink_arguments(mask: Mask, heads: int, lse: Tensor | None) -> Arguments:
-    """With rare features, a call without sinks runs the kernel with sinks. It passes lse as `sinks`, and the kernel does not
-    read lse."""
+    """With rare features, a call without sinks runs the same kernel as a call with sinks: it passes lse as `sinks`, and
+    sink_heads = 0, so the kernel does not read lse there."""
     unread = {"sinks": lse} if mask.sinks is None and has_rare_features(mask) else {}
     return sink_arguments(mask) | {"sink_heads": 0 if mask.sinks is None else heads} | unread
 

@@ -1,7 +1,7 @@
 """Attention's backward in Triton, deterministic: each element of a gradient is computed by one program, without atomics.
 
     delta   delta = rowsum(do ∘ o) − dlse      row_lse = lse
-            (a row that attends to no key has delta = 0 and row_lse = +inf, so p = 0)
+            (a row with lse = −inf has delta = 0 and row_lse = +inf, so p = 0)
     dk, dv  a program has a tile of columns of a kv head and loops over its query heads and the rows that attend to it
               (1) sᵀ = k qᵀ   (2) dpᵀ = v doᵀ   (3) dv += rᵀ do   (4) dk += dxᵀ q
     dq      a program has a tile of rows and loops over the columns that they attend to
@@ -76,12 +76,12 @@ def _delta_kernel(
     d = tl.sum(o_tile.to(ACC) * do_tile.to(ACC), 1)
     dlse = at(dlse, dlse_b, dlse_h, dlse_t, b, h, start_q, 1)
     d -= tl.load(dlse + steps(rows, dlse_t, 1), mask=inside & (has_dlse != 0), other=0.0)
-    some = lse_row > float("-inf")
+    valid = lse_row > float("-inf")
 
-    tl.store(at(delta, rows_b, rows_h, 1, b, h, start_q, 1) + rows, tl.where(some, d.to(tl.float32), 0.0), mask=inside)
+    tl.store(at(delta, rows_b, rows_h, 1, b, h, start_q, 1) + rows, tl.where(valid, d.to(tl.float32), 0.0), mask=inside)
     tl.store(
         at(row_lse, rows_b, rows_h, 1, b, h, start_q, 1) + rows,
-        tl.where(some, lse_row, float("inf")),
+        tl.where(valid, lse_row, float("inf")),
         mask=inside,
     )
 
@@ -410,8 +410,8 @@ def _dbias_rows_kernel(
                 rows = m * BLOCK + tl.arange(0, BLOCK)
                 z = tl.load(at(row_lse, rows_b, rows_h, 1, b, h, rows, 1), mask=rows < tq, other=float("inf"))
                 if dlse is not None:
-                    some = z < float("inf")
-                    acc += tl.load(at(dlse, dlse_b, dlse_h, dlse_t, b, h, rows, 1), mask=some, other=0.0)
+                    valid = z < float("inf")
+                    acc += tl.load(at(dlse, dlse_b, dlse_h, dlse_t, b, h, rows, 1), mask=valid, other=0.0)
                 if sinks is not None:
                     sink = tl.load(sinks + h * sinks_h).to(tl.float32)
                     d = tl.load(at(delta, rows_b, rows_h, 1, b, h, rows, 1), mask=rows < tq, other=0.0)

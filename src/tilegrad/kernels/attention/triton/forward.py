@@ -53,7 +53,7 @@ from .scores import (
     own_list,
     scores,
 )
-from .softmax import combine, no_column, weights, with_sink
+from .softmax import combine, no_column, softmax_step, with_sink
 
 SIZES = [f"{x}_{axis}" for x in ("q", "k", "v", "o", "lse", "parts", "lse_parts") for axis in "bhts"]
 SIZES += ["bias_b", "bias_h", "bias_i", "bias_j", "slopes_b", "slopes_h", "sinks_h"]
@@ -83,7 +83,7 @@ def _attend(
         k_tile = load_tile(k + steps(start, k_t, ALIGN), k_offsets, head.tk - start, D, CHECKED=MASKED)
         s = dot_transposed(q, k_tile, None, IEEE_FP32)
         x, _tanh = scores(s, i, j, head, IEEE_FP32, MASKED)
-        p, alpha, new_max = weights(x, row_max, log2_factor, coarse_factor, PLAIN, IEEE_FP32)
+        p, alpha, new_max = softmax_step(x, row_max, log2_factor, coarse_factor, PLAIN, IEEE_FP32)
         row_sum = row_sum * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
         if head.seed is not None:
@@ -188,8 +188,8 @@ def _attention_fwd_kernel(
                 Visits(first, unmasked, unmasked_end, last, runs), D, DV, BLOCK_N, ALIGN, IEEE_FP32, MASKED,
             )  # fmt: skip
 
-    some = row_sum > 0.0
-    row_sum = tl.where(some, row_sum, 1.0)
+    nonzero = row_sum > 0.0
+    row_sum = tl.where(nonzero, row_sum, 1.0)
     if o is not None:
         o_offsets = tile_offsets(o_t, BLOCK_M, BLOCK_DV, ALIGN, INT64_OFFSETS)
         o = at(o, o_b, o_h, o_t, b, h, start_q + start, ALIGN) + steps(split, o_s, ALIGN)
@@ -203,7 +203,7 @@ def _attention_fwd_kernel(
             value = product_lse(row_max, value, factor, c, IEEE_FP32)
         if not PLAIN:
             value += row_max
-        tl.store(lse + steps(rows, lse_t, 1), tl.where(some, value, float("-inf")), mask=rows < tq)
+        tl.store(lse + steps(rows, lse_t, 1), tl.where(nonzero, value, float("-inf")), mask=rows < tq)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -235,18 +235,18 @@ def _combine_kernel(
         part = load_tile(parts + steps(split, parts_s, 1), part_offsets, tq - start, DV, CHECKED=True)
         new_max = tl.maximum(row_max, x)
         alpha = exponential(row_max - new_max, IEEE_FP32)
-        weight = exponential(x - new_max, IEEE_FP32)
-        row_sum = row_sum * alpha + weight
-        acc = acc * alpha[:, None] + part * weight[:, None]
+        share_of_part = exponential(x - new_max, IEEE_FP32)
+        row_sum = row_sum * alpha + share_of_part
+        acc = acc * alpha[:, None] + part * share_of_part[:, None]
         row_max = new_max
 
-    some = row_sum > 0.0
-    row_sum = tl.where(some, row_sum, 1.0)
+    nonzero = row_sum > 0.0
+    row_sum = tl.where(nonzero, row_sum, 1.0)
     if o is not None:
         o = at(o, o_b, o_h, o_t, b, h, start_q + start, 1)
         offsets = tile_offsets(o_t, BLOCK_M, BLOCK_DV, 1, INT64_OFFSETS=True)
         store_tile(o, offsets, ratio(acc, row_sum[:, None], IEEE_FP32), tq - start, DV)
     if lse is not None:
         lse = at(lse, lse_b, lse_h, lse_t, b, h, start_q, 1)
-        value = tl.where(some, row_max + logarithm(row_sum, IEEE_FP32), float("-inf"))
+        value = tl.where(nonzero, row_max + logarithm(row_sum, IEEE_FP32), float("-inf"))
         tl.store(lse + steps(rows, lse_t, 1), value, mask=inside)

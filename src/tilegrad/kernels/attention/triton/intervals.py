@@ -45,28 +45,28 @@ def _edges_kernel(
     for pair in tl.static_range(PAIRS):
         starts = tl.load(intervals + j * (2 * PAIRS) + 2 * pair, mask=j < tk, other=0)
         ends = tl.load(intervals + j * (2 * PAIRS) + 2 * pair + 1, mask=j < tk, other=0)
-        some = (starts < ends) & (j < tk)  # an empty interval has no row; columns from tk on change no edge
-        tl.store(edges + 4 * pair, tl.min(tl.where(some, starts, BEYOND), 0))
-        tl.store(edges + 4 * pair + 1, tl.max(tl.where(some, starts, tl.where(j < tk, BEYOND, -1)), 0))
-        tl.store(edges + 4 * pair + 2, tl.min(tl.where(some, ends, tl.where(j < tk, -1, BEYOND)), 0))
-        tl.store(edges + 4 * pair + 3, tl.max(tl.where(some, ends, -1), 0))
+        nonempty = (starts < ends) & (j < tk)  # an empty interval has no row; columns from tk on change no edge
+        tl.store(edges + 4 * pair, tl.min(tl.where(nonempty, starts, BEYOND), 0))
+        tl.store(edges + 4 * pair + 1, tl.max(tl.where(nonempty, starts, tl.where(j < tk, BEYOND, -1)), 0))
+        tl.store(edges + 4 * pair + 2, tl.min(tl.where(nonempty, ends, tl.where(j < tk, -1, BEYOND)), 0))
+        tl.store(edges + 4 * pair + 3, tl.max(tl.where(nonempty, ends, -1), 0))
 
 
 @triton.jit
 def _kinds(edges, cols, starts, stops, n, unmasked, unmasked_end, visited, PAIRS: tl.constexpr):
     """The kind of each pair of a tile `cols` of columns and rows [starts, stops): 0 not visited, 1 unmasked, 2 masked. n: the
     visited tile, of columns or of rows. No edge of the band crosses the visited tiles [unmasked, unmasked_end)."""
-    whole = n < 0
-    some = (n < unmasked) | (n >= unmasked_end)
+    masked_out = n < 0
+    masked = (n < unmasked) | (n >= unmasked_end)
     for pair in tl.static_range(PAIRS):
-        at = edges + cols * (4 * PAIRS) + 4 * pair
-        least_start = tl.load(at, mask=visited, other=0)
-        largest_start = tl.load(at + 1, mask=visited, other=0)
-        least_end = tl.load(at + 2, mask=visited, other=0)
-        largest_end = tl.load(at + 3, mask=visited, other=0)
-        whole |= (largest_start <= starts) & (stops <= least_end)
-        some |= (least_start < stops) & (starts < largest_end)
-    return tl.where(visited & (whole == 0), tl.where(some, 2, 1), 0)
+        pointers = edges + cols * (4 * PAIRS) + 4 * pair
+        least_start = tl.load(pointers, mask=visited, other=0)
+        largest_start = tl.load(pointers + 1, mask=visited, other=0)
+        least_end = tl.load(pointers + 2, mask=visited, other=0)
+        largest_end = tl.load(pointers + 3, mask=visited, other=0)
+        masked_out |= (largest_start <= starts) & (stops <= least_end)
+        masked |= (least_start < stops) & (starts < largest_end)
+    return tl.where(visited & (masked_out == 0), tl.where(masked, 2, 1), 0)
 
 
 @triton.jit
@@ -82,9 +82,9 @@ def _add_runs(runs, n, kind, begins, number, tiles, count, MASKED: tl.constexpr)
     """Writes the runs that begin among the tiles n. Returns the numbers of tiles and of runs so far."""
     of_kind = (kind == MASKED + 1).to(tl.int32)
     before = tiles + tl.cumsum(of_kind, 0) - of_kind
-    at = runs + 2 * MOST_RUNS * MASKED + number
-    tl.store(at, before, mask=begins)
-    tl.store(at + MOST_RUNS, n - before, mask=begins)
+    pointers = runs + 2 * MOST_RUNS * MASKED + number
+    tl.store(pointers, before, mask=begins)
+    tl.store(pointers + MOST_RUNS, n - before, mask=begins)
     return tiles + tl.sum(of_kind, 0), count + tl.sum(begins.to(tl.int32), 0)
 
 
@@ -97,18 +97,18 @@ def _list_kernel(
 ):  # fmt: skip
     """Lists the tiles that one tile of rows visits, or one tile of columns if COLUMNS. Tile 0 of rows begins at first_row ≤ 0:
     Hopper's forward aligns its tiles with the last row, so its first tile may begin before row 0."""
-    own_tiles = col_tiles if COLUMNS else row_tiles
-    own = tl.program_id(0) % own_tiles
-    edges += steps(tl.program_id(0) // own_tiles, 4 * PAIRS, 1) * col_tiles
+    axis_tiles = col_tiles if COLUMNS else row_tiles
+    tile = tl.program_id(0) % axis_tiles
+    edges += steps(tl.program_id(0) // axis_tiles, 4 * PAIRS, 1) * col_tiles
     runs += steps(tl.program_id(0), 4 * MOST_RUNS + 2, 1)
     if COLUMNS:
-        start = own * BLOCK_N
+        start = tile * BLOCK_N
         first, unmasked, unmasked_end, last = band_tiles(
             start, tl.minimum(start + BLOCK_N, tk), tq - tk, right, left, tq, BLOCK_M
         )
     else:
-        start = tl.maximum(first_row + own * BLOCK_M, 0)
-        stop = tl.minimum(first_row + own * BLOCK_M + BLOCK_M, tq)
+        start = tl.maximum(first_row + tile * BLOCK_M, 0)
+        stop = tl.minimum(first_row + tile * BLOCK_M + BLOCK_M, tq)
         first, unmasked, unmasked_end, last = band_tiles(start, stop, tk - tq, left, right, tk, BLOCK_N)
     last = tl.minimum(last, row_tiles if COLUMNS else col_tiles)  # a list has no tile after the last
     cut = last  # from here on all tiles count as masked
@@ -122,9 +122,9 @@ def _list_kernel(
         if COLUMNS:
             rows = n * BLOCK_M
             kind = _kinds(
-                edges, own + n * 0, rows, tl.minimum(rows + BLOCK_M, tq), n, unmasked, unmasked_end, n < last, PAIRS
+                edges, tile + n * 0, rows, tl.minimum(rows + BLOCK_M, tq), n, unmasked, unmasked_end, n < last, PAIRS
             )
-            previous = _kinds(edges, own + n * 0, rows - BLOCK_M, rows, n - 1, unmasked, unmasked_end, before, PAIRS)
+            previous = _kinds(edges, tile + n * 0, rows - BLOCK_M, rows, n - 1, unmasked, unmasked_end, before, PAIRS)
         else:
             kind = _kinds(edges, n, start, stop, n, unmasked, unmasked_end, n < last, PAIRS)
             previous = _kinds(edges, n - 1, start, stop, n - 1, unmasked, unmasked_end, before, PAIRS)
@@ -158,9 +158,9 @@ def _last_kernel(
     stop = tl.minimum(start + BLOCK_M, tq)
     edges += steps(tl.program_id(0) // row_tiles, 4 * PAIRS, 1) * col_tiles
     first, unmasked, unmasked_end, last = band_tiles(start, stop, tk - tq, left, right, tk, BLOCK_N)
-    found = first * 0 - 1
+    last_tile = first * 0 - 1
     for base in tl.range(first, last, CHUNK):
         n = base + tl.arange(0, CHUNK)
         kind = _kinds(edges, n, start, stop, n, unmasked, unmasked_end, n < last, PAIRS)
-        found = tl.maximum(found, tl.max(tl.where(kind != 0, n, -1), 0))
-    tl.store(last_tiles + tl.program_id(0), found)
+        last_tile = tl.maximum(last_tile, tl.max(tl.where(kind != 0, n, -1), 0))
+    tl.store(last_tiles + tl.program_id(0), last_tile)

@@ -19,7 +19,7 @@ from .numerics import LOWEST, exponential, power, scaled_max, to_log2
 
 
 @triton.jit
-def weights(x, row_max, log2_factor, coarse_factor, PLAIN: tl.constexpr, IEEE_FP32: tl.constexpr):
+def softmax_step(x, row_max, log2_factor, coarse_factor, PLAIN: tl.constexpr, IEEE_FP32: tl.constexpr):
     """(p, alpha, new_max) of a tile"""
     new_max = tl.maximum(row_max, tl.max(x, 1))
     if PLAIN:
@@ -63,10 +63,10 @@ def combine(
     new_max = tl.maximum(row_max, part_max)
     if PLAIN:
         _, old = scaled_max(row_max, log2_factor, coarse_factor)
-        _, own = scaled_max(part_max, log2_factor, coarse_factor)
+        _, part_scaled = scaled_max(part_max, log2_factor, coarse_factor)
         _, new = scaled_max(new_max, log2_factor, coarse_factor)
         alpha = power(old - new, IEEE_FP32)
-        w = power(own - new, IEEE_FP32)
+        w = power(part_scaled - new, IEEE_FP32)
     else:
         alpha = exponential(row_max - new_max, IEEE_FP32)
         w = exponential(part_max - new_max, IEEE_FP32)

@@ -64,8 +64,8 @@ def ordered(bits: int, d: int, dv: int) -> Tile:
     """The tile for these head dimensions; one of UNALIGNED if rows of half precision can't be 16-byte aligned."""
     if bits == 16 and (d % 8 or dv % 8):
         return UNALIGNED[0]
-    of_16_bits, of_float32 = ORDERED[min(n for n in ORDERED if n >= max(d, dv))]
-    return of_16_bits if bits == 16 else of_float32
+    tile16, tile32 = ORDERED[min(n for n in ORDERED if n >= max(d, dv))]
+    return tile16 if bits == 16 else tile32
 
 
 Key = tuple[int, int, int, int]  # architecture, bits, head dimension (padded), band

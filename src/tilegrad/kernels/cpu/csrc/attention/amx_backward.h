@@ -19,7 +19,7 @@ namespace tilegrad::ISA {
 struct AmxBackward {
     static constexpr int64_t ROWS = 128, COLUMNS = 128;
 
-    // Slot of an open head, in blocks of ROWS rows.
+    // The slot of an open head, in blocks of ROWS rows.
     struct Open {
         Bf16 *q_columns, *g_columns;  // [block][D/2][ROWS][2]; g = do
         Bf16 *q_rows, *g_rows;        // [rows/2][D][2]

@@ -28,7 +28,7 @@ namespace tilegrad::ISA {
 // Statistics of each row of an open head.
 template <class T>
 struct Statistics {
-    T *lse, *delta;  // a row that attends to no column has lse = +huge and delta = 0, so p = ds = 0
+    T *lse, *delta;  // a row whose lse is −inf gets lse = +huge and delta = 0, so p = ds = 0
     int32_t *lo, *hi;
 
     void allocate(BumpAllocator& allocator, int64_t rows) {
@@ -91,8 +91,8 @@ void store_columns(const View& x, const Format<T>& format, const Head& head, int
     for (int64_t j = 0; j < n; ++j) store_row(x, format, head.b, head.kv, head.s.k0 + j0 + j, rows, j, d, factor);
 }
 
-// Handles a block whose bias is −inf everywhere: ds = 0. `next_tile` is the order of dq, or null. `after` is the block's next
-// tile.
+// Handles a block whose bias is −inf everywhere: ds = 0. `next_tile` is the block's entry of Open::next_tile, or null; `after` is
+// its next value.
 template <class T>
 void masked_out_block(const BiasGradient<T>& dbias, int32_t* turns, const Head& head, int64_t r0, int64_t m, int64_t j0, int64_t n, T* zeros,
                       int32_t* next_tile, int32_t tile, int32_t after) {
@@ -106,7 +106,7 @@ template <class T>
 struct Backward {
     static constexpr int L = Lanes<T>::N;
 
-    // Slot of an open head.
+    // The slot of an open head.
     struct Open {
         Packed<T> q, g, dq;  // (rows, D), (rows, Dv), (rows, D); g = do
         T* row_sums;         // row sums of ds, for dbias

@@ -47,14 +47,14 @@ struct Bias {
     const bool on = call.bias_dtype != NONE;
     const Format<T> format = bias_format<T>(call.bias_dtype);
     const bool same_in_rows = call.bias.t == 0 && (call.hq == call.hkv || call.bias.h == 0);
-    const bool as_it_lies = call.bias_dtype == (sizeof(T) == 4 ? FLOAT32 : FLOAT64) && call.bias.d == 1 && call.hq == call.hkv;
+    const bool in_place = call.bias_dtype == (sizeof(T) == 4 ? FLOAT32 : FLOAT64) && call.bias.d == 1 && call.hq == call.hkv;
 
     // The bias of rows r0 … r0 + m and columns j0 … j0 + n. It is copied to `buffer` if n < width or if the layout differs.
     Rows load(T* buffer, int64_t width, const Head& head, int64_t r0, int64_t m, int64_t j0, int64_t n) const {
         const int64_t rows = same_in_rows ? 1 : m;
         const char* from = pair_at(call.bias, format.bytes, head, r0, j0);
         Rows x{reinterpret_cast<const T*>(from), same_in_rows ? 0 : call.bias.t};
-        const bool packed = !as_it_lies || n < width;
+        const bool packed = !in_place || n < width;
         if (packed) {
             for (int64_t r = 0; r < rows; ++r) {
                 T* row = buffer + r * width;

@@ -37,7 +37,7 @@ struct Call {
     View k_new, v_new;                              // with positions only
     View do_, dlse, dq, dk, dv_, dsinks;            // backward only
     View sinks, slopes;                             // (Hq,), stride h; slopes may be (B, Hq)
-    View bias, dbias;                               // stride 0 along broadcast axes; then dbias is accumulated, otherwise overwritten
+    View bias, dbias;                               // stride 0 along broadcast axes; with such axes dbias is accumulated, otherwise overwritten
     View intervals;                                 // int32 (B, Hkv, Tk, t), stride 0 along broadcast axes: intervals.h
     double scale, softcap, dropout_p;
 };

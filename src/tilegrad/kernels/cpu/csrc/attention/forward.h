@@ -147,10 +147,10 @@ struct Forward {
     // unused. The rows of k and v are read in place if they need no conversion.
     void columns_of_few(const Head& head, int64_t m, int64_t j0, int64_t n) {
         constexpr int64_t UNIT = MR > L ? MR : L;  // registers of columns begin at multiples of UNIT, and end inside the tile
-        static_assert(TILE % UNIT == 0 && UNIT % 4 == 0, "tiles are made of registers, and four sums of columns");
+        static_assert(TILE % UNIT == 0 && UNIT % 4 == 0, "a tile is a whole number of units, and a unit a multiple of four columns");
         const int64_t a = at_least(0, lanes.lo[0] - j0) / UNIT * UNIT, padded = round_up(n, UNIT);
-        const bool as_it_lies = call.dtype == (sizeof(T) == 4 ? FLOAT32 : FLOAT64) && call.k.d == 1 && call.v.d == 1 && d == call.d && dv == call.dv;
-        if (as_it_lies) {
+        const bool in_place = call.dtype == (sizeof(T) == 4 ? FLOAT32 : FLOAT64) && call.k.d == 1 && call.v.d == 1 && d == call.d && dv == call.dv;
+        if (in_place) {
             transpose(kt + a, TILE, reinterpret_cast<const T*>(at(call.k, sizeof(T), head.b, head.kv, head.s.k0 + j0 + a)), call.k.t, n - a, d);
         } else {
             pack_columns(k, a, call.k, format, head, j0 + a, n - a, n - a, call.d);
@@ -165,7 +165,7 @@ struct Forward {
             if (lanes.alpha[r] != 1) change_row(r, [&](Vec<T> x) { return x * lanes.alpha[r]; });
             for (int64_t slice = 0; slice < dv; slice += SLICE) {
                 const int64_t columns = v.columns(slice);
-                if (as_it_lies)
+                if (in_place)
                     row_product(acc.at(r, slice), s + a, rows_of_v + slice, call.v.t, columns, n - a, true);
                 else
                     row_product(acc.at(r, slice), s + a, v.at(a, slice), columns, columns, n - a, true);

@@ -36,13 +36,13 @@ constexpr int64_t DEPTH = 1024;                // columns of a panel
 constexpr int64_t PIECE = 16;                  // fewest rows of w that a thread takes at a time in the stream schedule
 constexpr int64_t AHEAD_IN_ROW = 1 << 10;      // bytes from the read to the prefetched address, for one row of w at a time
 constexpr int64_t AHEAD = 16 << 10;            // the same for several rows at a time
-constexpr int64_t WIDE = 16 << 10;             // most elements of x that a thread converts to float32, on its stack
+constexpr int64_t MOST_CONVERTED = 16 << 10;   // most elements of x that a thread converts to float32, on its stack
 
 #define UNROLL _Pragma("GCC unroll 16")
 
-// How many rows of w the stream schedule reads at the same time, for R rows of x. A Neoverse N1 reads one row of w at the speed
-// of a plain read, two at 0.9 and four at 0.8 of that speed. But one row of w has only R chains of dependent additions. They
-// are too few to hide the latency of the additions if each byte of w needs many: for bfloat16, and for several rows of x.
+// How many rows of w the stream schedule reads at the same time, for R rows of x. A Neoverse N1 reads one row of w as fast
+// as memory allows, two rows at 0.9 and four at 0.8 of that speed. But with one row of w there are only R chains of dependent
+// additions, too few to hide their latency if w is bfloat16 or if x has several rows.
 template <class W>
 constexpr int together([[maybe_unused]] int R) {
 #if defined(__aarch64__)
@@ -221,15 +221,15 @@ struct Product {
                 }
     }
 
-    static __attribute__((noinline)) void stream_wide(const FixedOrder& call, int64_t* next) {
-        float x[WIDE];
+    static __attribute__((noinline)) void stream_converted(const FixedOrder& call, int64_t* next) {
+        float x[MOST_CONVERTED];
         for (int64_t n = 0; n < call.n; ++n) pack<1>(x + n * call.k, x_row(call, n), call.x.stride, 1, call.k);
         stream_pieces(call, x, call.k, next);
     }
 
     static void stream(const FixedOrder& call, int64_t* next) {
         if constexpr (sizeof(X) == 2)
-            if (call.n * call.k <= WIDE && call.k % N == 0) return stream_wide(call, next);
+            if (call.n * call.k <= MOST_CONVERTED && call.k % N == 0) return stream_converted(call, next);
         stream_pieces(call, x_row(call, 0), call.x.stride, next);
     }
 

@@ -11,10 +11,10 @@
 namespace tilegrad {
 namespace {
 
-constexpr int64_t PIECES = 4;            // per thread, as long as they are LARGE
+constexpr int64_t PIECES = 4;            // most pieces per thread; more than one only if they stay LARGE
 constexpr int64_t LARGE = 512 * 512;     // elements of c per piece: BLAS packs a and b for each piece, too costly for a small one
 constexpr int64_t SMALLEST = 1 << 18;    // multiplications per piece
-constexpr int64_t UNIT = 16;             // rows and columns of a piece are multiples of it, except in the last piece
+constexpr int64_t UNIT = 16;             // rows and columns of a piece are multiples of UNIT, except at the end of c
 
 Blas blas;
 

@@ -75,9 +75,9 @@ void lean(const LeanAdamW& call, int64_t begin, int64_t end) {
         read(p, call.params, call.params_dtype, at, n);
         for (int i = 0; i < decayed; ++i) p[i] = p[i] - p[i] * decay;
         for (int i = 0; i < n; ++i) {
-            const float own = g[i] * clip;
-            m[i] = m[i] * keep1 + own * take1;
-            v[i] = v[i] * keep2 + own * own * take2;
+            const float clipped = g[i] * clip;
+            m[i] = m[i] * keep1 + clipped * take1;
+            v[i] = v[i] * keep2 + clipped * clipped * take2;
             p[i] = p[i] - m[i] * rate / (sqrtf(v[i]) * root + eps);
         }
         if (call.moments_dtype == BFLOAT16) draw(words, quad, uint32_t(call.step), MOMENTS, uint64_t(call.seed));

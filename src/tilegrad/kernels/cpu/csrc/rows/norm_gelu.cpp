@@ -1,5 +1,5 @@
 // Norms, activations and column sums on rows of float32 or bfloat16, in one pass over memory; torch ops need five to ten.
-// Compiled once per instruction set. The equations are in kernels/norm, kernels/activation and kernels/linear.
+// Compiled once per instruction set. The equations are in kernels/norm, kernels/activation and kernels/column_sum.
 
 #include "rows/norm_gelu.h"
 

@@ -75,7 +75,7 @@ inline float penalised(float l, float penalty) {
 
 struct Range {
     float top;
-    bool finite;  // no NaN, no +inf, not −inf only
+    bool finite;  // no NaN, no +inf, and not only −inf
 };
 
 Range range_of(const float* x, int64_t v) {

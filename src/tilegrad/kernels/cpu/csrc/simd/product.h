@@ -138,9 +138,9 @@ void add_product(const Packed<T>& c, int64_t r, const T* a, int64_t lda, const P
 // c (+)= a b for one row a; the same bits as a row of `product`.
 template <class T>
 void row_product(T* c, const T* a, const T* b, int64_t ldb, int64_t n_end, int64_t k_end, bool add) {
-    constexpr int L = Lanes<T>::N, WIDE = TILE / L % 8 == 0 ? 8 : 4;  // enough sums to hide the latency of the multiply
+    constexpr int L = Lanes<T>::N, SUMS = TILE / L % 8 == 0 ? 8 : 4;  // enough sums to hide the latency of the multiply
     int64_t n = 0;
-    for (; n + WIDE * L <= n_end; n += WIDE * L) block<T, WIDE, ROWS, 1>(c + n, 0, a, 0, b + n, ldb, k_end, add);
+    for (; n + SUMS * L <= n_end; n += SUMS * L) block<T, SUMS, ROWS, 1>(c + n, 0, a, 0, b + n, ldb, k_end, add);
     for (; n < n_end; n += L) block<T, 1, ROWS, 1>(c + n, 0, a, 0, b + n, ldb, k_end, add);
 }
 
