@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import signal
 import stat
 import sys
@@ -166,6 +167,23 @@ def test_no_file_is_written_or_deleted_through_a_symbolic_link(name: str) -> Non
     before = found("victim")
     assert train(RUN, Path("run"), resume=True).steps == 4
     assert found("victim") == before and not Path("run", name).exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["checkpoints/.staged/notes", "best/.gone-000001-step-2", "checkpoints/.gone-mine/x/y"]
+)
+def test_a_leftover_with_a_file_of_the_user_is_refused_by_name_and_stays(name: str) -> None:
+    train(replace(RUN, train=replace(RUN.train, steps=2)), Path("run"))
+    Path("run", name).parent.mkdir(parents=True, exist_ok=True)
+    Path("run", name).write_text("the user's own", encoding="utf-8")
+    before = found("run")
+    named = "/".join(name.split("/")[:3])
+    with pytest.raises(ValueError, match=f"did not write it, so move it to another folder: 'run/{re.escape(named)}'"):
+        train(RUN, Path("run"), resume=True)
+    assert found("run") == before
+    with pytest.raises(FileExistsError, match="did not write it"):
+        save_checkpoint(Path("run", name.split("/")[0]), 3, {"x": torch.ones(3)}, {})
+    assert found("run") == before
 
 
 def test_a_checkpoint_with_a_file_of_the_user_is_kept_and_so_is_a_link() -> None:

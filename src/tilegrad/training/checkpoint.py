@@ -15,6 +15,7 @@ saved in two folders, the second checkpoint hard-links the files of the first, a
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -445,7 +446,7 @@ def retire(folder: Path, keep: int) -> None:
     while saved and good < keep:
         good += is_complete(saved.pop())
     for path in saved:
-        if path.is_symlink() or not all(_OWN_FILE.fullmatch(file.name) for file in path.iterdir()):
+        if path.is_symlink() or _foreign_file(path):
             continue
         gone = path.with_name(_GONE + path.name)
         path.rename(gone)
@@ -453,9 +454,21 @@ def retire(folder: Path, keep: int) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    for path in folder.iterdir():
+    """Delete what a killed save left. A leftover with a file that no save writes is refused by name, and stays."""
+    for path in folder.iterdir() if folder.is_dir() else ():
         if path.name == STAGED or path.name.startswith(_GONE):
             if path.is_symlink():
                 path.unlink()
+            elif foreign := _foreign_file(path):
+                raise FileExistsError(
+                    errno.EEXIST, "tilegrad did not write it, so move it to another folder", str(foreign)
+                )
             else:
                 shutil.rmtree(path)
+
+
+def _foreign_file(checkpoint: Path) -> Path | None:
+    """A file in the folder of a checkpoint that no save writes, or the path itself if it is no folder."""
+    if not checkpoint.is_dir():
+        return checkpoint
+    return next((file for file in checkpoint.iterdir() if not _OWN_FILE.fullmatch(file.name)), None)

@@ -86,11 +86,14 @@ def save_pieces(folder: Path, engine: Engine, mesh: Mesh, state: Mapping[str, ob
     staged, saved = folder / STAGED, state_of_ranks(engine, mesh, state)
     check_state(saved)
     mesh.at(f"step {engine.steps}: saving")
-    if mesh.rank == 0:
+
+    def begin() -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(folder)
         staged.mkdir()
-    mesh.barrier()
+        return staged
+
+    _on_rank_0(folder, mesh, begin)
     pieces = {name: Piece(*piece) for name, piece in owned_pieces(engine, shared=True).items()}
     if mesh.rank:
         pieces.pop("adam_step")
@@ -134,7 +137,7 @@ def _shapes(engine: Engine) -> dict[str, tuple[int, ...]]:
 
 
 def _on_rank_0(folder: Path, mesh: Mesh, work: Callable[[], Path]) -> Path:
-    """Call `work` on rank 0. All ranks return the path of the checkpoint, or raise the OSError that rank 0 had."""
+    """Call `work` on rank 0. All ranks return its path, in `folder`, or raise the OSError that rank 0 had."""
     name, failed = "", None
     if mesh.rank == 0:
         try:

@@ -30,6 +30,7 @@ from ..model.layer import is_adapter
 from ..model.lora import LoraConfig, adapter_parts
 from ..pretrained.adapters import open_adapter
 from ..pretrained.weights import Weights, forms, open_weights
+from .checkpoint import remove_leftovers
 from .config import DTYPES, RunConfig, Sections, check_vocab_size
 from .dataset import Dataset, kept_counts, needs_documents, prepare_data
 from .folder import check_shared, claimed, forget, own_data
@@ -101,7 +102,9 @@ def _claim(folder: Path, mesh: Mesh, until_the_end: ExitStack, *, new: bool) -> 
     if mesh.rank == 0:
         try:
             token = until_the_end.enter_context(claimed(folder, new=new))
-        except ValueError as error:
+            for place in ("checkpoints", "best"):
+                remove_leftovers(folder / place)
+        except (ValueError, FileExistsError) as error:
             refusal = str(error)
     refusal = mesh.gather(refusal)[0]
     if refusal:
