@@ -19,18 +19,19 @@ import sys
 import time
 import traceback
 import warnings
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from tilegrad.bench.timing import sustained
+from tilegrad.bench.timing import Thunk
 from tilegrad.data.documents import default_text
 from tilegrad.data.tokenizer import ByteTokenizer
 from tilegrad.data.tokens import open_tokens
@@ -49,6 +50,7 @@ CHECK_STEPS = 5
 CHECK_RATE, SPEED_RATE = 1e-4, 1e-6
 FALL_TOLERANCE = 0.1
 WARM_SECONDS, PROFILED_STEPS = 0.5, 3
+AHEAD_STEPS = 2
 MALLOC = {  # torch's aarch64 builds have mimalloc, others use glibc's malloc
     "keep": {
         "MALLOC_MMAP_MAX_": "0",  # glibc ignores a MALLOC_MMAP_THRESHOLD_ above 32 MiB without a message
@@ -154,6 +156,34 @@ class Batches:
             drawn = self.text[starts + torch.arange(t + 1)]
         tokens, targets = drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
         return (tokens.pin_memory(), targets.pin_memory()) if self.pinned else (tokens, targets)
+
+
+class Sustained(NamedTuple):
+    """Steps back to back: their number, and the seconds from the start of the first to the end of the last."""
+
+    steps: int
+    seconds: float
+
+
+def sustained(step: Thunk, seconds: float, device: torch.device) -> Sustained:
+    """Run `step` repeatedly for at least `seconds`. The host stays at most AHEAD_STEPS steps ahead of the current stream, so
+    the device never waits for the host; a step on another stream must limit this itself. A long run shows the speed that
+    a power-capped GPU sustains."""
+    pending: deque[torch.cuda.Event] = deque()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    began, steps = time.perf_counter(), 0
+    while not steps or time.perf_counter() - began < seconds:
+        step()
+        steps += 1
+        if device.type == "cuda":
+            pending.append(torch.cuda.Event())
+            pending[-1].record()
+            if len(pending) > AHEAD_STEPS:
+                pending.popleft().synchronize()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return Sustained(steps, time.perf_counter() - began)
 
 
 class Measured:

@@ -44,14 +44,13 @@ from typing import Any
 import torch
 
 from tilegrad import Engine, LoraConfig, ModelConfig
-from tilegrad.bench.timing import sustained
 from tilegrad.model.layer import States
 from tilegrad.text.atomic import check_replaceable
 from tilegrad.text.table import table
 
 from .breakdown import Breakdown, Launch, Rates, break_down, floors, launches_of, products_of
 from .breakdown import report as breakdown_report
-from .contenders import PROFILED_STEPS, WARM_SECONDS
+from .contenders import PROFILED_STEPS, WARM_SECONDS, sustained
 from .step_cost import adapter_count, step_demands
 from .training import about_run, parameter_count, write_results
 

@@ -63,16 +63,16 @@ def norms(n: int, dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
     for op, moved, backward, run in (
         ("layer norm forward", n * (2 * row + 8), False, lambda kernel, scratch: norm.layernorm_fwd(
             x, w, b, 1e-5, y=y, mean=mean, rstd=rstd, scratch=scratch, kernel=kernel)),
-        ("residual, layer norm forward", n * (4 * row + 8), False, lambda kernel, scratch: norm.add_layernorm_fwd(
-            x, dy, w, b, 1e-5, x1=dx, y=y, mean=mean, rstd=rstd, scratch=scratch, kernel=kernel)),
+        ("residual, layer norm forward", n * (4 * row + 8), False, lambda kernel, scratch: norm.layernorm_fwd(
+            x, w, b, 1e-5, dy, x1=dx, y=y, mean=mean, rstd=rstd, scratch=scratch, kernel=kernel)),
         ("layer norm backward, y, Σ dx", n * (5 * row + 8), True, lambda kernel, scratch: norm.layernorm_bwd(
             dy, x, w, mean, rstd, b, dx=dx, dw=dw, db=db, dx_sum=dx_sum, y=y, scratch=scratch, kernel=kernel)),
         ("layer norm backward", n * (4 * row + 8), True, lambda kernel, scratch: norm.layernorm_bwd(
             dy, x, w, mean, rstd, dx=dx, dw=dw, db=db, scratch=scratch, kernel=kernel)),
         ("RMS norm forward", n * (2 * row + 4), False, lambda kernel, scratch: norm.rmsnorm_fwd(
             x, w, 1e-5, y=y, rstd=rstd, scratch=scratch, kernel=kernel)),
-        ("residual, RMS norm forward", n * (4 * row + 4), False, lambda kernel, scratch: norm.add_rmsnorm_fwd(
-            x, dy, w, 1e-5, x1=dx, y=y, rstd=rstd, scratch=scratch, kernel=kernel)),
+        ("residual, RMS norm forward", n * (4 * row + 4), False, lambda kernel, scratch: norm.rmsnorm_fwd(
+            x, w, 1e-5, dy, x1=dx, y=y, rstd=rstd, scratch=scratch, kernel=kernel)),
         ("RMS norm backward, y", n * (5 * row + 4), True, lambda kernel, scratch: norm.rmsnorm_bwd(
             dy, x, w, rstd, dx=dx, dw=dw, y=y, scratch=scratch, kernel=kernel)),
         ("RMS norm backward", n * (4 * row + 4), True, lambda kernel, scratch: norm.rmsnorm_bwd(

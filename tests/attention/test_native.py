@@ -48,7 +48,7 @@ from tilegrad.kernels.attention.mask import Mask
 from tilegrad.kernels.closeness import Bound, assert_close
 from tilegrad.kernels.cpu import abi
 from tilegrad.kernels.cpu import library as native_library
-from tilegrad.kernels.philox import drop_mask, round_keys
+from tilegrad.kernels.philox import drop_mask, round_keys, signed
 from tilegrad.native import build as native_build
 
 HERE = Path(__file__).parents[1]
@@ -795,7 +795,7 @@ def test_views_are_packed_as_the_library_reads_them() -> None:
     assert native._pairs(x[0, :, :1]) == (x.data_ptr(), 0, 35, 0, 1)
     absent = (native._rows(None, varlen=False), native._statistic(None, varlen=True), native.by_head(None))
     assert {*absent, native._pairs(None)} == {(0, 0, 0, 0, 0)}
-    assert [native._signed(seed) for seed in (5, -1, 2**64 - 1, 2**63, 2**63 - 1)] == [5, -1, -1, -(2**63), 2**63 - 1]
+    assert [signed(seed) for seed in (5, -1, 2**64 - 1, 2**63, 2**63 - 1)] == [5, -1, -1, -(2**63), 2**63 - 1]
 
 
 def test_a_file_that_ends_before_its_section_headers_counts_as_truncated() -> None:

@@ -18,7 +18,7 @@ from benchmarks import contenders, training
 from benchmarks.breakdown import GROUPS, OTHER, Launch, Rates, break_down, floors, group_of, groups_of, our_kernels
 from benchmarks.breakdown import report as breakdown_report
 from benchmarks.cases import CASES, Case, Problem, cases_of
-from benchmarks.contenders import Batches, Entry, Kind, Measured, Ours, disagreement
+from benchmarks.contenders import Batches, Entry, Kind, Measured, Ours, disagreement, sustained
 from benchmarks.loss_curves import BLOCK, Curves, distance, measure_curves
 from benchmarks.loss_curves import report as curves_report
 from benchmarks.peer import LIKE_FOR_LIKE, Peer, PeerForm, PeerModel, apart, initial_parameters
@@ -37,7 +37,6 @@ from benchmarks.training import (
     row_of,
 )
 from benchmarks.training_plots import Drawn
-from tilegrad.bench.timing import sustained
 from tilegrad.data.tokens import write_tokens
 from tilegrad.engine.engine import Engine
 from tilegrad.model import reference

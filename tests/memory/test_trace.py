@@ -12,7 +12,7 @@ import pytest
 import torch
 from support import tanh_stack
 
-from tilegrad.kernels.linear import linear_bwd
+from tilegrad.kernels.linear import linear_bwd_weight
 from tilegrad.kernels.op import observe, op
 from tilegrad.memory.planned.arena import flat
 from tilegrad.memory.planned.trace import FlatHandle, Handle, Trace, bind, handles, start, trace, wait
@@ -103,9 +103,9 @@ def test_the_first_micro_batch_does_not_read_the_gradient_of_a_weight() -> None:
     def program() -> None:
         for tensor in (x, w, dy):
             write(out=tensor)
-        linear_bwd(dy, x, w, dw=dw, accumulate=False)
-        linear_bwd(dy, x, w, dw=dw, accumulate=True)
-        linear_bwd(dy, x, w, dw=dw, accumulate=False)
+        linear_bwd_weight(dy, x, w, dw=dw, accumulate=False)
+        linear_bwd_weight(dy, x, w, dw=dw, accumulate=True)
+        linear_bwd_weight(dy, x, w, dw=dw, accumulate=False)
 
     assert traced(program).live["dw"] == ((3, 4), (5, 5))
 

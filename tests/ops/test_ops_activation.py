@@ -36,7 +36,7 @@ from tilegrad.kernels.activation import (
 from tilegrad.kernels.activation import torch_ops as activation_torch_ops
 from tilegrad.kernels.cpu import rows
 from tilegrad.kernels.cpu.library import library
-from tilegrad.kernels.dropout import dropout_bwd, dropout_fwd, dropout_workspace
+from tilegrad.kernels.dropout import dropout_fwd, dropout_workspace
 from tilegrad.kernels.dropout import torch_ops as dropout_torch_ops
 from tilegrad.kernels.residual import add_fwd, copy_fwd, zero_fwd
 from tilegrad.kernels.rope import rope_bwd, rope_fwd, rope_table, rope_workspace
@@ -257,7 +257,7 @@ def test_dropout_uses_the_shared_mask(monkeypatch: pytest.MonkeyPatch, dtype: to
         scratch = poisoned(dropout_workspace(x))
         y, dx = torch.full_like(x, torch.nan), x.clone()
         dropout_fwd(x, seed, p, layer, y=y, scratch=scratch)
-        dropout_bwd(dx, torch.tensor(seed), p, layer, dx=dx, scratch=scratch)
+        dropout_fwd(dx, torch.tensor(seed), p, layer, y=dx, scratch=scratch)
         assert torch.equal(y, torch.where(kept, x * (1 / (1 - p)), 0.0).to(dtype)) and torch.equal(dx, y)
     other = torch.empty_like(x)
     dropout_fwd(x, seed, p, layer + 1, y=other, scratch=scratch)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support import bounds
-from support.ops import DTYPES, acc, poisoned, randn
+from support.ops import DTYPES, acc, linear_bwd, poisoned, randn
 from torch import Tensor
 
 from tilegrad.kernels.activation import (
@@ -22,12 +22,12 @@ from tilegrad.kernels.activation import (
 from tilegrad.kernels.adamw import adamw_step, adamw_workspace
 from tilegrad.kernels.closeness import Bound, assert_close
 from tilegrad.kernels.column_sum import column_sum_fwd, column_sum_workspace
-from tilegrad.kernels.cross_entropy import cross_entropy_step, cross_entropy_workspace
+from tilegrad.kernels.cross_entropy import cross_entropy_bwd, cross_entropy_workspace
 from tilegrad.kernels.dropout import dropout_fwd, dropout_workspace
 from tilegrad.kernels.embedding import embedding_bwd, embedding_fwd, embedding_workspace
-from tilegrad.kernels.embedding_mse import embedding_mse_step, embedding_mse_workspace
+from tilegrad.kernels.embedding_mse import embedding_mse_bwd, embedding_mse_workspace
 from tilegrad.kernels.global_norm import global_norm, global_norm_workspace
-from tilegrad.kernels.linear import linear_bwd, linear_fwd, linear_workspace
+from tilegrad.kernels.linear import linear_fwd, linear_workspace
 from tilegrad.kernels.norm import layernorm_bwd, layernorm_fwd, norm_workspace, rmsnorm_bwd, rmsnorm_fwd
 from tilegrad.kernels.rope import rope_bwd, rope_fwd, rope_table, rope_workspace
 
@@ -177,12 +177,12 @@ def build(op: str, device: str, dtype: torch.dtype) -> Built:
     loss = torch.zeros((), dtype=wide, device=device)
     if op == "cross_entropy":
         s = scratch(cross_entropy_workspace(x, table, backward=True))
-        return out | {"loss": loss, "dw": dtable}, lambda: cross_entropy_step(
+        return out | {"loss": loss, "dw": dtable}, lambda: cross_entropy_bwd(
             x, table, targets, inv, loss=loss, dx=out["dx"], dw=dtable, scratch=s
         )
     if op == "embedding_mse":
         s = scratch(embedding_mse_workspace(x, table))
-        return out | {"loss": loss, "dw": dtable}, lambda: embedding_mse_step(
+        return out | {"loss": loss, "dw": dtable}, lambda: embedding_mse_bwd(
             x, table, targets, inv, loss=loss, dx=out["dx"], dwte=dtable, scratch=s
         )
     arenas: dict[str, Any] = arenas_on(device, wide)

@@ -17,7 +17,7 @@ from torch import Tensor
 from tilegrad.kernels import gpu as device
 from tilegrad.kernels.activation import activation_fwd, swiglu_fwd
 from tilegrad.kernels.closeness import SIGMAS, Bound, complaints
-from tilegrad.kernels.cross_entropy import cross_entropy_step, cross_entropy_workspace
+from tilegrad.kernels.cross_entropy import cross_entropy_bwd, cross_entropy_workspace
 from tilegrad.kernels.fp8_head import fp8_cross_entropy_step, fp8_cross_entropy_workspace
 from tilegrad.kernels.fp8_linear import (
     FP8,
@@ -637,7 +637,7 @@ def test_canary_a_head_without_float8_is_seen() -> None:
     x, w, targets, inv_total = head(37, 48)
     loss, dx = torch.empty(()), torch.empty_like(x)
     scratch = poisoned(cross_entropy_workspace(x, w, backward=True))
-    cross_entropy_step(x, w, targets, inv_total, loss=loss, dx=dx, scratch=scratch)
+    cross_entropy_bwd(x, w, targets, inv_total, loss=loss, dx=dx, scratch=scratch)
     got = step_of_head(x, w, targets, inv_total, None)
     assert float(loss) == pytest.approx(float(got["loss"]), rel=2e-2) and not torch.equal(dx, got["dx"])
 

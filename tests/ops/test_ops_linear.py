@@ -10,7 +10,17 @@ import pytest
 import torch
 from support import bounds
 from support.interpreter import interpreting
-from support.ops import DTYPES, RAGGED, acc, allocated_bytes, allowed_bytes, assert_true, poisoned, randn
+from support.ops import (
+    DTYPES,
+    RAGGED,
+    acc,
+    allocated_bytes,
+    allowed_bytes,
+    assert_true,
+    linear_bwd,
+    poisoned,
+    randn,
+)
 from torch import Tensor
 
 from tilegrad.kernels import linear, table
@@ -22,11 +32,9 @@ from tilegrad.kernels.linear import (
     LINEAR,
     Problem,
     bf16,
-    linear_bwd,
     linear_bwd_input,
     linear_fwd,
     linear_workspace,
-    per_head_linear_bwd,
     per_head_linear_bwd_input,
     per_head_linear_fwd,
     tiled,
@@ -61,13 +69,13 @@ def run(inputs: Mapping[str, Tensor | None], dy: Tensor, *, heads: bool = False)
     """Runs forward and backward with poisoned outputs. Gradients that accumulate start at 0."""
     x, w, b = inputs["x"], inputs["w"], inputs["b"]
     assert x is not None and w is not None
-    fwd, bwd = (per_head_linear_fwd, per_head_linear_bwd) if heads else (linear_fwd, linear_bwd)
+    fwd, scratch = per_head_linear_fwd if heads else linear_fwd, poisoned(linear_workspace(x, w, backward=True))
     out = {"y": torch.full_like(dy, torch.nan), "dx": torch.full_like(x, torch.nan)}
     out["dw"] = torch.zeros_like(w, dtype=acc(w.dtype))
     if b is not None:
         out["db"] = torch.zeros_like(b, dtype=acc(b.dtype))
     fwd(x, w, b, y=out["y"], scratch=poisoned(linear_workspace(x, w, backward=False)))
-    bwd(dy, x, w, dx=out["dx"], dw=out["dw"], db=out.get("db"), scratch=poisoned(linear_workspace(x, w, backward=True)))
+    linear_bwd(dy, x, w, dx=out["dx"], dw=out["dw"], db=out.get("db"), heads=heads, scratch=scratch)
     return out
 
 
@@ -145,9 +153,8 @@ def test_gradients_that_do_not_accumulate_overwrite(
     x, dy = randn(20, h * d, dtype=dtype), randn(20, h * d, dtype=dtype, seed=1)
     w = randn(h, d, d, dtype=dtype) if heads else randn(h * d, h * d, dtype=dtype)
     want = run({"x": x, "w": w, "b": w[..., 0]}, dy, heads=heads)
-    bwd = per_head_linear_bwd if heads else linear_bwd
     got: dict[str, Any] = {name: torch.full_like(want[name], torch.nan) for name in ("dw", "db")}
-    bwd(dy, x, w, **got, accumulate=False, scratch=poisoned(linear_workspace(x, w, backward=True)))
+    linear_bwd(dy, x, w, **got, accumulate=False, heads=heads, scratch=poisoned(linear_workspace(x, w, backward=True)))
     assert all(torch.equal(got[name], want[name]) for name in got)
 
 
@@ -271,12 +278,12 @@ def test_linear_layers_allocate_no_memory(dtype: torch.dtype) -> None:
     dws, dbs, y = ws.to(acc(dtype)), bs.to(acc(dtype)), x.clone()
     scratch = poisoned(linear_workspace(x, ws, backward=True) | linear_workspace(x, ws, backward=False))
     assert allocated_bytes(lambda: per_head_linear_fwd(x, ws, bs, y=y, scratch=scratch)) <= allowed
-    assert allocated_bytes(lambda: per_head_linear_bwd(y, x, ws, dx=dx, dw=dws, db=dbs, scratch=scratch)) <= allowed
+    assert allocated_bytes(lambda: linear_bwd(y, x, ws, dx=dx, dw=dws, db=dbs, heads=True, scratch=scratch)) <= allowed
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_canary_one_wrong_weight_is_seen(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    right = linear.linear_bwd
+    right = linear_bwd
 
     def wrong(dy: Tensor, x: Tensor, w: Tensor, **outputs: Any) -> None:
         w = w.clone()

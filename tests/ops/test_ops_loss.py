@@ -31,7 +31,6 @@ from tilegrad.kernels.cross_entropy import (
     chunks,
     cross_entropy_bwd,
     cross_entropy_fwd,
-    cross_entropy_step,
     cross_entropy_workspace,
     torch_ops,
 )
@@ -39,7 +38,6 @@ from tilegrad.kernels.cross_entropy.softcap import softcap_fwd
 from tilegrad.kernels.embedding_mse import (
     embedding_mse_bwd,
     embedding_mse_fwd,
-    embedding_mse_step,
     embedding_mse_workspace,
 )
 
@@ -86,10 +84,10 @@ def call(kind: str, part: str, inputs: dict[str, Tensor], targets: Tensor, inv_t
     x, w = inputs["x"], inputs["w"]
     fn: Any
     if kind == "cross_entropy":
-        fn = {"fwd": cross_entropy_fwd, "bwd": cross_entropy_bwd, "step": cross_entropy_step}[part]
+        fn = cross_entropy_fwd if part == "fwd" else cross_entropy_bwd
         scratch = poisoned(cross_entropy_workspace(x, w, backward=part != "fwd"))
     else:
-        fn = {"fwd": embedding_mse_fwd, "bwd": embedding_mse_bwd, "step": embedding_mse_step}[part]
+        fn = embedding_mse_fwd if part == "fwd" else embedding_mse_bwd
         scratch = poisoned(embedding_mse_workspace(x, w))
         if "dw" in outputs:
             outputs["dwte"] = outputs.pop("dw")
@@ -107,10 +105,10 @@ def outputs_of(inputs: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def run(loss: str, inputs: dict[str, Tensor], targets: Tensor, inv_total: float) -> dict[str, Tensor]:
-    """Runs the fused step. Forward and backward alone must give the same."""
+    """Runs forward and backward in one pass. Alone they must give the same."""
     inv = torch.tensor(inv_total, dtype=acc(inputs["x"].dtype))
     out, alone = outputs_of(inputs), outputs_of(inputs)
-    call(loss, "step", inputs, targets, inv, **out)
+    call(loss, "bwd", inputs, targets, inv, **out)
     call(loss, "fwd", inputs, targets, inv, loss=alone["loss"])
     call(loss, "bwd", inputs, targets, inv, dx=alone["dx"], dw=alone["dw"])
     assert all(torch.equal(out[name], alone[name]) for name in out)
@@ -168,7 +166,7 @@ def test_the_gradient_of_the_weights_accumulates_and_the_rest_overwrites(loss: s
     once = run(loss, inputs, targets, 0.1)
     again = {name: x.clone() for name, x in once.items()}
     inv = torch.tensor(0.1, dtype=torch.float64)
-    call(loss, "step", inputs, targets, inv, **again)
+    call(loss, "bwd", inputs, targets, inv, **again)
     assert torch.allclose(again["dw"], 2 * once["dw"], rtol=1e-12)
     assert torch.equal(again["dx"], once["dx"]) and torch.equal(again["loss"], once["loss"])
     for name in ("dx", "dw"):
@@ -184,9 +182,9 @@ def test_a_gradient_of_the_weights_that_does_not_accumulate_overwrites(
     small_chunks(monkeypatch, 1000)
     inputs, targets = build(rows(), 16, 50, dtype)
     want, inv = run(loss, inputs, targets, 0.1), torch.tensor(0.1, dtype=acc(dtype))
-    for part, names in (("step", ("loss", "dx", "dw")), ("bwd", ("dx", "dw"))):
+    for names in (("loss", "dx", "dw"), ("dx", "dw")):
         got = {name: torch.full_like(want[name], torch.nan) for name in names}
-        call(loss, part, inputs, targets, inv, accumulate=False, **got)
+        call(loss, "bwd", inputs, targets, inv, accumulate=False, **got)
         assert all(torch.equal(got[name], want[name]) for name in names)
 
 
@@ -283,11 +281,11 @@ def test_the_scratch_of_a_large_batch_serves_a_smaller_one(
         inputs, targets = build(n, 16, 50, dtype)
         want, got = run(loss, inputs, targets, 1 / 64), outputs_of(inputs)
         if loss == "cross_entropy":
-            cross_entropy_step(inputs["x"], inputs["w"], targets, inv, **got, scratch=scratch)
+            cross_entropy_bwd(inputs["x"], inputs["w"], targets, inv, **got, scratch=scratch)
         else:
             got["dwte"] = got.pop("dw")
             want["dwte"] = want.pop("dw")
-            embedding_mse_step(inputs["x"], inputs["w"], targets, inv, **got, scratch=scratch)
+            embedding_mse_bwd(inputs["x"], inputs["w"], targets, inv, **got, scratch=scratch)
         assert all(torch.equal(got[name], want[name]) for name in want)
 
 
@@ -299,10 +297,10 @@ def test_losses_allocate_no_memory(monkeypatch: pytest.MonkeyPatch, loss: str, d
     x, w, out, inv = inputs["x"], inputs["w"], outputs_of(inputs), torch.tensor(0.1, dtype=acc(dtype))
     if loss == "cross_entropy":
         scratch = poisoned(cross_entropy_workspace(x, w, backward=True))
-        step = lambda: cross_entropy_step(x, w, targets, inv, **out, scratch=scratch)  # noqa: E731
+        step = lambda: cross_entropy_bwd(x, w, targets, inv, **out, scratch=scratch)  # noqa: E731
     else:
         scratch = poisoned(embedding_mse_workspace(x, w))
-        step = lambda: embedding_mse_step(  # noqa: E731
+        step = lambda: embedding_mse_bwd(  # noqa: E731
             x, w, targets, inv, loss=out["loss"], dx=out["dx"], dwte=out["dw"], scratch=scratch
         )
     products = ((100, 64, 120),) if loss == "cross_entropy" else ()
@@ -369,8 +367,8 @@ def test_dx_may_overwrite_x(monkeypatch: pytest.MonkeyPatch, loss: str, dtype: t
     monkeypatch.setitem(torch_ops.CHUNK, "cpu", 20 * 13 * dtype.itemsize)  # more than one chunk
     inputs, targets = build(63, 16, 13, dtype)
     inv_total, want = torch.tensor(1 / 64, dtype=acc(dtype)), outputs_of(inputs)
-    call(loss, "step", inputs, targets, inv_total, **want)
+    call(loss, "bwd", inputs, targets, inv_total, **want)
     x = inputs["x"].clone()
     got = outputs_of(inputs) | {"dx": x}
-    call(loss, "step", inputs | {"x": x}, targets, inv_total, **got)
+    call(loss, "bwd", inputs | {"x": x}, targets, inv_total, **got)
     assert all(torch.equal(got[name], want[name]) for name in want)

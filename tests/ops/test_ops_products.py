@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tilegrad.kernels import linear
 from tilegrad.kernels.cpu import abi, library
-from tilegrad.kernels.linear import LINEAR, Problem, cpu, linear_bwd, linear_bwd_input, linear_fwd
+from tilegrad.kernels.linear import LINEAR, Problem, cpu, linear_bwd_input, linear_bwd_weight, linear_fwd
 from tilegrad.native.openmp import SPINS
 
 HERE = Path(__file__).parent.parent
@@ -58,8 +58,9 @@ def products(shape: tuple[int, int, int], kernel: str | None) -> dict[str, Tenso
     out |= {"dx +": matrix(n, cin), "dw +": matrix(cout, cin)}
     linear_fwd(x, w, None, y=out["y"], kernel=kernel)
     linear_fwd(x, w, matrix(1, cout)[0], y=out["y + b"], kernel=kernel)
-    linear_bwd(dy, x, w, dx=out["dx"], dw=out["dw"], accumulate=False, kernel=kernel)
-    linear_bwd(dy, x, w, dw=out["dw +"], kernel=kernel)
+    linear_bwd_weight(dy, x, w, dw=out["dw"], accumulate=False, kernel=kernel)
+    linear_bwd_weight(dy, x, w, dw=out["dw +"], kernel=kernel)
+    linear_bwd_input(dy, w, dx=out["dx"], accumulate=False, kernel=kernel)
     linear_bwd_input(dy, w, dx=out["dx +"], accumulate=True, kernel=kernel)
     return out
 

@@ -10,8 +10,6 @@ from torch import Tensor
 from tilegrad.kernels.activation import activation_bwd, activation_fwd, activation_workspace, swiglu_bwd, swiglu_fwd
 from tilegrad.kernels.closeness import assert_close
 from tilegrad.kernels.norm import (
-    add_layernorm_fwd,
-    add_rmsnorm_fwd,
     layernorm_bwd,
     layernorm_fwd,
     norm_workspace,
@@ -56,16 +54,11 @@ def check_fused_norm(
     def fwd(x: Tensor, f: Any, **joined: Any) -> dict[str, Any]:
         got: dict[str, Any] = {"y": out((n, c), dtype), "rstd": out((n,), acc(dtype))}
         options: dict[str, Any] = {"scratch": forward, "kernel": kernel}
-        if rms and f is None:
-            rmsnorm_fwd(x, w, EPS, **got, **options)
-        elif rms:
-            add_rmsnorm_fwd(x, f, w, EPS, **got, **joined, **options)
+        if rms:
+            rmsnorm_fwd(x, w, EPS, f, **got, **joined, **options)
         else:
             got["mean"] = out((n,), acc(dtype))
-            if f is None:
-                layernorm_fwd(x, w, b, EPS, **got, **options)
-            else:
-                add_layernorm_fwd(x, f, w, b, EPS, **got, **joined, **options)
+            layernorm_fwd(x, w, b, EPS, f, **got, **joined, **options)
         return got
 
     x1 = out((n, c), dtype)

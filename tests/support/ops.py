@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Unpack
 
 import pytest
 import torch
@@ -30,6 +30,7 @@ from tilegrad.kernels.mix import mix_fwd, mix_workspace
 from tilegrad.kernels.residual import add_fwd, copy_fwd, keep_gradient, keep_gradient_workspace, zero_gaps
 from tilegrad.kernels.rope import rope_bwd, rope_fwd, rope_table, rope_workspace
 from tilegrad.kernels.sampling import logprobs_fwd, logprobs_workspace, sample_fwd, sample_workspace
+from tilegrad.kernels.table import Where
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 RAGGED = (1, 63, 113)
@@ -54,6 +55,18 @@ def poisoned(shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[
         return 1 if dtype == torch.bool else 2 ** (8 * dtype.itemsize - 2)
 
     return {name: torch.full(shape, poison(dtype), dtype=dtype) for name, (shape, dtype) in shapes.items()}
+
+
+def linear_bwd(
+    dy: Tensor, x: Tensor, w: Tensor, *, dx: Tensor | None = None, dw: Tensor | None = None, db: Tensor | None = None,
+    accumulate: bool = True, heads: bool = False, **where: Unpack[Where],
+) -> None:  # fmt: skip
+    """All gradients of a linear layer with one matrix, or with one for each head."""
+    of_input = linear.per_head_linear_bwd_input if heads else linear.linear_bwd_input
+    of_weight = linear.per_head_linear_bwd_weight if heads else linear.linear_bwd_weight
+    of_weight(dy, x, w, dw=dw, db=db, accumulate=accumulate, **where)
+    if dx is not None:
+        of_input(dy, w, dx=dx, accumulate=False, **where)
 
 
 def truth(
@@ -144,11 +157,9 @@ def calls_outside_models(dtype: torch.dtype) -> None:
         scratch = poisoned(keep_gradient_workspace(grad))
         keep_gradient(grad, total=grad.bfloat16(), accumulate=accumulate, scratch=scratch)
     add_fwd(x, x, y=y)
-    w, heads = randn(h * d, h * d, dtype=dtype), randn(h, d, d, dtype=dtype)
+    w = randn(h * d, h * d, dtype=dtype)
     scratch = poisoned(linear.linear_workspace(x, w, backward=True))
-    linear.linear_bwd(x, x, w, dx=y, dw=torch.zeros(w.shape, dtype=acc(dtype)), scratch=scratch)
-    scratch = poisoned(linear.linear_workspace(x, heads, backward=True))
-    linear.per_head_linear_bwd(x, x, heads, dx=y, dw=torch.zeros(heads.shape, dtype=acc(dtype)), scratch=scratch)
+    linear_bwd(x, x, w, dx=y, dw=torch.zeros(w.shape, dtype=acc(dtype)), scratch=scratch)
     u, thin = randn(n * t, 4, dtype=dtype), [randn(h * d, 4, dtype=dtype)]
     scratch = poisoned(low_rank_workspace(x, w[:4], thin, backward=False))
     low_rank_add_fwd(u, thin, (Part(0, 0, 0),), ys=[y], scratch=scratch)

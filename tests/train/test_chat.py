@@ -30,7 +30,7 @@ from tilegrad.data.tokenizer import (
 from tilegrad.engine.engine import Engine
 from tilegrad.model.config import ModelConfig
 from tilegrad.pretrained.weights import write_weights
-from tilegrad.training import generation
+from tilegrad.training import chat, generation
 from tilegrad.training.chat import Chat, end_of_turn
 
 pytest.importorskip("jinja2", reason="needs pip install 'tilegrad[chat]'")
@@ -92,7 +92,8 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[int]]]:
             made.read = read
             return made
 
-        monkeypatch.setattr(generation, "Decoder", decoder)
+        for module in (chat, generation):
+            monkeypatch.setattr(module, "Decoder", decoder)
         return read
 
     return play

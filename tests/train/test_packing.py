@@ -323,6 +323,6 @@ def test_canary_wrong_documents_are_seen(name: str, what: str, monkeypatch: pyte
         elif ends[1] == 1:  # "ragged"
             ends[1] = 2
 
-    monkeypatch.setattr("tilegrad.engine.engine.write_documents", wrong)
+    monkeypatch.setattr(batch_module, "write_documents", wrong)
     with pytest.raises(AssertionError):
         test_packed_rows_have_the_gradients_of_single_documents(name, "tiled", monkeypatch)

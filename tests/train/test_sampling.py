@@ -10,6 +10,7 @@ import torch
 from support.ops import poisoned
 
 from tilegrad.engine.sampling import Sampling
+from tilegrad.kernels.philox import signed
 from tilegrad.kernels.sampling import sample_fwd, sample_workspace
 
 
@@ -49,9 +50,9 @@ def test_bad_settings_of_sampling_are_refused(given: dict[str, Any], message: st
 
 
 def test_seeds_have_64_bits() -> None:
-    assert Sampling(seed=(1 << 64) - 1).seed_word == -1 == Sampling(seed=-1).seed_word
-    assert Sampling(seed=1 << 63).seed_word == -(1 << 63) == Sampling(seed=-(1 << 63)).seed_word
-    assert Sampling(seed=(1 << 63) - 1).seed_word == (1 << 63) - 1
+    assert signed(Sampling(seed=(1 << 64) - 1).seed) == -1 == signed(Sampling(seed=-1).seed)
+    assert signed(Sampling(seed=1 << 63).seed) == -(1 << 63) == signed(Sampling(seed=-(1 << 63)).seed)
+    assert signed(Sampling(seed=(1 << 63) - 1).seed) == (1 << 63) - 1
 
 
 def test_the_op_accepts_every_accepted_setting() -> None:
@@ -66,7 +67,7 @@ def test_the_op_accepts_every_accepted_setting() -> None:
     assert some[0].row() == (1.0, 0.0, 1.0, 0.0, 1.0)
     n, v = len(some), 5
     settings, logits = torch.tensor([one.row() for one in some]), torch.linspace(-1, 1, v).repeat(n, 1)
-    seeds, zero = torch.tensor([one.seed_word for one in some]), torch.zeros(n, dtype=torch.int64)
+    seeds, zero = torch.tensor([signed(one.seed) for one in some]), torch.zeros(n, dtype=torch.int64)
     tokens, logprobs, seen = torch.empty(n, dtype=torch.int64), torch.empty(n), torch.ones(n, v, dtype=torch.uint8)
     scratch = poisoned(sample_workspace(logits))
     sample_fwd(logits, settings, seeds, zero, zero, tokens=tokens, logprobs=logprobs, seen=seen, scratch=scratch)

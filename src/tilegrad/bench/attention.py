@@ -15,7 +15,7 @@ sequences are compared with a dense shape that has about as many tokens and as m
 from __future__ import annotations
 
 import json as json_format
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from statistics import quantiles
@@ -103,7 +103,9 @@ def bench_attention(
         raise ValueError(f"preset: got {preset!r}; accepted: one of {', '.join(map(repr, PRESETS))}")
     if shapes and preset:
         raise ValueError(f"shapes: got {list(shapes)} and the preset {preset!r}; accepted: one of the two")
-    problems = tuple(map(_parsed, shapes or ())) or PRESETS[preset or _preset_on(where)]
+    problems = (
+        tuple(map(_parsed, shapes or ())) or PRESETS[preset or ("training" if where.type == "cuda" else "laptop")]
+    )
     if repeats < 2:
         raise ValueError(f"repeats: got {repeats}; accepted: at least 2")
     ours = tuple(kernels or kernels_on(where, torch_dtype))
@@ -121,7 +123,8 @@ def bench_attention(
         with freed_memory_kept() if where.type == "cpu" else nullcontext():
             new = measure(shape, torch_dtype, where, ours, theirs, repeats, deterministic=deterministic)
         rows += new
-        for line in _json_lines(new, settings):
+        for row in new:
+            line = json_format.dumps(asdict(row) | {"tflops": row.tflops} | settings)
             if json:
                 print(line, flush=True)
             if out:
@@ -146,18 +149,9 @@ def _calls_on(device: torch.device) -> str:
     return f"public functions through autograd on (B T H D) memory: {timed}"
 
 
-def _preset_on(device: torch.device) -> str:
-    return "training" if device.type == "cuda" else "laptop"
-
-
 def _parsed(text: str) -> Shape:
     try:
         return Shape.parse(text)
     except ValueError as error:
         accepted = "B,H,T,D, then optionally causal, window=N, hkv=N, tq=N, such as 4,32,4096,64,causal"
         raise ValueError(f"shapes: got {text!r} ({error}); accepted: {accepted}") from None
-
-
-def _json_lines(rows: Sequence[Row], settings: dict[str, object]) -> Iterator[str]:
-    for row in rows:
-        yield json_format.dumps(asdict(row) | {"tflops": row.tflops} | settings)

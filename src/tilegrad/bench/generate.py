@@ -36,7 +36,8 @@ from .timing import interleaved
 PROMPT = 32
 PREFILL_PROMPTS = 8
 READ_BYTES = {"cpu": 1 << 28, "cuda": 8 << 30}
-QWEN = ModelConfig(
+QWEN = replace(
+    PRESETS["llama-135m"],
     vocab_size=151936,
     block_size=4096,
     n_layer=24,
@@ -44,10 +45,6 @@ QWEN = ModelConfig(
     n_kv_head=2,
     n_embd=896,
     ffn_dim=4864,
-    activation="swiglu",
-    norm="rmsnorm",
-    position="rope",
-    bias=False,
     qkv_bias=True,
     rope_theta=1e6,
     norm_eps=1e-6,

@@ -8,7 +8,6 @@ bytes   the peak of reserved bytes (in use + cached + idle in slabs) ÷ the peak
 
 from __future__ import annotations
 
-import gc
 import json as json_format
 import random
 import time
@@ -18,6 +17,7 @@ from statistics import median, quantiles
 
 import torch
 
+from ..engine.capture import without_garbage_collection
 from ..memory import AttentionBufferManager, BufferType
 from ..memory.managed import hit
 from ..text.environment import environment
@@ -124,16 +124,11 @@ def pair_ratios(repeats: int) -> dict[str, list[float]]:
     for run in (_empty, *cases.values()):
         run()
     ratios: dict[str, list[float]] = {name: [] for name in CASES}
-    gc_was_on = gc.isenabled()
-    gc.disable()
-    try:
+    with without_garbage_collection():
         for _ in range(repeats):
             for name, run in cases.items():
                 before, case, after = _timed(_empty), _timed(run), _timed(_empty)
                 ratios[name].append(2 * case / (before + after))
-    finally:
-        if gc_was_on:
-            gc.enable()
     return ratios
 
 

@@ -1,14 +1,12 @@
 """Interleaved times of calls: in a round each call runs once, so that a change in the speed of the machine affects all calls,
-and the order rotates from round to round. `sustained` times steps back to back."""
+and the order rotates from round to round."""
 
 from __future__ import annotations
 
 import ctypes
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 
@@ -17,7 +15,6 @@ FLUSH_BYTES = 1 << 30
 SLEEP_MS, LONGEST_SLEEP_MS = 1.0, 100.0
 CALIBRATION_CYCLES = 10_000_000
 MOST_TRIES = 3
-AHEAD_STEPS = 2
 
 
 class DeviceTime:
@@ -98,31 +95,3 @@ def freed_memory_kept() -> Iterator[None]:
     finally:
         for option, value in ((mmap_max, 1 << 16), (trim_threshold, 1 << 17), (top_pad, 1 << 17)):
             mallopt(option, value)
-
-
-class Sustained(NamedTuple):
-    """Steps back to back: their number, and the seconds from the start of the first to the end of the last."""
-
-    steps: int
-    seconds: float
-
-
-def sustained(step: Thunk, seconds: float, device: torch.device) -> Sustained:
-    """Run `step` repeatedly for at least `seconds`. The host stays at most AHEAD_STEPS steps ahead of the current stream, so
-    the device never waits for the host; a step on another stream must limit this itself. A long run shows the speed that
-    a power-capped GPU sustains."""
-    pending: deque[torch.cuda.Event] = deque()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    began, steps = time.perf_counter(), 0
-    while not steps or time.perf_counter() - began < seconds:
-        step()
-        steps += 1
-        if device.type == "cuda":
-            pending.append(torch.cuda.Event())
-            pending[-1].record()
-            if len(pending) > AHEAD_STEPS:
-                pending.popleft().synchronize()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return Sustained(steps, time.perf_counter() - began)

@@ -79,27 +79,17 @@ def add_model(command: argparse.ArgumentParser) -> None:
     command.add_argument("run_folder", metavar="RUN", help=text)
     text = "the checkpoint with the lowest validation loss, not the newest"
     command.add_argument("--best", action="store_true", help=text)
-    add_init(command)
-    add_averages(command)
-
-
-def which_weights(args: argparse.Namespace) -> dict[str, Any]:
-    """The choices that `add_model` adds."""
-    return {name: getattr(args, name) for name in ("best", "init", "averaged", "average")}
-
-
-def add_averages(command: argparse.ArgumentParser) -> None:
-    """Add --no-averaged and --average to a command that reads the weights of a run."""
+    text = "the folder with the weights that the run's adapters were trained on, if it has moved"
+    command.add_argument("--init", type=Path, metavar="DIR", help=text)
     text = "use the weights themselves, not their average (optimizer.ema)"
     command.add_argument("--no-averaged", dest="averaged", action="store_false", help=text)
     text = "use the mean of the weights of the run's newest N checkpoints"
     command.add_argument("--average", type=int, metavar="N", help=text)
 
 
-def add_init(command: argparse.ArgumentParser) -> None:
-    """Add --init to a command that reads the weights of a run."""
-    text = "the folder with the weights that the run's adapters were trained on, if it has moved"
-    command.add_argument("--init", metavar="DIR", help=text)
+def which_weights(args: argparse.Namespace) -> dict[str, Any]:
+    """The choices that `add_model` adds."""
+    return {name: getattr(args, name) for name in ("best", "init", "averaged", "average")}
 
 
 def add_keys(command: argparse.ArgumentParser) -> None:

@@ -107,7 +107,7 @@ def report() -> Iterator[tuple[str, str]]:
     yield "native kernel", _native()
     yield "eager calls", _in_cpp(fast_path)
     yield "manager's hits", _in_cpp(hit)
-    yield "Triton", _triton()
+    yield "Triton", _version("triton") or "missing: pip install triton; it is for CUDA devices"
     yield "CUDA", _cuda()
     for extra, (packages, purpose) in EXTRAS.items():
         yield f"extra {extra}", f"{_versions(extra, packages)}: {purpose}"
@@ -175,10 +175,6 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _triton() -> str:
-    return _version("triton") or "missing: pip install triton; it is for CUDA devices"
 
 
 def _cuda() -> str:

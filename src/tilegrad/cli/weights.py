@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .arguments import DTYPES, Commands, add_averages, add_command, add_dtype, add_init
+from .arguments import DTYPES, Commands, add_command, add_dtype, add_model, which_weights
 
 if TYPE_CHECKING:
     from ..training.export import Written
@@ -68,8 +68,8 @@ def _export(args: argparse.Namespace) -> int:
     from ..text.spelling import byte_count
     from ..training.export import export_adapter, export_gguf, export_run
 
-    source, out, init = Path(args.run_folder), Path(args.out), None if args.init is None else Path(args.init)
-    chosen = {"best": args.best, "averaged": args.averaged, "average": args.average}
+    source, out, chosen = Path(args.run_folder), Path(args.out), which_weights(args)
+    init = chosen.pop("init")
     if args.gguf:
         if args.adapter:
             raise ValueError("adapter: got --adapter with --gguf; accepted: one of them")
@@ -116,8 +116,7 @@ def add_weights(commands: Commands) -> None:
     importer.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json to use instead of the one in a .gguf")
     importer.add_argument("--adapter", metavar="DIR", help="a folder of PEFT's adapters to merge into the weights")
     exporter = add_command(commands, "export", "write a run's weights for transformers, llama.cpp or Ollama", _export)
-    text = "the folder of a run, a checkpoint in such a folder, or a folder of weights"
-    exporter.add_argument("run_folder", metavar="RUN", help=text)
+    add_model(exporter)
     exporter.add_argument("out", metavar="OUT", help="the new folder, or the new file with --gguf")
     exporter.add_argument("--gguf", action="store_true", help="write one GGUF file, for llama.cpp and Ollama")
     add_dtype(
@@ -125,11 +124,7 @@ def add_weights(commands: Commands) -> None:
         "dtype of the exported weights; q8_0 only with --gguf (default: the run's)",
         choices=(*DTYPES, "float16", "q8_0"),
     )
-    text = "the checkpoint with the lowest validation loss, not the newest"
-    exporter.add_argument("--best", action="store_true", help=text)
     text = "write only the run's adapters, as PEFT saves them (default: merge the adapters into the weights)"
     exporter.add_argument("--adapter", action="store_true", help=text)
-    add_init(exporter)
-    add_averages(exporter)
     text = "split into files of at most this size, such as 5GB (default: one file)"
     exporter.add_argument("--max-shard-size", metavar="X", help=text)

@@ -36,7 +36,7 @@ import torch
 
 from ..memory.managed.pressure import memory_limit
 from ..memory.page import human
-from ..text.untrusted import shown, shown_keys
+from ..text.untrusted import naming, shown, shown_keys
 from .conversations import detect_format
 
 Numbers = dict[str, Any]  # the numbers of an event: {"step": 10, "loss": 2.5}
@@ -51,7 +51,6 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 Record: TypeAlias = dict[str, object]  # a line of .jsonl
-Place: TypeAlias = tuple[Path, int]  # a file and the number of a line; line 0 is the whole file
 
 
 class _Counted:
@@ -81,13 +80,8 @@ class _Counted:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    place: Place
     pieces: Iterator[str]  # the text, which must be used up before the next document
-
-    @property
-    def blank_line(self) -> str:
-        """The end of the document if the tokenizer has no EOS: a blank line after a line of .jsonl, nothing after a file."""
-        return "\n\n" if self.place[1] else ""
+    blank_line: str  # its end if the tokenizer has no EOS: a blank line after a line of .jsonl, nothing after a file
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +120,7 @@ class Records:
     bytes: int  # bytes and sha256 of the text of all files
     sha256: str
 
-    def __iter__(self) -> Iterator[tuple[Place, Record]]:
+    def __iter__(self) -> Iterator[tuple[str, Record]]:
         counted = _Counted()
         yield from _records(self.files, quiet, counted)
         counted.check(self.files, self.sha256)
@@ -162,9 +156,9 @@ def _documents(files: Sequence[Path], text_field: str, show: Show) -> Iterator[D
     for file, text in _texts(files, show):
         if _suffix(file) in LINES:
             for number, record in _lines(file, text):
-                yield Document((file, number), iter([_field(record, f"{file}, line {number}", text_field)]))
+                yield Document(iter([_field(record, f"{file}, line {number}", text_field)]), "\n\n")
         else:
-            yield Document((file, 0), text)
+            yield Document(text, "")
 
 
 def read_records(paths: Sequence[Path], show: Show = quiet) -> Records:
@@ -179,14 +173,15 @@ def read_records(paths: Sequence[Path], show: Show = quiet) -> Records:
     return Records(files, left_out, count, counted.bytes, counted.sha256.hexdigest())
 
 
-def _records(files: Sequence[Path], show: Show, counted: _Counted) -> Iterator[tuple[Place, Record]]:
+def _records(files: Sequence[Path], show: Show, counted: _Counted) -> Iterator[tuple[str, Record]]:
+    """(file and number of the line, the record) of each line."""
     for file, text in _texts(files, show):
         if _suffix(file) not in LINES:
             raise ValueError(
                 f"{file}: got a text; accepted: .jsonl, because data.format says that lines are conversations"
             )
         for number, record in _lines(file, counted(text)):
-            yield (file, number), record
+            yield f"{file}, line {number}", record
 
 
 def find_format(paths: Sequence[Path], text_field: str) -> str:
@@ -364,10 +359,8 @@ def _field(record: Record, where: str, name: str) -> str:
     if not isinstance(text, str):
         got = f"{shown(text)} in {name!r}" if name in record else f"the keys {shown_keys(record)}"
         raise ValueError(f"{where}: got {got}; accepted: an object with a string in {name!r} (data.text_field)")
-    try:
+    with naming(where):
         check_surrogates(text, repr(name))
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
     return text
 
 

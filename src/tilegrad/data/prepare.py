@@ -20,7 +20,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -29,10 +28,11 @@ from typing import Literal
 import numpy as np
 
 from ..text.atomic import sha256_of, write_whole
+from ..text.untrusted import naming
 from .chat_template import CONFIG, ChatTemplate, Conversation, Message, load_chat_template
 from .conversations import Format, plain_conversation, read_messages, trained_tokens
 from .document_file import Mask, open_documents, write_documents
-from .documents import Documents, Numbers, Place, Records, Show, check_surrogates, quiet, read_documents, read_records
+from .documents import Documents, Numbers, Records, Show, check_surrogates, quiet, read_documents, read_records
 from .tokenizer import ByteTokenizer, Encoded, Tokenizer, find_eos, load_tokenizer, train_bpe
 from .tokens import TokenFile, TokenFileError, Tokens, open_tokens, write_tokens
 
@@ -184,9 +184,9 @@ def _prepare_conversations(
     return prepared
 
 
-def _messages(records: Records, format: Format) -> Iterator[tuple[Place, list[Message]]]:
+def _messages(records: Records, format: Format) -> Iterator[tuple[str, list[Message]]]:
     for place, record in records:
-        with _naming(place):
+        with naming(place):
             messages = read_messages(record, format)
             for message in messages:
                 check_surrogates(str(message.get("content")), "the conversation")
@@ -214,12 +214,12 @@ def _conversations(
     while batch := [*islice(all_messages, _TOGETHER)]:
         texts = []
         for place, messages in batch:
-            with _naming(place):
+            with naming(place):
                 texts.append(rendered(messages))
                 check_surrogates(texts[-1].text, "the conversation")
         encoded = tokenizer.encode_with_offsets([text.text for text in texts], add_special_tokens=template is None)
         for text, found, (place, _) in zip(texts, encoded, batch, strict=True):
-            with _naming(place):
+            with naming(place):
                 tokens, trained = _tokens_and_targets(text, found, source)
             yield [tokens], trained
 
@@ -328,15 +328,6 @@ def load_prepared(folder: Path, *, documents: bool = False) -> tuple[TokenFile, 
             f"{file.tokenizer_sha256[:12]}…"
         )
     return file, load_tokenizer(folder / "tokenizer.json")
-
-
-@contextmanager
-def _naming(place: Place) -> Iterator[None]:
-    """Add the file and the number of the line to an error."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{place[0]}, line {place[1]}: {error}") from error
 
 
 def _sha256(text: str) -> str:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import gpu
+from ..kernels.checks import is_count, is_number
 from ..kernels.cpu.library import library
 from ..kernels.cpu.rows import DTYPES
 from ..kernels.fp8_linear import EVEN, FP8_LINEAR, Problem
@@ -20,11 +21,12 @@ from ..kernels.norm import NORM
 from ..kernels.scratch import Form
 from ..kernels.table import Problem as NormProblem
 from ..model.config import LIMITS as MODEL_LIMITS
-from ..model.config import ModelConfig, is_count
+from ..model.config import ModelConfig
 from ..model.layer import HeadProducts, Linear, States
 from ..model.lora import LoraConfig
+from ..model.transformer import Transformer
 from ..text.spelling import dtype_name
-from ..text.untrusted import shown
+from ..text.untrusted import check_choice, refuse, shown
 from .spec import StepSpec
 
 
@@ -63,28 +65,25 @@ def check_spec(spec: StepSpec) -> None:
     """Refuse a spec that no engine supports. parallel/check.py has the checks for several ranks."""
     check_sizes(spec.config, spec.dtype, batch_size=spec.batch_size, seq_len=spec.seq_len)
     _check_documents(spec)
-    if spec.linear not in get_args(Linear):
-        raise ValueError(f"linear: got {spec.linear!r}; accepted: {', '.join(map(repr, get_args(Linear)))}")
+    check_choice(spec, "linear", get_args(Linear))
     check_invariant(spec)
     patterns: object = spec.freeze
     if not isinstance(patterns, tuple) or not all(isinstance(pattern, str) for pattern in patterns):
-        raise ValueError(
-            f"freeze: got {shown(patterns)}; accepted: a sequence of patterns, such as ('wte.*', '*.bias')"
-        )
+        refuse(spec, "freeze", "a sequence of patterns, such as ('wte.*', '*.bias')")
     windows: object = spec.windows
     if not isinstance(windows, tuple) or not all(
         window is None or is_count(window, MODEL_LIMITS["window"]) for window in windows
     ):
-        raise ValueError(f"windows: got {shown(windows)}; accepted: a sequence of ints ≥ 1, or None for no window")
+        refuse(spec, "windows", "a sequence of ints ≥ 1, or None for no window")
     for name, config, kind in (("lora", spec.lora, LoraConfig), ("muon", spec.muon, MuonConfig)):
         if config is not None and not isinstance(config, kind):
-            raise ValueError(f"{name}: got {shown(config)}; accepted: None or a {kind.__name__}")
+            refuse(spec, name, f"None or a {kind.__name__}")
     if spec.muon is not None and spec.lora is not None:
         raise ValueError(
             "muon: got a MuonConfig with lora, but Muon does not update adapters; accepted: None with lora"
         )
     if not isinstance(spec.accumulate, bool):
-        raise ValueError(f"accumulate: got {shown(spec.accumulate)}; accepted: True or False")
+        refuse(spec, "accumulate", "True or False")
     check_decay("ema", spec.ema)
     check_states(spec.states, spec.dtype, muon=spec.muon, lora=spec.lora, ema=spec.ema)
     _check_float8(spec)
@@ -92,8 +91,7 @@ def check_spec(spec: StepSpec) -> None:
 
 def _check_float8(spec: StepSpec) -> None:
     """Refuse float8 on devices, models and sizes that cannot use it."""
-    if spec.head not in get_args(HeadProducts):
-        raise ValueError(f"head: got {spec.head!r}; accepted: {' or '.join(map(repr, get_args(HeadProducts)))}")
+    check_choice(spec, "head", get_args(HeadProducts), " or ")
     c, form = spec.config, Form((16, 16), spec.dtype, spec.device)
     sizes = {"n_embd": c.n_embd}
     linear_sizes = {
@@ -146,7 +144,7 @@ def check_states(
 
 
 def check_decay(name: str, decay: float) -> None:
-    if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0.0 <= decay < 1.0:
+    if not is_number(decay) or not 0.0 <= decay < 1.0:
         raise ValueError(
             f"{name}: got {shown(decay)}; accepted: 0 (no average of the weights), or a decay below 1, such as 0.999"
         )
@@ -161,7 +159,7 @@ def check_invariant(spec: StepSpec) -> None:
     """Refuse invariant=True if a kernel of the forward cannot guarantee that a row of activations has the same bits in any
     batch, in training and in generation."""
     if not isinstance(spec.invariant, bool):
-        raise ValueError(f"invariant: got {shown(spec.invariant)}; accepted: True or False")
+        refuse(spec, "invariant", "True or False")
     if not spec.invariant:
         return
     reason = None
@@ -189,10 +187,7 @@ def check_invariant(spec: StepSpec) -> None:
 def _check_documents(spec: StepSpec) -> None:
     """Refuse more `documents` in a row than the row has tokens, and packed rows that the attention kernels do not support."""
     if not is_count(spec.documents, spec.seq_len, least=0):
-        raise ValueError(
-            f"documents: got {shown(spec.documents)}; accepted: 0 (a row is one sequence), or an int from 1 to seq_len, "
-            f"{spec.seq_len}"
-        )
+        refuse(spec, "documents", f"0 (a row is one sequence), or an int from 1 to seq_len, {spec.seq_len}")
     if not spec.documents:
         return
     if spec.context != 1:
@@ -322,6 +317,15 @@ def write_documents(cu_seqlens: Tensor | None, *, ends: Tensor, positions: Tenso
     in_documents = np.zeros(b * t, dtype=np.int64)
     in_documents[: bounds[-1]] = np.arange(bounds[-1]) - np.repeat(bounds[:-1], np.diff(bounds))
     positions.view(-1).copy_(torch.from_numpy(in_documents))
+
+
+def load_batch(model: Transformer, batch: Batch, total: int) -> None:
+    """Write a batch, and the number of targets that its loss is a mean over, to the inputs of a model."""
+    model.tokens.copy_(batch.tokens)
+    model.head.targets.view(batch.tokens.shape).copy_(batch.targets)
+    model.head.inv_total.fill_(1.0 / total if total else 0.0)
+    if model.packed is not None:
+        write_documents(batch.cu_seqlens, ends=model.packed.cu_seqlens, positions=model.packed.positions)
 
 
 def _check_range(name: str, x: Tensor, low: int, vocab_size: int) -> None:

@@ -123,7 +123,8 @@ def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Disable the garbage collector, which could free the graph of a dead engine: no graph may be freed during a capture."""
+    """Disable the garbage collector: in a capture it could free the graph of a dead engine, which is not allowed then, and in a
+    measurement it would take time."""
     enabled = gc.isenabled()
     gc.disable()
     try:

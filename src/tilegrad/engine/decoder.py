@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.op import observe
+from ..kernels.philox import signed
 from ..memory.managed.pressure import memory_limit
 from ..memory.planned.arena import MemoryPlan, plan_memory
 from ..memory.planned.trace import bind, trace
@@ -149,7 +150,7 @@ class Slots:
     def begin(self, slot: int, prompt: Prompt) -> None:
         """Set the slot to its state after a prefill: the prompt is in the cache, and the next token is drawn."""
         self.positions[slot], self.draws[slot], self.active[slot] = len(prompt.tokens), prompt.draws + 1, 1
-        self.seeds[slot] = prompt.sampling.seed_word
+        self.seeds[slot] = signed(prompt.sampling.seed)
         self.sequences[slot] = prompt.sequence
         self.settings[slot] = torch.tensor(prompt.sampling.row(), dtype=torch.float32)
 

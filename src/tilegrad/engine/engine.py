@@ -28,16 +28,7 @@ from ..model.config import ModelConfig
 from ..model.layer import FULL, HeadProducts, Linear, States
 from ..model.lora import LoraConfig
 from ..model.transformer import Transformer
-from .batch import (
-    Batch,
-    check_batch,
-    check_seed,
-    check_some,
-    check_spec,
-    count_targets,
-    micro_batches,
-    write_documents,
-)
+from .batch import Batch, check_batch, check_seed, check_some, check_spec, count_targets, load_batch, micro_batches
 from .capture import DeviceStep, StepQueue, on_stream
 from .dist.mesh import Mesh
 from .initialise import initialise
@@ -487,14 +478,9 @@ class Engine:
         if total is not None and total < count:
             raise ValueError(f"total_targets: got {total}; accepted: at least the {count} targets of this call")
         self._count, self._total = count, count if total is None else total
-        tokens, targets, cu_seqlens = self.ranks.local(batch)
-        b, t = tokens.shape
-        model = self._model(b, t, training=training, accumulate=accumulate)
-        model.tokens.copy_(tokens)
-        model.head.targets.view(b, t).copy_(targets)
-        if model.packed is not None:
-            write_documents(cu_seqlens, ends=model.packed.cu_seqlens, positions=model.packed.positions)
-        model.head.inv_total.fill_(1.0 / self._total if self._total else 0.0)
+        local = self.ranks.local(batch)
+        model = self._model(*local.tokens.shape, training=training, accumulate=accumulate)
+        load_batch(model, local, self._total)
         for buffer, seed in zip(model.seeds, model.draw_seeds(self.seed, self.draws), strict=True):
             buffer.fill_(seed)
         self.draws += training

@@ -43,6 +43,7 @@ from ..kernels.ema import ema_step, ema_workspace, swap
 from ..kernels.global_norm import global_norm, global_norm_workspace
 from ..kernels.guard import guard, guard_workspace
 from ..kernels.muon import Matrices, Matrix, MuonConfig, muon_step, muon_workspace
+from ..kernels.philox import signed
 from ..kernels.residual import Gaps, zero_gaps
 from ..kernels.scratch import Scratch, Shapes, accumulation_dtype, below, larger, of
 from ..kernels.stochastic_rounding import Place, Places
@@ -469,7 +470,7 @@ class Optimizer:
     def set_seed(self, seed: int) -> None:
         """Set the seed of stochastic rounding."""
         if self.seed is not None:
-            self.seed.fill_(seed - 2**64 if seed >= 2**63 else seed)
+            self.seed.fill_(signed(seed))
 
     def count(self, result: StepResult) -> None:
         """Count a finished update. Ten skipped updates in a row raise NonFiniteError."""

@@ -19,6 +19,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import replace
 
+from ..kernels.checks import is_count
 from ..memory.planned.arena import MemoryPlan
 from ..model.block import Recomputed
 from .planning import plan_model, unplanned_bytes
@@ -62,7 +63,7 @@ def choose_recompute(spec: StepSpec, budget: int | None) -> tuple[Recompute, Mem
         if activations_bytes <= _SMALL * (plan.peak_bytes - activations_bytes):
             return chosen(0, 0, 0)
         return chosen(n if spec.device.type == "cuda" else 0, n, 0)
-    if not isinstance(budget, int) or isinstance(budget, bool) or budget < 1:
+    if not is_count(budget):
         raise ValueError(f"memory_budget: got {budget!r}; accepted: None or a number of bytes ≥ 1")
 
     def peak(norms: int, activations: int, blocks: int) -> int:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..kernels.checks import is_count, is_number
 from ..kernels.sampling import MOST_TOKENS
 
 _LARGEST, _TINY = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
@@ -34,12 +35,12 @@ class Sampling:
         t, k, p, min_p, penalty = self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty
         seed, most = self.seed, sys.float_info.max
         for name, valid, accepted in (
-            ("temperature", _number(t) and 0.0 <= t <= most, "a number ≥ 0, 0 = always the likeliest"),
-            ("top_k", k is None or (_int(k) and k >= 1), "None or an int ≥ 1"),
-            ("top_p", _number(p) and 0.0 < p <= 1.0, "a number in (0, 1], 1 = all"),
-            ("min_p", _number(min_p) and 0.0 <= min_p <= 1.0, "a number in [0, 1], 0 = all"),
-            ("repetition_penalty", _number(penalty) and 0 < penalty <= most, "a finite number > 0, 1 = no penalty"),
-            ("seed", _int(seed) and -(2**63) <= seed < 2**64, "an int, −2⁶³ … 2⁶⁴ − 1, as torch.Generator takes it"),
+            ("temperature", is_number(t) and 0.0 <= t <= most, "a number ≥ 0, 0 = always the likeliest"),
+            ("top_k", k is None or is_count(k), "None or an int ≥ 1"),
+            ("top_p", is_number(p) and 0.0 < p <= 1.0, "a number in (0, 1], 1 = all"),
+            ("min_p", is_number(min_p) and 0.0 <= min_p <= 1.0, "a number in [0, 1], 0 = all"),
+            ("repetition_penalty", is_number(penalty) and 0 < penalty <= most, "a finite number > 0, 1 = no penalty"),
+            ("seed", is_count(seed, 2**64 - 1, -(2**63)), "an int, −2⁶³ … 2⁶⁴ − 1, as torch.Generator takes it"),
         ):
             if not valid:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}; accepted: {accepted}")
@@ -58,19 +59,6 @@ class Sampling:
         """Whether sampling reads which tokens a sequence contains."""
         return self.repetition_penalty != 1.0
 
-    @property
-    def seed_word(self) -> int:
-        """The seed as an int64 with the same bits: seeds from 2⁶³ on become negative."""
-        return self.seed - (1 << 64) if self.seed >= 1 << 63 else self.seed
-
 
 def _float32(x: float) -> float:
     return float(np.float32(min(max(x, _TINY), _LARGEST)))
-
-
-def _number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -22,7 +22,7 @@ from ..memory.planned.arena import MemoryPlan, plan_memory
 from ..memory.planned.trace import bind, trace
 from ..model.layer import Buffer, Declare
 from ..model.transformer import Transformer, declare
-from .batch import Batch, check_batch, check_spec, count_targets, write_documents
+from .batch import Batch, check_batch, check_spec, count_targets, load_batch
 from .capture import CapturedProgram, keep, on_stream
 from .inference import InferenceMemory, without_given
 from .machine import check_fits, check_threads
@@ -151,10 +151,5 @@ class Scorer:
         if (b, t) not in self._bound:
             keep(self._bound, (b, t), (bind(Scoring.declare(self.spec, b, t), self._memory.view), {}))
         (scoring, programs), count = self._bound[b, t], count_targets(batch.targets)
-        model = scoring.model
-        model.tokens.copy_(batch.tokens)
-        model.head.targets.view(b, t).copy_(batch.targets)
-        model.head.inv_total.fill_(1.0 / count if count else 0.0)
-        if model.packed is not None:
-            write_documents(batch.cu_seqlens, ends=model.packed.cu_seqlens, positions=model.packed.positions)
+        load_batch(scoring.model, batch, count)
         return scoring, programs, count

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.attention import table
-from ..kernels.attention.checks import TENSOR, check_options, check_tensors, require
+from ..kernels.attention.checks import TENSOR, broadcasts, check_options, check_tensors, require
 from ..kernels.attention.mask import Mask, Window, interned_mask
 from ..kernels.attention.problem import Problem
 from ..kernels.table import Explanation
@@ -204,9 +204,8 @@ def _common(what: str, accepted: str, *shapes: tuple[int, ...]) -> tuple[int, ..
 
 def _check_attn_mask(mask: Tensor, scores: tuple[int, ...]) -> None:
     require(isinstance(mask, Tensor), "attn_mask", type(mask).__name__, f"None or {TENSOR}", TypeError, show=str)
-    fits = mask.ndim <= len(scores) and all(a in (1, b) for a, b in zip(mask.shape[::-1], scores[::-1], strict=False))
     got = f"shape {tuple(mask.shape)} for (…, Hq, L, S) = {tuple(scores)}"
-    require(fits, "attn_mask", got, "a shape that broadcasts to (…, Hq, L, S)", show=str)
+    require(broadcasts(mask.shape, scores), "attn_mask", got, "a shape that broadcasts to (…, Hq, L, S)", show=str)
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -30,8 +30,9 @@ def register(
     *,
     casts: bool = True,
 ) -> tuple[Op, Op]:
-    """Registers both ops, whose schemas are already defined. Returns both, each in an autograd.Function for torch.func
-    transforms. With `casts`, the first arguments of both ops are q, k and v, and autocast casts them in the forward.
+    """Registers both ops, whose schemas are already defined. Returns two functions that call the ops, under a torch.func
+    transform each in an autograd.Function. With `casts`, the first arguments of both ops are q, k and v, and autocast casts
+    them in the forward.
 
     `kernels`, `fakes` and `vmaps` are (forward, backward) pairs of functions. `save(ctx, inputs, output)` and
     `gradient(ctx, *grads)` are the forward op's setup_context and backward for autograd.
@@ -66,7 +67,7 @@ def register(
 
 
 def _for_transforms(public_name: str, op: Op, save: Callable[..., None], gradient: Op) -> Op:
-    """An autograd.Function around an op."""
+    """A function that calls an op or, under a torch.func transform, an autograd.Function around it."""
 
     class Function(torch.autograd.Function):
         generate_vmap_rule = True
@@ -75,7 +76,10 @@ def _for_transforms(public_name: str, op: Op, save: Callable[..., None], gradien
         backward = staticmethod(gradient)
         jvp = staticmethod(lambda *_: raise_forward_mode(public_name))  # type: ignore[assignment]  # torch's jvp has a ctx
 
-    return Function.apply
+    def call(*arguments: Any) -> Any:
+        return (Function.apply if torch._C._are_functorch_transforms_active() else op)(*arguments)
+
+    return call
 
 
 def has_tangent(*tensors: Tensor | None) -> bool:

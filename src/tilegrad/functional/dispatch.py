@@ -25,6 +25,7 @@ from ..kernels import cache
 from ..kernels.attention import table
 from ..kernels.attention.checks import check_options
 from ..kernels.attention.mask import Mask
+from ..kernels.philox import signed
 from . import call
 from .autograd import apply_eagerly, backward_of_eager, is_plain_tensor, is_traced_or_transformed
 from .fast_path import load
@@ -77,8 +78,7 @@ def seed_tensor(mask: Mask, device: torch.device) -> Tensor | None:
     if seed is None and mask.dropout_p:
         return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device)
     if isinstance(seed, int):
-        signed = seed - 2**64 if seed >= 2**63 else seed
-        return torch.full((), signed, dtype=torch.int64, device=device) if mask.dropout_p else None
+        return torch.full((), signed(seed), dtype=torch.int64, device=device) if mask.dropout_p else None
     return seed
 
 

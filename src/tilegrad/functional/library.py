@@ -135,9 +135,7 @@ def _attention_backward(ctx: Any, do: Tensor | None, dlse: Tensor | None = None)
 def backward_by_op(
     saved: tuple[Tensor | None, ...], options: tuple[Any, ...], wanted: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
-    transformed = torch._C._are_functorch_transforms_active()
-    call = _attention_bwd if transformed else torch.ops.tilegrad.attention_bwd
-    grads = call(*saved, *options, list(wanted))
+    grads = _attention_bwd(*saved, *options, list(wanted))
     return tuple(g if want else None for g, want in zip(grads, wanted, strict=True))
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.attention.checks import DTYPES, TENSOR, require
+from ..kernels.checks import is_number
 from .differentiable import has_tangent, raise_forward_mode
 
 Reduction = Literal["mean", "sum", "none"]
@@ -69,8 +70,7 @@ def linear_cross_entropy(
     in_one_pass = reduction != "none" and dtype != torch.float16 and torch.is_grad_enabled() and not transformed
     wanted = [in_one_pass and y is not None and y.requires_grad for y in (x, w, bias)]
     terms = (float(softcap or 0.0), float(label_smoothing), float(z_loss))
-    call = ops.fwd_transformed if transformed else torch.ops.tilegrad.linear_cross_entropy_fwd
-    loss: Tensor = call(
+    loss: Tensor = ops.forward(
         x.reshape(-1, x.shape[-1]), w, targets.reshape(-1), bias, *terms, reduction, ignore_index, dtype, wanted
     )[0]
     return loss.reshape(targets.shape) if reduction == "none" else loss
@@ -109,9 +109,6 @@ def _check_tensors(x: Tensor, w: Tensor, targets: Tensor, bias: Tensor | None) -
 def _check_options(
     softcap: float | None, label_smoothing: float, z_loss: float, reduction: str, ignore_index: int
 ) -> None:
-    def is_number(value: object) -> bool:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-
     capped = softcap is None or is_number(softcap) and 0.0 < softcap < float("inf")
     require(capped, "softcap", softcap, "None, or a number > 0")
     smooth = is_number(label_smoothing) and 0.0 <= label_smoothing <= 1.0

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.cross_entropy import cross_entropy_bwd, cross_entropy_fwd, cross_entropy_step, cross_entropy_workspace
+from ..kernels.cross_entropy import cross_entropy_bwd, cross_entropy_fwd, cross_entropy_workspace
 from ..kernels.cross_entropy.terms import Terms
 from ..kernels.scratch import accumulation_dtype, new_scratch
 from .differentiable import batching_rule, register
@@ -61,7 +61,7 @@ def _forward(
             power, rest = _power_of_two(scale)
             dx_cast = dx if dx is None or dx.dtype == dtype else torch.empty_like(reads[0])
             reads = *reads[:3], power, reads[4]
-            cross_entropy_step(
+            cross_entropy_bwd(
                 *reads, loss=loss, dx=dx_cast, dw=dw, dbias=dbias, accumulate=False, terms=terms, scratch=scratch
             )
             loss.mul_(rest)
@@ -180,9 +180,7 @@ def _gradient(ctx: Any, g: Tensor | None, *_: Tensor | None) -> tuple[Tensor | N
     if g is None:
         return None, None, None, None, *none
     wanted = [need_x, need_w, need_bias]
-    transformed = torch._C._are_functorch_transforms_active()
-    call = bwd_transformed if transformed else torch.ops.tilegrad.linear_cross_entropy_bwd
-    gradients = call(g, *ctx.saved_tensors, *ctx.options, wanted)
+    gradients = backward(g, *ctx.saved_tensors, *ctx.options, wanted)
     dx, dw, dbias = (y if want else None for y, want in zip(gradients, wanted, strict=True))
     return dx, dw, None, dbias, *none
 
@@ -191,7 +189,7 @@ def _vmap(op: Any) -> Any:
     return batching_rule(op, 0, lambda _in_dims, _arguments: False)
 
 
-fwd_transformed, bwd_transformed = register(
+forward, backward = register(
     _library,
     "linear_cross_entropy",
     "tilegrad.linear_cross_entropy",

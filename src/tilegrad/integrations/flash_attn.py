@@ -151,10 +151,7 @@ def flash_attn_with_kvcache(
         k_cache[at], v_cache[at] = k.to(k_cache.dtype), v.to(v_cache.dtype)
         columns = columns + k.shape[1]
     zeros = torch.zeros_like(columns)  # the unused columns of a cache become a packed sequence without rows
-    ends_q, ends_k = (
-        pad(torch.stack(lengths, 1).flatten().cumsum(0), (1, 0)).int()
-        for lengths in ((zeros + rows, zeros), (columns, longest - columns))
-    )
+    ends_q, ends_k = ends_of(zeros + rows, zeros), ends_of(columns, longest - columns)
     if alibi_slopes is not None and alibi_slopes.ndim == 2:
         alibi_slopes = alibi_slopes.repeat_interleave(2, 0)
     options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic=False)
@@ -184,6 +181,11 @@ def _options(
         "alibi_slopes": None if alibi_slopes is None else alibi_slopes.detach(),
         "deterministic": deterministic or None,
     }
+
+
+def ends_of(*lengths: Tensor) -> Tensor:
+    """Cumulative lengths of the runs of B sequences, in order. Each of `lengths` (B,) has the length of one run of each."""
+    return pad(torch.stack(lengths, 1).flatten().cumsum(0), (1, 0)).int()
 
 
 def _int(name: str, x: SupportsIndex) -> int:

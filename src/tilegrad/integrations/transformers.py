@@ -35,6 +35,7 @@ from ..functional.autograd import is_plain_tensor, is_traced_or_transformed
 from ..kernels.attention.mask import Window
 from ..kernels.attention.problem import FEW_ROWS
 from ..masks import IntervalMask, intervals_of_bool
+from .flash_attn import ends_of
 from .transformers_loss import use_linear_cross_entropy
 
 # (cumulative lengths of rows, cumulative lengths of columns, most rows of a run, most columns of a run), as cu_seqlens and
@@ -334,11 +335,6 @@ def _band_when_compiling(
     return ((local_size - 1, 0), None) if sliding and allow_is_causal_skip and local_size else None
 
 
-def _ends(*lengths: Tensor) -> Tensor:
-    """Cumulative lengths of the runs of B sequences, in order. Each of `lengths` (B,) has the length of one run of each."""
-    return pad(torch.stack(lengths, 1).flatten().cumsum(0), (1, 0)).int()
-
-
 def _packed(ids: Tensor) -> Runs:
     """The runs of packed sequences: a run of equal numbers in `ids` (B, T) is a sequence."""
     edge = torch.ones_like(ids, dtype=torch.bool)
@@ -357,9 +353,9 @@ def _padded(padding: Tensor, rows: int | None) -> Runs:
     tokens, before = padding.sum(1), padding.int().argmax(1)
     none, after = torch.zeros_like(tokens), padding.shape[1] - before - tokens
     if rows is None:
-        q, k = _ends(before, none, tokens, after, none), _ends(none, before, tokens, none, after)
+        q, k = ends_of(before, none, tokens, after, none), ends_of(none, before, tokens, none, after)
     else:
-        q, k = _ends(none, torch.full_like(none, rows), none), _ends(before, tokens, after)
+        q, k = ends_of(none, torch.full_like(none, rows), none), ends_of(before, tokens, after)
     return q, k, None, None
 
 

@@ -1,8 +1,9 @@
-"""Checks of tensor arguments that several ops share: shapes and dtypes, parameters, contiguous columns, aligned rows."""
+"""Checks of arguments: numbers, and what ops share: shapes and dtypes, parameters, contiguous columns, aligned rows."""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -10,6 +11,14 @@ from torch import Tensor
 from .scratch import accumulation_dtype
 
 ALIGNED_BYTES = 16  # alignment of rows: TMA needs it, vector loads are faster with it
+
+
+def is_number(x: object) -> TypeGuard[float]:
+    return isinstance(x, int | float) and not isinstance(x, bool)
+
+
+def is_count(x: object, most: float = math.inf, least: int = 1) -> TypeGuard[int]:
+    return isinstance(x, int) and not isinstance(x, bool) and least <= x <= most
 
 
 def check_tensor(name: str, x: Any, shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> None:

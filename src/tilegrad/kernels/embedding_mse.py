@@ -22,7 +22,7 @@ BLOCK = {"cpu": 1 << 20, "cuda": 1 << 24}  # elements of a block of rows
 
 
 def embedding_mse_workspace(x: TensorLike, wte: TensorLike) -> Shapes:
-    """Name → (shape, dtype) of the scratch of forward, backward and step."""
+    """Name → (shape, dtype) of the scratch of forward and backward."""
     acc, (_, c), rows = accumulation_dtype(x.dtype), x.shape, rows_per_block(x, BLOCK)
     shapes: Shapes = {
         "e": ((rows, c), acc),
@@ -46,19 +46,10 @@ def embedding_mse_fwd(
 @op(accumulates=("dwte",))
 def embedding_mse_bwd(
     x: Tensor, wte: Tensor, targets: Tensor, inv_total: Tensor, *,
-    dx: Tensor | None = None, dwte: Tensor | None = None, accumulate: bool = True, scratch: Scratch | None = None,
-) -> None:  # fmt: skip
-    """dx is overwritten, and may be x; dwte is accumulated (accumulate=False: overwritten)."""
-    _run(x, wte, targets, inv_total, Outputs(None, dx, dwte, accumulate), scratch)
-
-
-@op(accumulates=("dwte",))
-def embedding_mse_step(
-    x: Tensor, wte: Tensor, targets: Tensor, inv_total: Tensor, *,
-    loss: Tensor, dx: Tensor | None = None, dwte: Tensor | None = None, accumulate: bool = True,
+    loss: Tensor | None = None, dx: Tensor | None = None, dwte: Tensor | None = None, accumulate: bool = True,
     scratch: Scratch | None = None,
 ) -> None:  # fmt: skip
-    """Forward and backward in one pass."""
+    """loss, if it is given, and dx are overwritten, and dx may be x; dwte is accumulated (accumulate=False: overwritten)."""
     _run(x, wte, targets, inv_total, Outputs(loss, dx, dwte, accumulate), scratch)
 
 

@@ -35,6 +35,11 @@ def threshold(dropout_p: float) -> int:
     return math.floor(dropout_p * 2**32)
 
 
+def signed(seed: int) -> int:
+    """The 64 bits of a seed as a signed integer: seeds from 2⁶³ on become negative."""
+    return seed - 2**64 if seed >= 2**63 else seed
+
+
 def round_keys(seed: int | Tensor) -> Keys:
     """The ten round keys. A seed tensor on the CPU is read here. On a device it stays a tensor, for captured steps."""
     if isinstance(seed, Tensor) and seed.device.type == "cpu":

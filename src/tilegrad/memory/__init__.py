@@ -16,23 +16,14 @@ if TYPE_CHECKING:
     from .planned.trace import Handle, Trace, bind, trace
     from .types import BufferConfig, BufferStateError, BufferType
 
-_HOMES = {
-    "AttentionBufferManager": "managed.manager",
-    "create_attention_buffer_manager": "managed.manager",
-    "Arenas": "planned.arena",
-    "MemoryPlan": "planned.arena",
-    "plan_memory": "planned.arena",
-    "poison_dead": "planned.arena",
-    "MemoryReport": "planned.report",
-    "memory_report": "planned.report",
-    "Handle": "planned.trace",
-    "Trace": "planned.trace",
-    "bind": "planned.trace",
-    "trace": "planned.trace",
-    "BufferConfig": "types",
-    "BufferStateError": "types",
-    "BufferType": "types",
+_NAMES = {  # module → its public names
+    "managed.manager": ("AttentionBufferManager", "create_attention_buffer_manager"),
+    "planned.arena": ("Arenas", "MemoryPlan", "plan_memory", "poison_dead"),
+    "planned.report": ("MemoryReport", "memory_report"),
+    "planned.trace": ("Handle", "Trace", "bind", "trace"),
+    "types": ("BufferConfig", "BufferStateError", "BufferType"),
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = [
     "Arenas",
     "AttentionBufferManager",

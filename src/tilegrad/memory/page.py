@@ -52,15 +52,26 @@ def timeline_page(title: str, spans: Sequence[Span], *, unit: str, facts: Mappin
     alive = alive_at(spans, moment)
     when = f"op {moment:,.0f}" if unit == "op" else f"{moment:,.3f} {unit}"
     parts = {
-        "title": html.escape(title),
-        "facts": "".join(f"<div><dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd></div>" for k, v in facts.items()),
         "legend": _legend(spans, alive),
         "largest_heading": html.escape(f"Largest at the peak, {when}" if alive else "Nothing was alive"),
         "largest": _largest(alive),
-        "data": _data(spans, unit),
     }
-    page = resources.files("tilegrad.memory").joinpath("page.html").read_text(encoding="utf-8")
-    for name, text in parts.items():  # no text contains a placeholder, because "<" is escaped
+    return filled_page("memory/page.html", title, facts, _data(spans, unit), parts)
+
+
+def filled_page(template: str, title: str, facts: Mapping[str, str], data: object, parts: Mapping[str, str]) -> str:
+    """A page of the package: a template with the head that all pages share, the title, the facts, the data as JSON, and other
+    parts."""
+    folder = resources.files("tilegrad")
+    texts = {
+        "head": folder.joinpath("memory/head.html").read_text(encoding="utf-8"),
+        "title": html.escape(title),
+        "facts": "".join(f"<div><dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd></div>" for k, v in facts.items()),
+        **parts,
+        "data": json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
+    }
+    page = folder.joinpath(template).read_text(encoding="utf-8")
+    for name, text in texts.items():  # no text after the head contains a placeholder, because "<" is escaped
         page = page.replace(f"<!--{name}-->", text)
     return page
 
@@ -138,12 +149,12 @@ def _largest(alive: Sequence[Span]) -> str:
     return "".join(rows)
 
 
-def _data(spans: Iterable[Span], unit: str) -> str:
-    """The spans that have bytes and a duration, in stacking order, as JSON with one array per column."""
+def _data(spans: Iterable[Span], unit: str) -> dict[str, object]:
+    """The spans that have bytes and a duration, in stacking order, with one list per column."""
     rank = {name: index for index, name in enumerate(_SERIES)}
     shown = [span for span in spans if span.nbytes and span.first < span.last]
     shown.sort(key=lambda span: (rank[span.series], span.first, -span.last, span.name))
-    data = {
+    return {
         "unit": unit,
         "series": list(_SERIES),
         "of": [rank[span.series] for span in shown],
@@ -155,4 +166,3 @@ def _data(spans: Iterable[Span], unit: str) -> str:
         "last": [span.last for span in shown],
         "bytes": [span.nbytes for span in shown],
     }
-    return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

@@ -19,13 +19,10 @@ import torch
 from ..kernels.attention.context import BUFFERS, Ranks
 from ..kernels.attention.mask import Mask
 from ..kernels.attention.qkv import (
-    q_k_v_attention_bwd,
-    q_k_v_attention_fwd,
     qkv_attention_bwd,
     qkv_attention_fwd,
     qkv_attention_workspace,
-    qkv_rope_bwd,
-    qkv_rope_fwd,
+    qkv_rope,
     qkv_rope_workspace,
 )
 from ..kernels.cache_attention import (
@@ -84,13 +81,9 @@ class Rope:
         shapes = qkv_rope_workspace(at.b, at.t, rotated, c.head_dim, at.dtype, at.device, packed=positions is not None)
         return cls(cos, sin, positions, rotated, c.head_dim, at.context, at.scratch(f"rope{rotated}", shapes))
 
-    def forward(self, x: Buffer) -> None:
+    def rotate(self, x: Buffer, *, back: bool) -> None:
         tables, sizes = (self.cos, self.sin), (self.rotated, self.head_dim)
-        qkv_rope_fwd(*tables, *sizes, self.context, self.positions, qkv=x, scratch=self.scratch)
-
-    def backward(self, dx: Buffer) -> None:
-        tables, sizes = (self.cos, self.sin), (self.rotated, self.head_dim)
-        qkv_rope_bwd(*tables, *sizes, self.context, self.positions, dqkv=dx, scratch=self.scratch)
+        qkv_rope(*tables, *sizes, self.context, self.positions, qkv=x, scratch=self.scratch, back=back)
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,12 +309,11 @@ class AttentionLayer:
 
     def forward(self, x: Buffer, *, y: Buffer) -> None:
         self.project(x)
-        self.rotate()
+        self.rotate(self.qkv)
         self.attend()
-        adapter = self.proj_adapter
-        if adapter is not None:
-            adapter.forward(self.o)
-        self.proj.forward(self.o, y=y, adapter=adapter.of(0) if adapter is not None else None)
+        if self.proj_adapter is not None:
+            self.proj_adapter.forward(self.o)
+        self.proj.forward(self.o, y=y, adapter=self.proj_adapter)
 
     def backward(self, dy: Buffer, *, dx: Buffer, bias_grad: bool) -> None:
         """Computes dx and all gradients of parameters but those of `backward_weight`; the bias gradient of proj only if
@@ -333,7 +325,7 @@ class AttentionLayer:
         if self.proj_adapter is not None:
             self.proj_adapter.backward_weight(self.o)
         self.attend_backward()
-        self.rotate_backward()
+        self.rotate(self.dqkv, back=True)
         if self.values is not None:
             self.values.backward(self.dqkv[-1])
         for norm, dy in zip(self.norms, self.dqkv, strict=False):
@@ -370,27 +362,21 @@ class AttentionLayer:
 
     def project(self, x: Buffer) -> None:
         """q, k, v = x W' + b; with qk_norm q, k = rmsnorm(q), rmsnorm(k) by head; with `values` v += s · table[tokens]"""
-        normed, adapter = len(self.norms), self.adapter
-        if adapter is not None:
-            adapter.forward(x)
-        outputs = (*(n.x for n in self.norms), *self.qkv[normed:])
+        if self.adapter is not None:
+            self.adapter.forward(x)
+        outputs = (*(n.x for n in self.norms), *self.qkv[len(self.norms) :])
         for i, (projection, y) in enumerate(zip(self.projections, outputs, strict=True)):
-            projection.forward(x, y=y, adapter=adapter.of(i) if adapter is not None else None)
+            projection.forward(x, y=y, adapter=self.adapter, output=i)
         for norm, y in zip(self.norms, self.qkv, strict=False):
             norm.forward(y=y)
         if self.values is not None:
             self.values.forward(rows=self.qkv[-1])
 
-    def rotate(self) -> None:
-        """q = rope(q)   k = rope(k)"""
+    def rotate(self, qkv: tuple[Buffer, ...], *, back: bool = False) -> None:
+        """q = rope(q)   k = rope(k), or dq and dk rotated back"""
         if self.rope:
-            for x in self.qkv[:2]:
-                self.rope.forward(self._by_sequence(x))
-
-    def rotate_backward(self) -> None:
-        if self.rope:
-            for dx in self.dqkv[:2]:
-                self.rope.backward(self._by_sequence(dx))
+            for x in qkv[:2]:
+                self.rope.rotate(self._by_sequence(x), back=back)
 
     def attend(self) -> None:
         """o, lse = attention(q, k, v)"""
@@ -401,25 +387,15 @@ class AttentionLayer:
             self.cache.write(self.qkv)
         o, scratch, invariant = self._by_sequence(self.o), self.forward_scratch, self.invariant
         heads = (self.n_head, self.n_kv_head, self.context)
-        if len(self.qkv) == 1:
-            qkv = self._by_sequence(self.qkv[0])
-            qkv_attention_fwd(qkv, self.mask, *heads, o=o, lse=self.lse, scratch=scratch, invariant=invariant)
-        else:
-            q, k, v = map(self._by_sequence, self.qkv)
-            q_k_v_attention_fwd(q, k, v, self.mask, *heads, o=o, lse=self.lse, scratch=scratch, invariant=invariant)
+        qkv = [*map(self._by_sequence, self.qkv)]
+        qkv_attention_fwd(qkv, self.mask, *heads, o=o, lse=self.lse, scratch=scratch, invariant=invariant)
 
     def attend_backward(self) -> None:
         o, do = self._by_sequence(self.o), self._by_sequence(self.do)
         heads = (self.n_head, self.n_kv_head, self.context)
         lse, mask, scratch, ordered = self.lse, self.mask, self.backward_scratch, self.deterministic
-        if len(self.qkv) == 1:
-            qkv, dqkv = self._by_sequence(self.qkv[0]), self._by_sequence(self.dqkv[0])
-            qkv_attention_bwd(qkv, o, lse, do, mask, *heads, dqkv=dqkv, deterministic=ordered, scratch=scratch)
-        else:
-            (q, k, v), (dq, dk, dv) = map(self._by_sequence, self.qkv), map(self._by_sequence, self.dqkv)
-            q_k_v_attention_bwd(
-                q, k, v, o, lse, do, mask, *heads, dq=dq, dk=dk, dv=dv, deterministic=ordered, scratch=scratch
-            )
+        qkv, dqkv = ([*map(self._by_sequence, x)] for x in (self.qkv, self.dqkv))
+        qkv_attention_bwd(qkv, o, lse, do, mask, *heads, dqkv=dqkv, deterministic=ordered, scratch=scratch)
 
     def _by_sequence(self, rows: Buffer) -> Buffer:
         """A view of (N, columns) as (B, T, columns)."""

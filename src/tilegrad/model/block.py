@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from ..kernels.dropout import dropout_bwd, dropout_fwd, dropout_workspace
+from ..kernels.dropout import dropout_fwd, dropout_workspace
 from ..kernels.scratch import Scratch
 from .attention import AttentionLayer
 from .feedforward import FeedForward
@@ -56,7 +56,7 @@ class Dropout:
         """Returns dx; dy itself if p = 0."""
         if self.seed is None or self.dx is None:
             return dy
-        dropout_bwd(dy, self.seed, self.p, self.counter, dx=self.dx, scratch=self.scratch)
+        dropout_fwd(dy, self.seed, self.p, self.counter, y=self.dx, scratch=self.scratch)
         return self.dx
 
 
@@ -106,7 +106,7 @@ class Block:
         """norm1's output → x1 and norm2's output."""
         self.attention.forward(self.norm1.y, y=self.f)
         self.drop1.forward(self.f)
-        self.norm2.add_norm(x, self.f, x1=self.x1)
+        self.norm2.forward(x, self.f, x1=self.x1)
 
     def backward(self, x: Buffer, *, dx: Buffer, dx_sum: Buffer | None) -> None:
         """dx_sum: the bias gradient of the last projection of the previous block."""

@@ -7,8 +7,10 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any, Literal, get_args
 
 from ..kernels.attention.checks import MAX_HEAD_DIM
+from ..kernels.checks import is_count, is_number
 from ..kernels.rope.frequencies import RopeScaling
 from ..text.spelling import did_you_mean
+from ..text.untrusted import check_choice, refuse
 
 Activation = Literal["gelu", "tanh", "relu", "relu2", "swiglu"]
 Norm = Literal["layernorm", "rmsnorm"]
@@ -117,28 +119,26 @@ class ModelConfig:
         return self.logit_softcap or 0.0
 
     def __post_init__(self) -> None:
-        def refuse(name: str, accepted: str) -> None:
-            raise ValueError(f"{name}: got {getattr(self, name)!r}; accepted: {accepted}")
-
         for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
             if not is_count(getattr(self, name), LIMITS[name]):
-                refuse(name, f"an int ≥ 1, at most {LIMITS[name]:,}")
+                refuse(self, name, f"an int ≥ 1, at most {LIMITS[name]:,}")
         for name in ("n_kv_head", "ffn_dim", "window", "head_size"):
             if getattr(self, name) is not None and not is_count(getattr(self, name), LIMITS[name]):
-                refuse(name, f"None or an int ≥ 1, at most {LIMITS[name]:,}")
+                refuse(self, name, f"None or an int ≥ 1, at most {LIMITS[name]:,}")
         for name, choices in _CHOICES.items():
-            if getattr(self, name) not in get_args(choices):
-                refuse(name, " or ".join(map(repr, get_args(choices))))
+            check_choice(self, name, get_args(choices), " or ")
         for name in ("bias", "tie_embeddings", "qk_norm", "residual_scalars"):
             if not isinstance(getattr(self, name), bool):
-                refuse(name, "True or False")
+                refuse(self, name, "True or False")
         for name in ("qkv_bias", "proj_bias", "ffn_bias"):
             if getattr(self, name) is not None and not isinstance(getattr(self, name), bool):
-                refuse(name, "None, True or False")
+                refuse(self, name, "None, True or False")
         most = (self.n_layer + 1) // 2
         if not is_count(self.value_embeddings, most, 0):
             refuse(
-                "value_embeddings", f"an int, 0 ≤ value_embeddings ≤ {most}, every second one of {self.n_layer} blocks"
+                self,
+                "value_embeddings",
+                f"an int, 0 ≤ value_embeddings ≤ {most}, every second one of {self.n_layer} blocks",
             )
         for name, low, high in (
             ("dropout", 0.0, 1.0),
@@ -147,39 +147,41 @@ class ModelConfig:
             ("embedding_scale", 1e-3, 1e6),
         ):
             value = getattr(self, name)
-            if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value < high:
-                refuse(name, f"a number, {low:g} ≤ {name} < {high:g}")
+            if not is_number(value) or not low <= value < high:
+                refuse(self, name, f"a number, {low:g} ≤ {name} < {high:g}")
         cap = self.logit_softcap
-        if cap is not None and (not isinstance(cap, int | float) or isinstance(cap, bool) or not 1e-3 <= cap <= 1e6):
-            refuse("logit_softcap", "None, or a number, 0.001 ≤ logit_softcap ≤ 1e+06")
+        if cap is not None and not (is_number(cap) and 1e-3 <= cap <= 1e6):
+            refuse(self, "logit_softcap", "None, or a number, 0.001 ≤ logit_softcap ≤ 1e+06")
         if self.head_size is None and (self.n_embd % self.n_head or self.head_dim > MAX_HEAD_DIM):
-            refuse("n_head", f"a divisor of n_embd ({self.n_embd}) with n_embd / n_head ≤ {MAX_HEAD_DIM}")
+            refuse(self, "n_head", f"a divisor of n_embd ({self.n_embd}) with n_embd / n_head ≤ {MAX_HEAD_DIM}")
         if self.n_head % self.kv_heads:
-            refuse("n_kv_head", f"a divisor of n_head ({self.n_head})")
+            refuse(self, "n_kv_head", f"a divisor of n_head ({self.n_head})")
         if self.position == "rope" and self.head_dim % 2:
-            refuse("position", f"'learned' where the head dimension ({self.head_dim}) is odd")
+            refuse(self, "position", f"'learned' where the head dimension ({self.head_dim}) is odd")
         if self.projection == "per_head" and self.kv_heads != self.n_head:
-            refuse("n_kv_head", f"None or n_head ({self.n_head}) with projection='per_head'")
+            refuse(self, "n_kv_head", f"None or n_head ({self.n_head}) with projection='per_head'")
         if self.projection == "per_head" and self.head_dim * self.n_head != self.n_embd:
-            refuse("head_size", f"None or n_embd / n_head ({self.n_embd / self.n_head:g}) with projection='per_head'")
+            refuse(
+                self, "head_size", f"None or n_embd / n_head ({self.n_embd / self.n_head:g}) with projection='per_head'"
+            )
         if self.window_layers is not None:
             layers: object = self.window_layers
             blocks = range(self.n_layer)
             if not isinstance(layers, list | tuple) or not all(type(i) is int and i in blocks for i in layers):
-                refuse("window_layers", f"None, or numbers of blocks, 0 … {self.n_layer - 1}")
+                refuse(self, "window_layers", f"None, or numbers of blocks, 0 … {self.n_layer - 1}")
             object.__setattr__(self, "window_layers", tuple(self.window_layers))
         given: object = self.rope_scaling
         if isinstance(given, Mapping):
             object.__setattr__(self, "rope_scaling", _scaling(given))
         if given is not None and (self.position != "rope" or not isinstance(given, Mapping | RopeScaling)):
-            refuse("rope_scaling", "None, or a RopeScaling with position='rope'")
+            refuse(self, "rope_scaling", "None, or a RopeScaling with position='rope'")
         scaling = self.rope_scaling
         if scaling is not None and scaling.kind == "yarn" and self.rope_theta == 1:
-            refuse("rope_theta", "a number > 1 with a rope_scaling of kind 'yarn'")
+            refuse(self, "rope_theta", "a number > 1 with a rope_scaling of kind 'yarn'")
         if self.loss == "embedding_mse" and not self.tie_embeddings:
-            refuse("tie_embeddings", "True with loss='embedding_mse', whose targets are rows of wte")
+            refuse(self, "tie_embeddings", "True with loss='embedding_mse', whose targets are rows of wte")
         if self.loss == "embedding_mse" and cap is not None:
-            refuse("logit_softcap", "None with loss='embedding_mse', which has no logits")
+            refuse(self, "logit_softcap", "None with loss='embedding_mse', which has no logits")
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ModelConfig:
@@ -204,10 +206,6 @@ def _scaling(values: Mapping[str, Any]) -> RopeScaling:
         got = f"the key {unknown[0]!r}" if unknown else "no kind or no factor"
         raise ValueError(f"rope_scaling: got {got}; accepted: {', '.join(names)}; kind and factor are required")
     return RopeScaling(**values)
-
-
-def is_count(value: object, most: int, least: int = 1) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 PRESETS: dict[str, ModelConfig] = {

@@ -79,10 +79,9 @@ class FeedForward:
             self.down.forward_activation(self.h, self.activation, y=y)
             return
         self.compute_a()
-        adapter = self.down_adapter
-        if adapter is not None:
-            adapter.forward(self.a)
-        self.down.forward(self.a, y=y, adapter=adapter.of(0) if adapter is not None else None)
+        if self.down_adapter is not None:
+            self.down_adapter.forward(self.a)
+        self.down.forward(self.a, y=y, adapter=self.down_adapter)
 
     def recompute(self, x: Buffer) -> None:
         """x → h, and a if the backward reads a."""
@@ -99,7 +98,7 @@ class FeedForward:
     def compute_h(self, x: Buffer) -> None:
         if self.adapter is not None:
             self.adapter.forward(x)
-        self.up.forward(x, y=self.h, adapter=None if self.adapter is None else self.adapter.of(0))
+        self.up.forward(x, y=self.h, adapter=self.adapter)
 
     def backward(self, dy: Buffer, *, dx: Buffer, bias_grad: bool, recompute: bool) -> None:
         """Computes dx, down's weight gradient and, if `bias_grad`, down's bias gradient. recompute: a was not saved."""

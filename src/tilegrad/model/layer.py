@@ -17,7 +17,7 @@ from ..kernels.residual import keep_gradient, keep_gradient_workspace
 from ..kernels.scratch import Form, Scratch, Shapes, accumulation_dtype
 from ..memory.planned.trace import Handle
 from ..memory.types import BufferType, Role
-from ..text.untrusted import shown
+from ..text.untrusted import check_choice
 from .config import ModelConfig
 
 if TYPE_CHECKING:
@@ -85,9 +85,7 @@ class States:
 
     def __post_init__(self) -> None:
         for name, kinds in (("moments", Kept), ("masters", Masters), ("gradients", Kept)):
-            if getattr(self, name) not in get_args(kinds):
-                accepted = " or ".join(map(repr, get_args(kinds)))
-                raise ValueError(f"{name}: got {shown(getattr(self, name))}; accepted: {accepted}")
+            check_choice(self, name, get_args(kinds), " or ")
 
     @property
     def lean(self) -> bool:

@@ -25,7 +25,7 @@ from ..kernels.low_rank import (
 from ..kernels.scratch import Scratch, TensorLike, of
 from .fp8 import Fp8
 from .layer import WEIGHT, Buffer, Constant, Declare, Init, Param
-from .lora import Adapter, LowRank
+from .lora import Adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +81,18 @@ class LinearLayer:
             added_scratch=_added(at, site, x, w, fp8, shared=shared_fp8 is not None),
         )
 
-    def forward(self, x: Buffer, *, y: Buffer, adapter: LowRank | None = None) -> None:
+    def forward(self, x: Buffer, *, y: Buffer, adapter: Adapter | None = None, output: int = 0) -> None:
+        """y = x W' + b, plus what the adapter of x adds to its output number `output`."""
+        added = None if adapter is None else adapter.of(output)
         if self.fp8 is not None:
             if not self.fp8.shares:
                 self.fp8.x.of(x, columns=self.fp8.keeps)
             self._multiply_fp8(self.fp8, y=y)
-            if adapter is not None:
-                low_rank_add_fwd(adapter.u, adapter.bs, adapter.parts, ys=[y], scratch=adapter.scratch)
-        elif adapter is not None:
+            if added is not None:
+                low_rank_add_fwd(added.u, added.bs, added.parts, ys=[y], scratch=added.scratch)
+        elif added is not None:
             w, b, base = self.w.value, self.b.value if self.b else None, self.forward_scratch
-            u, bs, parts, joined, wb, scratch = adapter
+            u, bs, parts, joined, wb, scratch = added
             if joined is not None and wb is not None:
                 joined_linear_fwd(joined, w, b, bs, parts, y=y, wb=wb)
             else:
@@ -147,7 +149,7 @@ class LinearLayer:
         run = per_head_linear_bwd_input if self.per_head else linear_bwd_input
         run(dy, self.w.value, dx=dx, accumulate=accumulate, scratch=self.backward_scratch)
         if adapter is not None:
-            adapter.backward_dropped(dx=dx)
+            adapter.add_backward(dx=dx)
 
     def backward_weight(self, dy: Buffer, x: Buffer | None, *, bias_grad: bool = True) -> None:
         """dW += dy' x   db += Σ dy if `bias_grad`, otherwise another op computes db. Frozen parameters get no gradient. x=None:

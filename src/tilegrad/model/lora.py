@@ -16,13 +16,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from ..kernels.dropout import dropout_bwd, dropout_fwd, dropout_workspace
+from ..kernels.checks import is_count, is_number
+from ..kernels.dropout import dropout_fwd, dropout_workspace
 from ..kernels.linear import linear_bwd_input, linear_fwd
 from ..kernels.low_rank import Part, join_fwd, joins, low_rank_bwd, low_rank_bwd_a, low_rank_workspace
 from ..kernels.residual import add_fwd
 from ..kernels.scratch import Scratch
 from ..text.spelling import did_you_mean
-from .config import LIMITS, ModelConfig, is_count
+from ..text.untrusted import refuse
+from .config import LIMITS, ModelConfig
 from .layer import Buffer, Constant, Declare, Param, Uniform
 
 # The inputs of the linear layers of a block, in the order of its forward.
@@ -55,19 +57,16 @@ class LoraConfig:
         return self.alpha / self.rank
 
     def __post_init__(self) -> None:
-        def refuse(name: str, accepted: str) -> None:
-            raise ValueError(f"lora.{name}: got {getattr(self, name)!r}; accepted: {accepted}")
-
         if not is_count(self.rank, LIMITS["n_embd"]):
-            refuse("rank", f"an int ≥ 1, at most {LIMITS['n_embd']:,}")
+            refuse(self, "lora.rank", f"an int ≥ 1, at most {LIMITS['n_embd']:,}")
         for name in ("alpha", "dropout"):
             value = getattr(self, name)
-            if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= sys.float_info.max:
-                refuse(name, "a finite number")
+            if not is_number(value) or not abs(value) <= sys.float_info.max:
+                refuse(self, f"lora.{name}", "a finite number")
         if self.alpha <= 0:
-            refuse("alpha", "a number > 0")
+            refuse(self, "lora.alpha", "a number > 0")
         if not 0.0 <= self.dropout < 1.0:
-            refuse("dropout", "a number, 0 ≤ dropout < 1")
+            refuse(self, "lora.dropout", "a number, 0 ≤ dropout < 1")
         groups = ("all", *GROUPS)
         accepted = f"{', '.join(map(repr, groups))}, or names out of {', '.join(LAYERS)}"
         if isinstance(self.layers, str):
@@ -79,15 +78,15 @@ class LoraConfig:
             return
         names: object = self.layers
         if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) for name in names):
-            refuse("layers", accepted)
+            refuse(self, "lora.layers", accepted)
         group = next((name for name in self.layers if name in groups), None)
         if group is not None:
-            refuse("layers", f"{group!r} alone, or names out of {', '.join(LAYERS)}")
+            refuse(self, "lora.layers", f"{group!r} alone, or names out of {', '.join(LAYERS)}")
         unknown = [name for name in self.layers if name not in LAYERS]
         if unknown:
             raise ValueError(f"lora.layers: got {unknown[0]!r}{did_you_mean(unknown[0], LAYERS)}; accepted: {accepted}")
         if len(set(self.layers)) != len(self.layers):
-            refuse("layers", f"each name once, out of {', '.join(LAYERS)}")
+            refuse(self, "lora.layers", f"each name once, out of {', '.join(LAYERS)}")
         object.__setattr__(self, "layers", tuple(self.layers))
 
 
@@ -282,18 +281,12 @@ class Adapter:
 
     def add_backward(self, *, dx: Buffer) -> None:
         """dx += drop'(du A)"""
-        if self.drop is not None:
-            self.backward_dropped(dx=dx)
-        else:
-            linear_bwd_input(self.du, self.a.value, dx=dx, accumulate=True, scratch=self.backward_scratch)
-
-    def backward_dropped(self, *, dx: Buffer) -> None:
-        """dx += drop'(du A), if there is dropout. Without dropout, LinearLayer.backward_input adds du A itself."""
         if self.drop is None:
+            linear_bwd_input(self.du, self.a.value, dx=dx, accumulate=True, scratch=self.backward_scratch)
             return
         drop, dropped = self.drop, self.drop.dropped
         linear_bwd_input(self.du, self.a.value, dx=dropped, accumulate=False, scratch=self.backward_scratch)
-        dropout_bwd(dropped, drop.seed, drop.p, drop.counter, dx=dropped, scratch=drop.scratch)
+        dropout_fwd(dropped, drop.seed, drop.p, drop.counter, y=dropped, scratch=drop.scratch)
         add_fwd(dx, dropped, y=dx)
 
     def backward_weight(self, x: Buffer) -> None:

@@ -1,7 +1,7 @@
 """Layer norm and RMS norm: y = norm(x). The forward saves y and the row statistics that the backward needs.
 
-`add_norm` is the fused residual add and norm: x1 = x + f, y = norm(x1). The backward adds to dx, the gradient of the residual
-stream, and computes Σ dx, the bias gradient of the projection that computed f.
+With f the forward is a fused residual add and norm: x1 = x + f, y = norm(x1). The backward adds to dx, the gradient of the
+residual stream, and computes Σ dx, the bias gradient of the projection that computed f.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..kernels.norm import (
-    add_layernorm_fwd,
-    add_rmsnorm_fwd,
     layernorm_bwd,
     layernorm_fwd,
     norm_workspace,
@@ -49,22 +47,14 @@ class NormLayer:
             backward_scratch=at.scratch("norm_bwd", norm_workspace(x, backward=True)),
         )
 
-    def forward(self, x: Buffer) -> None:
-        bias = self.b.value if self.b else None
-        scratch = self.forward_scratch
-        if self.mean is not None:
-            layernorm_fwd(x, self.w.value, bias, self.eps, y=self.y, mean=self.mean, rstd=self.rstd, scratch=scratch)
-        else:
-            rmsnorm_fwd(x, self.w.value, self.eps, y=self.y, rstd=self.rstd, scratch=scratch)
-
-    def add_norm(self, x: Buffer, f: Buffer, *, x1: Buffer) -> None:
-        """x1 = x + f   y = norm(x1)"""
+    def forward(self, x: Buffer, f: Buffer | None = None, *, x1: Buffer | None = None) -> None:
+        """y = norm(x), or x1 = x + f and y = norm(x1)"""
         w, y, rstd, scratch = self.w.value, self.y, self.rstd, self.forward_scratch
         bias = self.b.value if self.b else None
         if self.mean is not None:
-            add_layernorm_fwd(x, f, w, bias, self.eps, x1=x1, y=y, mean=self.mean, rstd=rstd, scratch=scratch)
+            layernorm_fwd(x, w, bias, self.eps, f, x1=x1, y=y, mean=self.mean, rstd=rstd, scratch=scratch)
         else:
-            add_rmsnorm_fwd(x, f, w, self.eps, x1=x1, y=y, rstd=rstd, scratch=scratch)
+            rmsnorm_fwd(x, w, self.eps, f, x1=x1, y=y, rstd=rstd, scratch=scratch)
 
     def backward(self, dy: Buffer, x: Buffer, *, dx: Buffer, dx_sum: Buffer | None, recompute: bool) -> Buffer:
         """Add to dx, and return y. recompute: compute y again, and overwrite dy with it; otherwise return the saved y. Frozen

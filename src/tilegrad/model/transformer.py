@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from ..kernels.cross_entropy import cross_entropy_bwd, cross_entropy_fwd, cross_entropy_step, cross_entropy_workspace
+from ..kernels.cross_entropy import cross_entropy_bwd, cross_entropy_fwd, cross_entropy_workspace
 from ..kernels.cross_entropy.terms import Terms
 from ..kernels.embedding import embedding_bwd, embedding_fwd, embedding_workspace
-from ..kernels.embedding_mse import embedding_mse_bwd, embedding_mse_fwd, embedding_mse_step, embedding_mse_workspace
+from ..kernels.embedding_mse import embedding_mse_bwd, embedding_mse_fwd, embedding_mse_workspace
 from ..kernels.fp8_head import fp8_cross_entropy_step, fp8_cross_entropy_workspace
 from ..kernels.fp8_linear import Factor, fill_state, fp8_scale_step
 from ..kernels.residual import add_fwd, copy_fwd, zero_fwd
@@ -154,25 +154,19 @@ class Head:
         else:
             embedding_mse_fwd(*given, loss=self.loss, scratch=scratch)
 
-    def backward(self, n: Buffer) -> None:
-        self._gradients(n, {})
-
-    def step(self, n: Buffer) -> None:
-        self._gradients(n, {"loss": self.loss})
-
-    def _gradients(self, n: Buffer, loss: dict[str, Buffer]) -> None:
-        """dn and dw, and the loss if there is a buffer for it."""
+    def backward(self, n: Buffer, *, loss: bool) -> None:
+        """dn and dw, and the loss on request."""
         inputs, scratch = (n, self.w.value, self.targets, self.inv_total), self.backward_scratch
         dw = "dwte" if self.kind == "embedding_mse" else "dw"
-        out: dict[str, Any] = {**loss, "dx": n, dw: self.w.grad, "accumulate": self.w.accumulate}
+        out: dict[str, Any] = {"dx": n, dw: self.w.grad, "accumulate": self.w.accumulate}
+        if loss:
+            out["loss"] = self.loss
         if self.fp8 is not None:
             fp8_cross_entropy_step(*self.fp8.of(n), *inputs[2:], **out, softcap=self.terms.softcap, scratch=scratch)
         elif self.kind == "cross_entropy":
-            run = cross_entropy_step if loss else cross_entropy_bwd
-            run(*inputs, **out, invariant=self.invariant, terms=self.terms, scratch=scratch)
+            cross_entropy_bwd(*inputs, **out, invariant=self.invariant, terms=self.terms, scratch=scratch)
         else:
-            run_mse = embedding_mse_step if loss else embedding_mse_bwd
-            run_mse(*inputs, **out, scratch=scratch)
+            embedding_mse_bwd(*inputs, **out, scratch=scratch)
         self.w.keep()
 
 
@@ -238,14 +232,14 @@ class Transformer:
         self.head.forward(self.hidden_states())
 
     def backward(self) -> None:
-        self.head.backward(self.ln_f.y)
+        self.head.backward(self.ln_f.y, loss=False)
         self.hidden_states_backward()
 
     def step(self) -> None:
         if not self.head.w.adds:
             self.scale_step()
             self._round_to_float8()
-        self.head.step(self.hidden_states())
+        self.head.backward(self.hidden_states(), loss=True)
         self.hidden_states_backward()
 
     def scale_step(self) -> None:
@@ -278,7 +272,7 @@ class Transformer:
             if block.scalars is not None and next_norm is not self.ln_f:
                 add_fwd(block.x1, block.f, y=y)
             else:
-                next_norm.add_norm(block.x1, block.f, x1=y)
+                next_norm.forward(block.x1, block.f, x1=y)
         return self.ln_f.y
 
     def hidden_states_backward(self) -> None:

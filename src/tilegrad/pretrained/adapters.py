@@ -22,10 +22,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels.checks import is_count, is_number
 from ..model.config import ModelConfig
 from ..model.lora import GROUPS, LoraConfig, adapter_parts
 from ..text.atomic import save_tensors
-from ..text.untrusted import file_in, open_tensors, read_json, shown
+from ..text.untrusted import file_in, naming, open_tensors, read_json, shown
 from .families import FAMILIES, heights
 from .weights import STORED_DTYPES, Weights, new_folder
 
@@ -150,10 +151,8 @@ def open_adapter(folder: Path, base: Weights) -> AdapterFile:
     content = read_json(path)
     if not isinstance(content, dict):
         raise ValueError(f"{path}: got {shown(content)}; accepted: an object")
-    try:
+    with naming(path):
         rank, alpha, dropout = _settings(content)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
     if not (folder / TENSORS).exists() and (folder / "adapter_model.bin").exists():
         raise FileNotFoundError(
             f"{folder / TENSORS}: no such file (adapter_model.bin is a pickle, which is never read: save_pretrained of a "
@@ -163,10 +162,8 @@ def open_adapter(folder: Path, base: Weights) -> AdapterFile:
     with open_tensors(file) as opened:
         names = {*opened.keys()}
     layers = _layers(file, names, base)
-    try:
+    with naming(path):
         lora = LoraConfig(rank, alpha, layers, dropout)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
     return AdapterFile(file, base.kind, base.config, lora)
 
 
@@ -183,11 +180,11 @@ def _settings(content: Mapping[str, object]) -> tuple[int, float, float]:
     if content.get("peft_type") != "LORA":
         raise ValueError(f"peft_type: got {shown(content.get('peft_type'))}; accepted: 'LORA'")
     rank, alpha, dropout = content.get("r"), content.get("lora_alpha"), content.get("lora_dropout", 0.0)
-    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+    if not is_count(rank):
         raise ValueError(f"r: got {shown(rank)}; accepted: an int ≥ 1")
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
+    if not is_number(alpha) or not 0 < alpha < math.inf:
         raise ValueError(f"lora_alpha: got {shown(alpha)}; accepted: a number > 0")
-    if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+    if not is_number(dropout) or not 0 <= dropout < 1:
         raise ValueError(f"lora_dropout: got {shown(dropout)}; accepted: a number, 0 ≤ lora_dropout < 1")
     use_rslora = content.get("use_rslora", False)
     if not isinstance(use_rslora, bool):

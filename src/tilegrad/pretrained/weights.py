@@ -28,7 +28,7 @@ from ..memory.page import human
 from ..model.config import ModelConfig
 from ..model.transformer import parameters
 from ..text.atomic import check_new, named, save_tensors
-from ..text.untrusted import file_in, open_tensors, read_json, shown
+from ..text.untrusted import file_in, naming, open_tensors, read_json, shown
 from .cache import cached_model, how_to_download
 from .families import FAMILIES, Config, config_json, config_of, theirs
 
@@ -112,9 +112,9 @@ class Weights:
     def sha256(self) -> str:
         """The sha256 of the tensors in the files: names, dtypes, shapes and bytes. The same weights in other shards have the
         same sha256."""
-        forms = self.forms()
-        self.check(forms)
-        digest, stored = hashlib.sha256(), self._stored_names(forms)
+        params = forms(self.config)
+        self.check(params)
+        digest, stored = hashlib.sha256(), self._stored_names(params)
         with ExitStack() as stack:
             opened = {file: stack.enter_context(open_tensors(file)) for file in {*self.files.values()}}
             for name, own in sorted(stored.items()):
@@ -123,15 +123,11 @@ class Weights:
                 digest.update(x.contiguous().view(-1).view(torch.uint8).numpy())
         return digest.hexdigest()
 
-    def forms(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-        """The parameters of the model by their names in tilegrad, as tensors without memory."""
-        return forms(self.config, dtype)
-
     def read(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
         """All weights by their names in tilegrad. Names, shapes and dtypes are checked before anything is allocated."""
-        forms = self.forms(dtype)
-        self.check(forms)
-        params = allocate(forms, f"{self.folder}: ")
+        without_memory = forms(self.config, dtype)
+        self.check(without_memory)
+        params = allocate(without_memory, f"{self.folder}: ")
         self.load(params)
         return params
 
@@ -206,10 +202,8 @@ def _read_config(folder: Path) -> tuple[Config, ModelConfig]:
     content = read_json(path)
     if not isinstance(content, dict):
         raise ValueError(f"{path}: got {shown(content)}; accepted: an object")
-    try:
+    with naming(path):
         return content, config_of(content)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
 
 
 def _files(folder: Path, one: Path | None) -> dict[str, Path]:

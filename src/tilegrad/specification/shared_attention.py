@@ -30,7 +30,8 @@ from ..kernels.attention.api import attention_bwd, attention_fwd, attention_work
 from ..kernels.attention.checks import MAX_HEAD_DIM
 from ..kernels.attention.mask import Mask, attends, distance
 from ..kernels.attention.problem import lse_dtype
-from ..kernels.linear import linear_bwd, linear_fwd, linear_workspace
+from ..kernels.checks import check_tensor, is_count
+from ..kernels.linear import linear_bwd_input, linear_bwd_weight, linear_fwd, linear_workspace
 from ..memory.types import BufferStateError
 from ..text.atomic import check_replaceable, save_tensors, whole_file
 from .workspace import Lease, Workspace
@@ -150,11 +151,12 @@ class SharedAttention:
         rows, scratch = self._rows, self._scratch(lease, "linear")
         dy = grad_output.reshape(-1, self.d_model)
         grad_attn, grad_q, grad_k, grad_v = (lease[n] for n in ("grad_attn_output", "grad_Q", "grad_K", "grad_V"))
-        linear_bwd(dy, rows(self.attn_output), self.W_o, dx=rows(grad_attn), dw=self.grad_W_o, scratch=scratch)
+        linear_bwd_weight(dy, rows(self.attn_output), self.W_o, dw=self.grad_W_o, scratch=scratch)
+        linear_bwd_input(dy, self.W_o, dx=rows(grad_attn), accumulate=False, scratch=scratch)
         self._attend_backward(lease)
-        linear_bwd(rows(grad_q), x, self.W_q, dx=None, dw=self.grad_W_q, scratch=scratch)
-        linear_bwd(rows(grad_k), x, self.W_k, dx=None, dw=self.grad_W_k, scratch=scratch)
-        linear_bwd(rows(grad_v), x, self.W_v, dx=None, dw=self.grad_W_v, scratch=scratch)
+        linear_bwd_weight(rows(grad_q), x, self.W_q, dw=self.grad_W_q, scratch=scratch)
+        linear_bwd_weight(rows(grad_k), x, self.W_k, dw=self.grad_W_k, scratch=scratch)
+        linear_bwd_weight(rows(grad_v), x, self.W_v, dw=self.grad_W_v, scratch=scratch)
         if grad_x is not None:
             dx = grad_x.view(-1, self.d_model)
             torch.mm(rows(grad_q), self.W_q, out=dx)
@@ -287,10 +289,7 @@ class SharedAttention:
             raise BufferStateError(f"{self.name}: {call} without an output; call forward(x) first")
 
     def _check(self, name: str, x: Tensor) -> None:
-        shape = (self.batch_size, self.seq_len, self.d_model)
-        if tuple(x.shape) != shape or x.dtype != self.dtype or x.device != self.device:
-            got = f"{x.dtype} {tuple(x.shape)} on {x.device}"
-            raise ValueError(f"{name}: got {got}; accepted: {self.dtype} {shape} on {self.device}")
+        check_tensor(name, x, (self.batch_size, self.seq_len, self.d_model), self.dtype, self.device)
 
     def _new(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         return torch.zeros(shape, dtype=dtype or self.dtype, device=self.device)
@@ -310,7 +309,7 @@ def _check_arguments(
     seq_len: int, d_model: int, batch_size: int, n_head: int, dtype: torch.dtype, predecessor: object
 ) -> None:
     for name, value in (("seq_len", seq_len), ("d_model", d_model), ("batch_size", batch_size), ("n_head", n_head)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if not is_count(value):
             raise ValueError(f"{name}: got {value!r}; accepted: an int ≥ 1")
     if d_model % n_head or d_model // n_head > MAX_HEAD_DIM:
         raise ValueError(

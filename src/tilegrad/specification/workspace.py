@@ -64,33 +64,6 @@ class Workspace:
             self._users.add(lease)
             return lease
 
-    def _begin(self, lease: Lease) -> None:
-        with self._lock:
-            self._check_live(lease)
-            self._check_pending(lease)
-            self._pending = weakref.ref(lease), threading.current_thread()
-
-    def _end(self, lease: Lease) -> None:
-        with self._lock:
-            self._check_pending(lease)
-            self._pending = None
-
-    def _release(self, lease: Lease) -> None:
-        with self._lock:
-            self._users.discard(lease)
-            if self._pending and self._pending[0]() is lease:
-                self._pending = None
-            if not self._users:
-                self._freed = True
-                self._buffers.clear()
-
-    def _buffer(self, lease: Lease, name: str) -> torch.Tensor:
-        with self._lock:
-            self._check_live(lease)
-            if name not in self._buffers:
-                raise KeyError(f"no buffer {name!r} in this workspace; accepted: {', '.join(self._buffers)}")
-            return self._buffers[name]
-
     def _check_live(self, lease: Lease) -> None:
         if lease not in self._users:
             raise BufferStateError(f"{lease.user} was freed, and so were its backward buffers; create a new layer")
@@ -117,18 +90,36 @@ class Lease:
         self.user = user
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self.workspace._buffer(self, name)
+        shared = self.workspace
+        with shared._lock:
+            shared._check_live(self)
+            if name not in shared._buffers:
+                raise KeyError(f"no buffer {name!r} in this workspace; accepted: {', '.join(shared._buffers)}")
+            return shared._buffers[name]
 
     def begin(self) -> None:
         """Mark that the buffers contain gradients of this user until `end`."""
-        self.workspace._begin(self)
+        shared = self.workspace
+        with shared._lock:
+            shared._check_live(self)
+            shared._check_pending(self)
+            shared._pending = weakref.ref(self), threading.current_thread()
 
     def end(self) -> None:
-        self.workspace._end(self)
+        with self.workspace._lock:
+            self.workspace._check_pending(self)
+            self.workspace._pending = None
 
     def release(self) -> None:
         """End the access. The last release frees the buffers."""
-        self.workspace._release(self)
+        shared = self.workspace
+        with shared._lock:
+            shared._users.discard(self)
+            if shared._pending and shared._pending[0]() is self:
+                shared._pending = None
+            if not shared._users:
+                shared._freed = True
+                shared._buffers.clear()
 
 
 def _describe(buffers: Needs, device: torch.device | str) -> str:

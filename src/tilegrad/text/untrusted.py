@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 from safetensors import SafetensorError, safe_open
 
@@ -149,6 +151,15 @@ def open_tensors(path: Path) -> safe_open:
         raise ValueError(f"{path}: is not a safetensors file, or is damaged: {error}") from error
 
 
+@contextmanager
+def naming(where: object) -> Iterator[None]:
+    """In this context, a ValueError begins with `where`, such as a file."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
 def shown_keys(record: Mapping[str, object]) -> str:
     """The first keys of a record, for an error."""
     return ", ".join(map(shown, [*record][:20])) or "none"
@@ -158,3 +169,13 @@ def shown(value: object) -> str:
     """repr of a value for an error, cut if it is long."""
     text = repr(value[:100] if isinstance(value, str | list | tuple) else value)
     return text if len(text) <= 100 else f"{text[:100]}…"
+
+
+def refuse(config: object, name: str, accepted: str) -> NoReturn:
+    """Raise because of the value of a field. `name` may begin with the field's section, as in optimizer.name."""
+    raise ValueError(f"{name}: got {shown(getattr(config, name.rpartition('.')[2]))}; accepted: {accepted}")
+
+
+def check_choice(config: object, name: str, choices: Collection[object], between: str = ", ") -> None:
+    if getattr(config, name.rpartition(".")[2]) not in choices:
+        refuse(config, name, between.join(map(repr, choices)))

@@ -16,9 +16,10 @@ import torch
 
 from ..data.chat_template import ChatTemplate, Message
 from ..data.tokenizer import Tokenizer
+from ..engine.decoder import Decoder
 from ..engine.sampling import Sampling
 from .api import TrainedModel
-from .generation import Request, check_text, open_decoder, place, write
+from .generation import Request, check_text, place, write
 
 if TYPE_CHECKING:
     from .generation import SamplingSettings
@@ -55,8 +56,16 @@ class Chat:
         self._sampling = Sampling(**sampling)
         self._eos = model.eos_token_ids | end_of_turn(self._template, model.tokenizer)
         at, compute = place(model, device, dtype)
-        size = model.config.block_size
-        self._decoder = open_decoder(model, 1, size, self._sampling, device=at, dtype=compute, invariant=invariant)
+        self._decoder = Decoder(
+            model.config,
+            model.params,
+            1,
+            model.config.block_size,
+            device=at,
+            dtype=compute,
+            penalties=self._sampling.has_penalty,
+            invariant=invariant,
+        )
         self.system = system
         self._answers = 0  # the number of the next answer's sequence, so that each answer has its own random numbers
         self.reset()

@@ -29,7 +29,8 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ..model.config import ModelConfig, is_count
+from ..kernels.checks import is_count
+from ..model.config import ModelConfig
 from ..model.lora import LoraConfig
 from ..model.transformer import parameters
 from ..pretrained.adapters import adapter_shapes, merge

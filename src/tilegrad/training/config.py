@@ -16,14 +16,15 @@ from ..data.packing import TooLong
 from ..data.prepare import TrainOn
 from ..engine.batch import LIMITS as BATCH_LIMITS
 from ..engine.batch import check_decay, check_states
+from ..kernels.checks import is_count, is_number
 from ..kernels.muon import MuonConfig, Orthogonalization, Scale
 from ..model.config import LIMITS as MODEL_LIMITS
-from ..model.config import PRESETS, ModelConfig, is_count
+from ..model.config import PRESETS, ModelConfig
 from ..model.layer import Declare, HeadProducts, Kept, Linear, Masters, States
 from ..model.lora import LoraConfig, adapter_parts
 from ..model.transformer import check_frozen, declare
 from ..text.spelling import dtype_name
-from ..text.untrusted import shown
+from ..text.untrusted import check_choice, refuse, shown
 from .loggers import LOGGERS
 from .schedule import DECAYS_LAST, Schedule
 from .stages import Stage, read_stages, resolved_stages
@@ -96,66 +97,52 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.freeze, list | tuple) or not all(isinstance(name, str) and name for name in self.freeze):
-            raise ValueError(
-                f"freeze: got {shown(self.freeze)}; accepted: patterns of parameters' names, such as ['wte.*', 'blocks.0.*']"
-            )
+            refuse(self, "freeze", "patterns of parameters' names, such as ['wte.*', 'blocks.0.*']")
         if self.init is not None and not isinstance(self.init, str):
-            raise ValueError(f"init: got {self.init!r}; accepted: None, or the name of a folder of weights")
+            refuse(self, "init", "None, or the name of a folder of weights")
         for name in ("steps", "batch_size", "gradient_accumulation", "keep_checkpoints", "log_interval"):
-            _check_count(name, getattr(self, name), 1)
+            self._check_count(name, 1)
         if not is_count(self.warmup_steps, LIMITS["warmup_steps"], -1):
-            raise ValueError(
-                f"warmup_steps: got {shown(self.warmup_steps)}; accepted: an int ≥ 0, or -1: a twentieth of the steps"
-            )
+            refuse(self, "warmup_steps", "an int ≥ 0, or -1: a twentieth of the steps")
         for name in ("seq_len", *INTERVALS[:2], "eval_batches", "sample_tokens", "seed", "patience"):
-            _check_count(name, getattr(self, name), 0)
+            self._check_count(name, 0)
         if self.epochs is not None:
-            _check_count("epochs", self.epochs, 1)
+            self._check_count("epochs", 1)
         if self.patience and not (self.eval_interval and self.eval_batches):
             got = f"{self.patience} with eval_interval {self.eval_interval} and eval_batches {self.eval_batches}"
             raise ValueError(f"patience: got {got}; accepted: 0, or eval_interval and eval_batches ≥ 1")
         for name in ("learning_rate", "min_learning_rate", "weight_decay", "max_norm"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-                raise ValueError(f"{name}: got {shown(value)}; accepted: a finite number ≥ 0")
-        budget = self.memory_budget
-        if budget is not None and not is_count(budget, 1 << 63):
-            raise ValueError(f"memory_budget: got {shown(budget)}; accepted: None or a number of bytes ≥ 1")
+            if not is_number(value) or not 0 <= value < math.inf:
+                refuse(self, name, "a finite number ≥ 0")
+        if self.memory_budget is not None and not is_count(self.memory_budget, 1 << 63):
+            refuse(self, "memory_budget", "None or a number of bytes ≥ 1")
         if not isinstance(self.device, str):
-            raise ValueError(f"device: got {self.device!r}; accepted: cpu, cuda, or cuda:N")
+            refuse(self, "device", "cpu, cuda, or cuda:N")
         if not isinstance(self.dtype, str | torch.dtype) or dtype_name(self.dtype) not in ("auto", *DTYPES):
-            raise ValueError(f"dtype: got {self.dtype!r}; accepted: 'auto', {', '.join(map(repr, DTYPES))}")
-        if self.linear not in get_args(Linear):
-            raise ValueError(f"linear: got {self.linear!r}; accepted: {', '.join(map(repr, get_args(Linear)))}")
-        if self.head not in get_args(HeadProducts):
-            raise ValueError(f"head: got {self.head!r}; accepted: {' or '.join(map(repr, get_args(HeadProducts)))}")
+            refuse(self, "dtype", f"'auto', {', '.join(map(repr, DTYPES))}")
+        check_choice(self, "linear", get_args(Linear))
+        check_choice(self, "head", get_args(HeadProducts), " or ")
         for name in ("deterministic", "invariant"):
             if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}: got {getattr(self, name)!r}; accepted: True or False")
+                refuse(self, name, "True or False")
         given: object = self.log
         names = [*given] if isinstance(given, list | tuple) else [given]
         accepted = LOGGERS if isinstance(given, list | tuple) else ("auto", "none", *LOGGERS)
         if not all(isinstance(name, str) and name in accepted for name in names) or len({*names}) != len(names):
-            raise ValueError(
-                f"log: got {shown(given)}; accepted: 'auto', 'none', or {', '.join(LOGGERS)}, or a list of these"
-            )
+            refuse(self, "log", f"'auto', 'none', or {', '.join(LOGGERS)}, or a list of these")
         if isinstance(given, list):
             object.__setattr__(self, "log", tuple(given))
         if self.epochs is None and self.warmup_steps >= self.steps:
-            raise ValueError(f"warmup_steps: got {self.warmup_steps}; accepted: less than steps, {self.steps}")
+            refuse(self, "warmup_steps", f"less than steps, {self.steps}")
         States(masters=self.masters, gradients=self.gradients)
         self._check_schedule()
         object.__setattr__(self, "stages", read_stages(self.stages))
 
     def _check_schedule(self) -> None:
-        if self.schedule not in get_args(Schedule):
-            raise ValueError(
-                f"schedule: got {shown(self.schedule)}; accepted: {', '.join(map(repr, get_args(Schedule)))}"
-            )
+        check_choice(self, "schedule", get_args(Schedule))
         if not is_count(self.decay_steps, LIMITS["decay_steps"], -1):
-            raise ValueError(
-                f"decay_steps: got {shown(self.decay_steps)}; accepted: an int ≥ 0, or -1: a fifth of the steps"
-            )
+            refuse(self, "decay_steps", "an int ≥ 0, or -1: a fifth of the steps")
         if self.decay_steps >= 0 and self.schedule not in DECAYS_LAST:
             names = " or ".join(map(repr, DECAYS_LAST))
             raise ValueError(
@@ -166,6 +153,10 @@ class TrainConfig:
                 f"decay_steps: got {self.decay_steps} with steps {self.steps} and warmup_steps {self.warmup_steps}; "
                 f"accepted: at most {self.steps - max(self.warmup_steps, 0)}"
             )
+
+    def _check_count(self, name: str, least: int) -> None:
+        if not is_count(getattr(self, name), LIMITS[name], least):
+            refuse(self, name, f"an int ≥ {least}, at most {LIMITS[name]:,}")
 
     def with_steps(self, steps: int) -> TrainConfig:
         """These settings with this number of steps. If warmup_steps or decay_steps is -1, it is computed from `steps`."""
@@ -193,16 +184,10 @@ class OptimizerConfig:
     moments: Kept = "float32"
 
     def __post_init__(self) -> None:
-        if self.name not in get_args(Optimizer):
-            accepted = " or ".join(map(repr, get_args(Optimizer)))
-            raise ValueError(f"optimizer.name: got {shown(self.name)}; accepted: {accepted}")
+        check_choice(self, "optimizer.name", get_args(Optimizer), " or ")
         rate = self.matrix_learning_rate
-        if rate is not None and (
-            isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < math.inf
-        ):
-            raise ValueError(
-                f"optimizer.matrix_learning_rate: got {shown(rate)}; accepted: None, or a finite number ≥ 0"
-            )
+        if rate is not None and not (is_number(rate) and 0 <= rate < math.inf):
+            refuse(self, "optimizer.matrix_learning_rate", "None, or a finite number ≥ 0")
         try:
             self.muon(1.0)
             States(self.moments)
@@ -259,33 +244,20 @@ class DataConfig:
             raise ValueError(f"files: got {given!r}; accepted: names of files, such as {such}")
         named = isinstance(self.tokenizer, str) and self.tokenizer.endswith(".json")
         if self.tokenizer not in ("bytes", "bpe") and not named:
-            raise ValueError(f"tokenizer: got {self.tokenizer!r}; accepted: 'bytes', 'bpe', or a tokenizer.json")
+            refuse(self, "tokenizer", "'bytes', 'bpe', or a tokenizer.json")
         if not is_count(self.bpe_vocab_size, LIMITS["bpe_vocab_size"], 256):
-            most = LIMITS["bpe_vocab_size"]
-            raise ValueError(
-                f"bpe_vocab_size: got {shown(self.bpe_vocab_size)}; accepted: an int from 256 (one for each byte) to {most:,}"
-            )
-        fraction = self.validation_fraction
-        if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 <= fraction < 1:
-            raise ValueError(f"validation_fraction: got {fraction!r}; accepted: at least 0 and less than 1")
-        if self.validation not in ("windows", "end"):
-            raise ValueError(f"validation: got {self.validation!r}; accepted: 'windows' or 'end'")
+            refuse(self, "bpe_vocab_size", f"an int from 256 (one for each byte) to {LIMITS['bpe_vocab_size']:,}")
+        if not is_number(self.validation_fraction) or not 0 <= self.validation_fraction < 1:
+            refuse(self, "validation_fraction", "at least 0 and less than 1")
+        check_choice(self, "validation", ("windows", "end"), " or ")
         if not isinstance(self.text_field, str) or not self.text_field:
-            raise ValueError(f"text_field: got {shown(self.text_field)}; accepted: the name of a field")
+            refuse(self, "text_field", "the name of a field")
         for name, accepted in _CHOICES.items():
-            if getattr(self, name) not in accepted:
-                raise ValueError(
-                    f"{name}: got {shown(getattr(self, name))}; accepted: {', '.join(map(repr, accepted))}"
-                )
+            check_choice(self, name, accepted)
         if self.packing is not None and not isinstance(self.packing, bool):
-            raise ValueError(
-                f"packing: got {shown(self.packing)}; accepted: true, false, or none (true for conversations)"
-            )
+            refuse(self, "packing", "true, false, or none (true for conversations)")
         if not is_count(self.documents, LIMITS["documents"], 2):
-            most = LIMITS["documents"]
-            raise ValueError(
-                f"documents: got {shown(self.documents)}; accepted: an int from 2 to {most:,}, padding included"
-            )
+            refuse(self, "documents", f"an int from 2 to {LIMITS['documents']:,}, padding included")
 
     @property
     def vocab_size(self) -> int:
@@ -302,7 +274,7 @@ class AdapterConfig(LoraConfig):
     def __post_init__(self) -> None:
         LoraConfig.__post_init__(self)
         if self.adapter is not None and not isinstance(self.adapter, str):
-            raise ValueError(f"lora.adapter: got {self.adapter!r}; accepted: None, or the name of a folder of adapters")
+            refuse(self, "lora.adapter", "None, or the name of a folder of adapters")
 
 
 class StepOptions(TypedDict):
@@ -457,8 +429,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(inner) for key, inner in value.items()}
     return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value
-
-
-def _check_count(name: str, value: object, least: int) -> None:
-    if not is_count(value, LIMITS[name], least):
-        raise ValueError(f"{name}: got {shown(value)}; accepted: an int ≥ {least}, at most {LIMITS[name]:,}")

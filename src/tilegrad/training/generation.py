@@ -30,10 +30,11 @@ from ..engine.decoder import Decoder, Drawn, Prompt
 from ..engine.machine import check_device
 from ..engine.sampling import Sampling
 from ..engine.spec import StepSpec
+from ..kernels.checks import is_count
 from ..model.config import ModelConfig
 from ..model.lora import LoraConfig
 from ..text.spelling import dtype_name
-from ..text.untrusted import shown
+from ..text.untrusted import naming, shown
 from .config import DTYPES
 from .generated import Finish, Generated, Piece
 
@@ -284,13 +285,14 @@ class Generation:
         if not self.prompts:
             return
         model, settings = self.model, self.sampling
-        decoder = open_decoder(
-            model,
+        decoder = Decoder(
+            model.config,
+            model.params,
             self.batch_size,
             self.capacity,
-            settings,
             device=self.device,
             dtype=self.dtype,
+            penalties=settings.has_penalty,
             invariant=self.invariant,
         )
         requests = (
@@ -337,30 +339,8 @@ def place(
     return at, DTYPES[dtype_name(dtype)]
 
 
-def open_decoder(
-    model: TrainedModel,
-    batch_size: int,
-    capacity: int,
-    settings: Sampling,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    invariant: bool,
-) -> Decoder:
-    return Decoder(
-        model.config,
-        model.params,
-        batch_size,
-        capacity,
-        device=device,
-        dtype=dtype,
-        invariant=invariant,
-        penalties=settings.has_penalty,
-    )
-
-
 def _check_count(name: str, value: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not is_count(value):
         raise ValueError(f"{name}: got {value!r}; accepted: an int ≥ 1")
 
 
@@ -392,10 +372,8 @@ def _listed(prompts: Prompts, name: str) -> list[str | tuple[int, ...]]:
 def check_text(name: str, text: str) -> None:
     """Refuse text that no tokenizer reads. Python gives a byte of an argument or of stdin that is not UTF-8 as half of a
     surrogate pair."""
-    try:
+    with naming(name):
         check_surrogates(text, shown(text))
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
 
 
 def _encoded(model: TrainedModel, prompt: str | tuple[int, ...], name: str) -> list[int]:

@@ -31,6 +31,7 @@ from ..engine.state import counters, restore_counters
 from ..memory.page import human
 from ..text.atomic import write_whole
 from ..text.environment import environment
+from ..text.untrusted import naming
 from .checkpointer import Checkpointer
 from .config import DTYPES, RunConfig, RunEnded
 from .dataset import Dataset
@@ -232,11 +233,9 @@ class Run:
         self.checkpointer.forget_last()
 
     def _restore(self, path: Path, state: RunState) -> None:
-        try:
+        with naming(path):
             self._enter_stage(state["engine"]["steps"])
             self.dataset.batches.restore(state["data"])
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
         self.checkpointer.restore(path, state)
         self.train_loss = _nan_if_none(state["train_loss"])
         self.evaluator.loss = state["validation_loss"]

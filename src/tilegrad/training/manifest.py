@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TypedDict, cast
 
-from ..model.config import is_count
+from ..kernels.checks import is_count
 from ..text.atomic import sha256_of, sync
 from ..text.untrusted import read_bytes, shown
 from .state import RunState, check_run_state, check_shapes

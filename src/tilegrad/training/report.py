@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import html
-import json
 import math
 from collections.abc import Mapping, Sequence
-from importlib import resources
 from itertools import accumulate
 from types import MappingProxyType
 from typing import TypeAlias
 
-from ..memory.page import human
+from ..memory.page import filled_page, human
 from .config import RunConfig
 from .log import Record
 from .resident import Resident
@@ -57,8 +55,6 @@ def run_report(
     if planned_bytes is not None:
         charts[-1]["levels"] = [{"name": "planned", "y": planned_bytes * _SCALES["measured_bytes"]}]
     parts = {
-        "title": html.escape(title),
-        "facts": "".join(f"<div><dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd></div>" for k, v in facts.items()),
         "charts": _sections(),
         "tables": "".join(_table(heading, rows) for heading, rows in tables.items()),
         "memory": f'<iframe title="Memory of one step" srcdoc="{html.escape(memory_page)}"></iframe>'
@@ -67,12 +63,8 @@ def run_report(
         "sample": f"<section><h2>A sample of what it writes</h2><pre>{html.escape(sample)}</pre></section>"
         if sample
         else "",
-        "data": json.dumps(charts, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
     }
-    page = resources.files("tilegrad.training").joinpath("report.html").read_text(encoding="utf-8")
-    for name, text in parts.items():  # no text contains a placeholder, because "<" is escaped in all of them
-        page = page.replace(f"<!--{name}-->", text)
-    return page
+    return filled_page("training/report.html", title, facts, charts, parts)
 
 
 def run_tables(

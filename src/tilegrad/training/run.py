@@ -29,7 +29,7 @@ from ..kernels.scratch import accumulation_dtype
 from ..model.layer import is_adapter
 from ..model.lora import LoraConfig, adapter_parts
 from ..pretrained.adapters import open_adapter
-from ..pretrained.weights import Weights, open_weights
+from ..pretrained.weights import Weights, forms, open_weights
 from .checkpoint import remove_leftovers
 from .config import DTYPES, RunConfig, Sections, check_vocab_size
 from .dataset import Dataset, kept_counts, needs_documents, prepare_data
@@ -195,7 +195,7 @@ def _begin(run: Run, base: BaseWeights | None) -> None:
 
 def _frozen(engine: Engine, base: BaseWeights | None) -> dict[str, Tensor]:
     """The frozen parameters, without the base weights of adapters."""
-    left_out = {*engine.grads, *(() if base is None else base.weights.forms())}
+    left_out = {*engine.grads, *(() if base is None else forms(base.weights.config))}
     return {name: x for name, x in engine.params.items() if name not in left_out}
 
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from typing import Any, Literal
 
-from ..model.config import ModelConfig, is_count
+from ..kernels.checks import is_count
+from ..model.config import ModelConfig
 from ..text.spelling import did_you_mean
 from ..text.untrusted import shown
 

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any, NotRequired, TypedDict
 
 from ..data.batches import BatchesState
-from ..model.config import LIMITS, ModelConfig, is_count
+from ..kernels.checks import is_count, is_number
+from ..model.config import LIMITS, ModelConfig
 from ..text.untrusted import check_values, shown
 from .config import AdapterConfig, Values
 from .sections import checked
@@ -98,7 +99,7 @@ def _check_text(data: Mapping[str, object]) -> None:
         if not isinstance(data.get(name, default), str):
             raise ValueError(f"run.data.{name}: got {shown(data[name])}; accepted: a name")
     fraction = data.get("validation_fraction")
-    if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 <= fraction < 1:
+    if not is_number(fraction) or not 0 <= fraction < 1:
         raise ValueError(f"run.data.validation_fraction: got {shown(fraction)}; accepted: at least 0 and less than 1")
 
 
@@ -121,7 +122,7 @@ def _mapping(value: object, name: str) -> Mapping[str, object]:
 
 
 def _count(value: object, name: str, least: int, most: int = _MOST) -> int:
-    if isinstance(value, int) and is_count(value, most, least):
+    if is_count(value, most, least):
         return value
     raise ValueError(f"{name}: got {shown(value)}; accepted: an int, {least} … {most}")
 
@@ -132,7 +133,7 @@ def _check_digest(value: object, name: str) -> None:
 
 
 def _check_loss(value: object, name: str) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+    if value is not None and not is_number(value):
         raise ValueError(f"{name}: got {shown(value)}; accepted: a number, or null")
 
 

@@ -14,6 +14,7 @@ from ... import __version__
 from ...kernels.cpu.library import library as native_library
 from ...model.layer import Kept
 from ...native.build import digest as native_sources
+from ...text.untrusted import check_choice
 from ..dist.mesh import Mesh
 from ..optimizer import AdamW
 from ..spec import Shard, StepSpec
@@ -24,8 +25,7 @@ MOST_IN_BFLOAT16 = 128  # micro-batches: adding less than 2⁻⁹ of a bfloat16 
 
 def check_ranks(spec: StepSpec) -> None:
     world, shard, context, lora, freeze = spec.world, spec.shard, spec.context, spec.lora, spec.freeze
-    if shard not in get_args(Shard):
-        raise ValueError(f"shard: got {shard!r}; accepted: {', '.join(map(repr, get_args(Shard)))}")
+    check_choice(spec, "shard", get_args(Shard))
     if world > 1 and shard == "all" and (lora is not None or freeze):
         raise ValueError(
             f"shard: got 'all' with frozen parameters ({'lora' if lora is not None else f'freeze {list(freeze)}'}), which are "

@@ -10,12 +10,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...kernels.attention.context import Ranks, positions_of
+from ...kernels.checks import is_count
 from ...model.config import ModelConfig
 from ..batch import Batch
 
 
 def check_context(config: ModelConfig, seq_len: int, world: int, context: int) -> None:
-    if not isinstance(context, int) or isinstance(context, bool) or context < 1 or world % context:
+    if not is_count(context) or world % context:
         raise ValueError(f"context: got {context!r}; accepted: a divisor of {world}, the number of ranks")
     if context == 1:
         return

@@ -105,7 +105,8 @@ def dilated_attention(
         return cast(Tensor, _Eager.apply(q, k, v, seed, options)) if training else forward(q, k, v, seed, *options)[0]
     from .ops import dilated_fwd
 
-    return dilated_fwd(q, k, v, seed, *options)[0]
+    y: Tensor = dilated_fwd(q, k, v, seed, *options)[0]
+    return y
 
 
 def check_pattern(

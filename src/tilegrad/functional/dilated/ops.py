@@ -58,7 +58,7 @@ def _vmap(op: Callable[..., Any], tensors: int) -> Callable[..., Any]:
     return batching_rule(op, tensors, lambda _in_dims, arguments: arguments[tensors] is None)
 
 
-_dilated_fwd, _dilated_bwd = register(
+dilated_fwd, dilated_bwd = register(
     _library,
     "dilated",
     "tilegrad.dilated_attention",
@@ -68,14 +68,3 @@ _dilated_fwd, _dilated_bwd = register(
     _backward,
     (_vmap(torch.ops.tilegrad.dilated_fwd, 3), _vmap(torch.ops.tilegrad.dilated_bwd, 6)),
 )
-
-
-def dilated_fwd(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """Calls the op or, under a torch.func transform, an autograd.Function around it."""
-    transformed = torch._C._are_functorch_transforms_active()
-    return (_dilated_fwd if transformed else torch.ops.tilegrad.dilated_fwd)(*arguments)  # type: ignore[no-any-return]
-
-
-def dilated_bwd(*arguments: Any) -> tuple[Tensor, ...]:
-    transformed = torch._C._are_functorch_transforms_active()
-    return (_dilated_bwd if transformed else torch.ops.tilegrad.dilated_bwd)(*arguments)  # type: ignore[no-any-return]

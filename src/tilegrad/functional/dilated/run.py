@@ -28,17 +28,13 @@ from ...kernels.attention.problem import Backward, Forward, lse_dtype
 from ...kernels.cache import remember
 from ...kernels.checks import ALIGNED_BYTES, rows_aligned
 from ...kernels.mix import mix_fwd, mix_workspace
+from ...kernels.philox import signed
 from ...kernels.scratch import Form, Layout, Shapes, below, of
 from ...memory.types import BufferType
 from ..scratch import borrowed
 from .pattern import Branch, Mode, StridedCall, View, branches
 
 WEYL = 0x9E3779B97F4A7C15  # odd, so 2⁶⁴ calls have different seeds
-
-
-def _signed(n: int) -> int:
-    """The 64 bits of n as a signed int64."""
-    return (n + 2**63) % 2**64 - 2**63
 
 
 class Options(NamedTuple):
@@ -155,7 +151,7 @@ def _masks(options: Options, seed: Tensor | None, calls: int) -> list[Mask]:
     if seed is None:
         plain = _MASKS[options.causal] if options.scale is None else Mask(options.causal, scale=options.scale)
         return [plain] * calls
-    seeds = (seed + _signed(number * WEYL) if number else seed for number in range(calls))
+    seeds = (seed + signed(number * WEYL % 2**64) if number else seed for number in range(calls))
     return [Mask(options.causal, scale=options.scale, dropout_p=options.dropout_p, seed=each) for each in seeds]
 
 

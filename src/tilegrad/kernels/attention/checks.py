@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checks import is_number
 from .mask import MASK_TENSORS, Mask
 from .problem import sizes_of
 
@@ -71,10 +72,6 @@ def _is_int(x: object) -> bool:
     return isinstance(x, _INTEGERS) and not isinstance(x, bool)
 
 
-def _is_number(x: object) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool)
-
-
 def _is_tensor(x: object) -> bool:
     """Whether x is a tensor, or a handle that represents a tensor in a memory trace."""
     if isinstance(x, Tensor):
@@ -82,7 +79,7 @@ def _is_tensor(x: object) -> bool:
     return hasattr(x, "shape") and isinstance(getattr(x, "dtype", None), torch.dtype) and hasattr(x, "device")
 
 
-def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+def broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
     return len(shape) <= len(to) and all(a in (1, b) for a, b in zip(shape[::-1], to[::-1], strict=False))
 
 
@@ -108,11 +105,11 @@ def check_options(q: Any, k: Any, v: Any, mask: Mask) -> None:
     require(window is None or len(window) == 2, "window", window, _WINDOW)
     require(all(x is None or _is_int(x) and x >= 0 for x in window or ()), "window", window, _WINDOW)
     scale, softcap, dropout_p, seed = mask.scale, mask.softcap, mask.dropout_p, mask.seed
-    require(scale is None or _is_number(scale), "scale", scale, _SCALE, TypeError)
+    require(scale is None or is_number(scale), "scale", scale, _SCALE, TypeError)
     require(scale is None or math.isfinite(scale), "scale", scale, _SCALE)
-    require(_is_number(softcap), "softcap", softcap, _SOFTCAP, TypeError)
+    require(is_number(softcap), "softcap", softcap, _SOFTCAP, TypeError)
     require(0.0 <= softcap < math.inf, "softcap", softcap, _SOFTCAP)
-    require(_is_number(dropout_p), "dropout_p", dropout_p, _DROPOUT, TypeError)
+    require(is_number(dropout_p), "dropout_p", dropout_p, _DROPOUT, TypeError)
     require(0.0 <= dropout_p < 1.0, "dropout_p", dropout_p, _DROPOUT)
     require(seed is None or _is_int(seed) or _is_tensor(seed), "seed", seed, _SEED, TypeError)
     require(not isinstance(seed, int) or -(2**63) <= seed < 2**64, "seed", seed, _SEED)
@@ -181,7 +178,7 @@ def _check_mask(q: Any, k: Any, v: Any, mask: Mask) -> None:
         require(bias.dtype in kinds, "bias", bias.dtype, "bool (a mask), float32 or q's dtype", TypeError)
         scores = (batch, hq, sizes.tq, sizes.tk)
         got = f"{_shape(bias)}, and (B, Hq, Tq, Tk) is {scores}"
-        fits = _broadcasts(tuple(bias.shape), scores)
+        fits = broadcasts(tuple(bias.shape), scores)
         require(fits, "bias", got, "a shape that broadcasts to (B, Hq, Tq, Tk)", show=str)
     for name, x in (("alibi_slopes", slopes), ("sinks", sinks)):
         if x is not None:

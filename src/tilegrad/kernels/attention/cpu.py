@@ -24,7 +24,7 @@ from torch import Tensor
 from ..cpu.abi import DTYPES, NO_DTYPE, Call, pack_call
 from ..cpu.library import ISAS, isa, native
 from ..cpu.rows import address
-from ..philox import threshold
+from ..philox import signed, threshold
 from ..scratch import Shapes, Views, accumulation_dtype
 from .mask import MASK_TENSORS, Mask, four_dims
 from .problem import Backward, Forward
@@ -133,18 +133,13 @@ def _intervals(x: Tensor | None) -> tuple[int, ...]:
     return x.data_ptr(), b, h, x.shape[3], 1
 
 
-def _signed(seed: int | Tensor) -> int:
-    """The 64 bits of a seed as a signed integer."""
-    return (int(seed) + 2**63) % 2**64 - 2**63
-
-
 def _fields(call: Forward | Backward) -> dict[str, Any]:
     """The fields of `Call` that forward and backward have, except scratch."""
     q, mask = call.q, call.mask
     varlen = mask.varlen
     dropout: dict[str, Any] = {}
     if mask.dropout_p and mask.seed is not None:
-        dropout = {"dropout_threshold": threshold(mask.dropout_p), "seed": _signed(mask.seed)}
+        dropout = {"dropout_threshold": threshold(mask.dropout_p), "seed": signed(int(mask.seed))}
     return {
         **size_fields(q, call.v, mask),
         **dropout,
@@ -192,7 +187,7 @@ class NativeRun:
         for i, x in zip(self._indices, call.tensors, strict=False):  # the value of the seed replaces its address below
             words[i] = x.data_ptr()
         if self._dropout and call.mask.seed is not None:
-            words[_WORD["seed"]] = _signed(call.mask.seed) % 2**64
+            words[_WORD["seed"]] = int(call.mask.seed) % 2**64
         if isinstance(call, Backward) and call.dbias is not None:
             dbias = call.dbias
             sums = self._views(*call.memory).get("dbias", dbias)

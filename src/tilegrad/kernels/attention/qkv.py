@@ -2,10 +2,10 @@
 
     qkv (B, T, (Hq + 2·Hkv)·D), the columns of q, then k, then v         o, do (B, T, Hq·D)        lse (B, Hq, T)
 
-`qkv_attention_*` takes one buffer, `q_k_v_attention_*` three. They pass views to the op of api.py, so nothing is copied. They
-are separate ops so that a memory trace records the buffers of the model. The backward is deterministic by default, so that a
-resumed run has the same bits. If a sequence is split over the ranks of a `group` (context.py), T counts the rows of one rank.
-invariant is as in `attention_fwd`; the engine refuses it for a split sequence.
+`qkv_attention_*` takes a list of one buffer or of three. It passes views to the op of api.py, so nothing is copied. It is an op
+so that a memory trace records the buffers of the model. The backward is deterministic by default, so that a resumed run has the
+same bits. If a sequence is split over the ranks of a `group` (context.py), T counts the rows of one rank. invariant is as in
+`attention_fwd`; the engine refuses it for a split sequence.
 
 Packed rows: with cu_seqlens in the mask, the B·T rows are packed sequences, seen as (B·T, H, D). The memory of lse is then
 (Hq, B·T), and rope takes the position of each row from `positions` (B, T).
@@ -76,47 +76,43 @@ def qkv_attention_workspace(
     return table.ATTENTION.workspace(*problems, backward=backward, deterministic=backward and deterministic)
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, group: Ranks | None, *, o: Tensor, lse: Tensor, scratch: Scratch,
-    invariant: bool,
+def _parts(qkv: list[Tensor], n_head: int, n_kv_head: int, *, packed: bool) -> tuple[Any, Any, Any]:
+    """`split` of one buffer, or the same views of three."""
+    if len(qkv) == 1:
+        return split(qkv[0], n_head, n_kv_head, packed=packed)
+    q, k, v = qkv
+    return _heads(q, n_head, packed=packed), _heads(k, n_kv_head, packed=packed), _heads(v, n_kv_head, packed=packed)
+
+
+@op()
+def qkv_attention_fwd(
+    qkv: list[Tensor], mask: Mask, n_head: int, n_kv_head: int, group: Ranks | None = None, *,
+    o: Tensor, lse: Tensor, scratch: Scratch, invariant: bool = False,
 ) -> None:  # fmt: skip
+    packed = mask.varlen
+    q, k, v = _parts(qkv, n_head, n_kv_head, packed=packed)
+    o, lse = _heads(o, n_head, packed=packed), _statistic(lse, packed=packed)
     if group is None:
         attention_fwd(q, k, v, mask, o=o, lse=lse, scratch=scratch, invariant=invariant)
     else:
         gather_attention_fwd(q, k, v, mask, group, o=o, lse=lse, scratch=scratch)
 
 
-def _attend_backward(
-    reads: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], mask: Mask, group: Ranks | None, **keywords: Any
-) -> None:
-    """reads: q, k, v, o, lse, do"""
-    if group is None:
-        attention_bwd(*reads, None, mask, **keywords)
-    else:
-        gather_attention_bwd(*reads, None, mask, group, **keywords)
-
-
-@op()
-def qkv_attention_fwd(
-    qkv: Tensor, mask: Mask, n_head: int, n_kv_head: int, group: Ranks | None = None, *,
-    o: Tensor, lse: Tensor, scratch: Scratch, invariant: bool = False,
-) -> None:  # fmt: skip
-    packed = mask.varlen
-    q, k, v = split(qkv, n_head, n_kv_head, packed=packed)
-    o, lse = _heads(o, n_head, packed=packed), _statistic(lse, packed=packed)
-    _attend(q, k, v, mask, group, o=o, lse=lse, scratch=scratch, invariant=invariant)
-
-
 @op()
 def qkv_attention_bwd(
-    qkv: Tensor, o: Tensor, lse: Tensor, do: Tensor, mask: Mask, n_head: int, n_kv_head: int, group: Ranks | None = None, *,
-    dqkv: Tensor, scratch: Scratch, deterministic: bool = True,
+    qkv: list[Tensor], o: Tensor, lse: Tensor, do: Tensor, mask: Mask, n_head: int, n_kv_head: int,
+    group: Ranks | None = None, *,
+    dqkv: list[Tensor], scratch: Scratch, deterministic: bool = True,
 ) -> None:  # fmt: skip
     packed = mask.varlen
-    (q, k, v), (dq, dk, dv) = (split(x, n_head, n_kv_head, packed=packed) for x in (qkv, dqkv))
+    (q, k, v), (dq, dk, dv) = (_parts(x, n_head, n_kv_head, packed=packed) for x in (qkv, dqkv))
     o, do = (_heads(x, n_head, packed=packed) for x in (o, do))
-    reads = q, k, v, o, _statistic(lse, packed=packed), do
-    _attend_backward(reads, mask, group, dq=dq, dk=dk, dv=dv, scratch=scratch, deterministic=deterministic)
+    reads = q, k, v, o, _statistic(lse, packed=packed), do, None, mask
+    writes: dict[str, Any] = {"dq": dq, "dk": dk, "dv": dv, "scratch": scratch, "deterministic": deterministic}
+    if group is None:
+        attention_bwd(*reads, **writes)
+    else:
+        gather_attention_bwd(*reads, group, **writes)
 
 
 def qkv_rope_workspace(
@@ -126,23 +122,17 @@ def qkv_rope_workspace(
 
 
 @op(accumulates=("qkv",))
-def qkv_rope_fwd(
+def qkv_rope(
     cos: Tensor, sin: Tensor, rotated: int, head_dim: int, group: Ranks | None = None, positions: Tensor | None = None, *,
-    qkv: Tensor, scratch: Scratch,
+    qkv: Tensor, scratch: Scratch, back: bool = False,
 ) -> None:  # fmt: skip
-    """Rotates the first `rotated` heads of each row (q's and k's heads) by the row's position in the sequence, in place."""
+    """Rotates the first `rotated` heads of each row (q's and k's heads) by the row's position in the sequence, in place. back:
+    rotates the gradients of these heads back."""
     for heads, cos_at, sin_at in _rotated(qkv, cos, sin, rotated, head_dim, group):
-        rope_fwd(heads, cos_at, sin_at, positions, y=heads, scratch=scratch)
-
-
-@op(accumulates=("dqkv",))
-def qkv_rope_bwd(
-    cos: Tensor, sin: Tensor, rotated: int, head_dim: int, group: Ranks | None = None, positions: Tensor | None = None, *,
-    dqkv: Tensor, scratch: Scratch,
-) -> None:  # fmt: skip
-    """Rotates the gradients of these heads back, in place."""
-    for heads, cos_at, sin_at in _rotated(dqkv, cos, sin, rotated, head_dim, group):
-        rope_bwd(heads, cos_at, sin_at, positions, dx=heads, scratch=scratch)
+        if back:
+            rope_bwd(heads, cos_at, sin_at, positions, dx=heads, scratch=scratch)
+        else:
+            rope_fwd(heads, cos_at, sin_at, positions, y=heads, scratch=scratch)
 
 
 def _rotated(
@@ -155,27 +145,3 @@ def _rotated(
         return [(heads, cos, sin)]
     first, last = positions_of(group.rank, group.world, t)
     return [(heads[:, : t // 2], cos[first], sin[first]), (heads[:, t // 2 :], cos[last], sin[last])]
-
-
-@op()
-def q_k_v_attention_fwd(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, n_head: int, n_kv_head: int, group: Ranks | None = None, *,
-    o: Tensor, lse: Tensor, scratch: Scratch, invariant: bool = False,
-) -> None:  # fmt: skip
-    packed = mask.varlen
-    q, k, v = (_heads(x, h, packed=packed) for x, h in ((q, n_head), (k, n_kv_head), (v, n_kv_head)))
-    o, lse = _heads(o, n_head, packed=packed), _statistic(lse, packed=packed)
-    _attend(q, k, v, mask, group, o=o, lse=lse, scratch=scratch, invariant=invariant)
-
-
-@op()
-def q_k_v_attention_bwd(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, mask: Mask, n_head: int, n_kv_head: int,
-    group: Ranks | None = None, *,
-    dq: Tensor, dk: Tensor, dv: Tensor, scratch: Scratch, deterministic: bool = True,
-) -> None:  # fmt: skip
-    packed = mask.varlen
-    q, o, do, dq = (_heads(x, n_head, packed=packed) for x in (q, o, do, dq))
-    k, v, dk, dv = (_heads(x, n_kv_head, packed=packed) for x in (k, v, dk, dv))
-    reads = q, k, v, o, _statistic(lse, packed=packed), do
-    _attend_backward(reads, mask, group, dq=dq, dk=dk, dv=dv, scratch=scratch, deterministic=deterministic)

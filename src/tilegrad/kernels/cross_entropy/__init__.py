@@ -15,11 +15,14 @@ With a bias (V,) and `Terms` c = softcap, ε = label_smoothing and z = z_loss:
 
 inv_total is 1 / (number of targets of the whole step), a 0-d tensor, so that micro-batches add up to one large batch. It may
 also be (N,), one factor for each row. `losses` (N,) is nll · inv_total of each row, and 0 without a target. Rows are
-processed in chunks: the logits of a chunk are overwritten by their gradient, and dx may be x. `cross_entropy_step` is forward
-and backward on one set of logits. `cross_entropy_bwd` computes them again in the same chunks, so its dx and dw have the same
-bits. `CROSS_ENTROPY` is the table of kernels: each module offers `workspace` and `run`. The op `linear` computes the
-products; invariant=True is passed to `linear_fwd` for the logits. For a loss with other products (kernels/fp8_head.py) a module
-also offers `softmax_workspace`, `softmax` and `total`.
+processed in chunks: the logits of a chunk are overwritten by their gradient, and dx may be x. With loss, `cross_entropy_bwd` is
+forward and backward on one set of logits; without, dx and dw have the same bits. `CROSS_ENTROPY` is the table of kernels: each
+module offers `workspace` and `run`. The op `linear` computes the products; invariant=True is passed to `linear_fwd` for the
+logits.
+
+For a loss with other products (kernels/fp8_head.py) a module also offers `softmax`, `softmax_workspace` for this many logits or
+fewer, and `total`, the sum of losses. `softmax` writes losses of the capped logits l. row_max and factor, if they are not None,
+give p · inv_total = exp(l − row_max) · factor. A row without a target has row_max = ∞ and factor = 0.
 """
 
 from __future__ import annotations
@@ -89,7 +92,7 @@ def cross_entropy_workspace(
     backward: bool, invariant: bool = False, bias: TensorLike | None = None, terms: Terms = PLAIN,
     kernel: str | None = None,
 ) -> Shapes:  # fmt: skip
-    """Name → (shape, dtype) of the scratch of `cross_entropy_fwd` or, with backward=True, of the other two ops."""
+    """Name → (shape, dtype) of the scratch of `cross_entropy_fwd` or, with backward=True, of `cross_entropy_bwd`."""
     return CROSS_ENTROPY.workspace(Problem(x, w, invariant, bias, terms), kernel=kernel, backward=backward)
 
 
@@ -107,21 +110,10 @@ def cross_entropy_fwd(
 @op(accumulates=("dw", "dbias"))
 def cross_entropy_bwd(
     x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, bias: Tensor | None = None, *,
-    dx: Tensor | None = None, dw: Tensor | None = None, dbias: Tensor | None = None, accumulate: bool = True,
-    invariant: bool = False, terms: Terms = PLAIN, **where: Unpack[Where],
-) -> None:  # fmt: skip
-    """dx is overwritten; dw and dbias are accumulated (accumulate=False: overwritten). Computes the logits again."""
-    out = Outputs(None, dx, dw, accumulate, dbias=dbias)
-    _run(Inputs(x, w, targets, inv_total, bias, invariant, terms), out, BACKWARD, where)
-
-
-@op(accumulates=("dw", "dbias"))
-def cross_entropy_step(
-    x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, bias: Tensor | None = None, *,
-    loss: Tensor, dx: Tensor | None = None, dw: Tensor | None = None, dbias: Tensor | None = None,
+    loss: Tensor | None = None, dx: Tensor | None = None, dw: Tensor | None = None, dbias: Tensor | None = None,
     accumulate: bool = True, invariant: bool = False, terms: Terms = PLAIN, **where: Unpack[Where],
 ) -> None:  # fmt: skip
-    """Forward and backward in one pass over the logits."""
+    """loss, if it is given, and dx are overwritten; dw and dbias are accumulated (accumulate=False: overwritten)."""
     out = Outputs(loss, dx, dw, accumulate, dbias=dbias)
     _run(Inputs(x, w, targets, inv_total, bias, invariant, terms), out, BACKWARD, where)
 

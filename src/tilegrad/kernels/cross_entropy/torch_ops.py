@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..activation import activation_fwd
-from ..linear import linear_bwd, linear_fwd
+from ..linear import linear_bwd_input, linear_bwd_weight, linear_fwd
 from ..scratch import Scratch, Shapes, TensorLike, accumulation_dtype, blocks, of
 from .chunks import chunks, most_rows, products_workspace
 from .terms import PLAIN, Terms
@@ -120,7 +120,6 @@ def mask_targets(
 
 
 def softmax_workspace(logits: TensorLike) -> Shapes:
-    """Scratch of `softmax` on this many logits or fewer."""
     (rows, v), acc = logits.shape, accumulation_dtype(logits.dtype)
     shapes: Shapes = {"statistics": ((4, rows), acc), "index": ((rows,), torch.int64), "ignored": ((rows,), torch.bool)}
     return shapes | {"block": ((max(1, min(rows, BLOCK // max(v, 1))), v), acc)}
@@ -130,8 +129,6 @@ def softmax(
     logits: Tensor, targets: Tensor, inv_total: Tensor, softcap: float = 0.0, *,
     losses: Tensor, row_max: Tensor | None, factor: Tensor | None, scratch: Scratch,
 ) -> None:  # fmt: skip
-    """losses = nll · inv_total of the capped logits l. row_max and factor, if they are not None, give the probabilities:
-    p · inv_total = exp(l − row_max) · factor. A row without a target has row_max = ∞ and factor = 0."""
     m = logits.shape[0]
     scale, largest, row_sum, at_target = scratch["statistics"][:, :m].unbind()
     index, ignored = scratch["index"][:m], scratch["ignored"][:m]
@@ -209,9 +206,9 @@ def _chunk_bwd(
         dl = scratch["dlogits"][:m].copy_(dl)
     if dw is not None:
         _scaled(x, scale, scratch, y=scratch["x_scaled"][:m])
-        linear_bwd(dl, scratch["x_scaled"][:m], w, dw=dw, accumulate=accumulate, scratch=linear)
+        linear_bwd_weight(dl, scratch["x_scaled"][:m], w, dw=dw, accumulate=accumulate, scratch=linear)
     if dx is not None:
-        linear_bwd(dl, x, w, dx=dx, scratch=linear)
+        linear_bwd_input(dl, w, dx=dx, accumulate=False, scratch=linear)
         _scaled(dx, scale, scratch, y=dx)
         dx.masked_fill_(rows["ignored"][:, None], 0.0)  # because 0 · NaN is NaN
 

@@ -234,7 +234,6 @@ def _tile(v: int, *, gradient: bool) -> dict[str, int | bool]:
 
 
 def softmax_workspace(_logits: TensorLike) -> Shapes:
-    """Scratch of `softmax` on this many logits or fewer."""
     return {}
 
 
@@ -242,8 +241,6 @@ def softmax(
     logits: Tensor, targets: Tensor, inv_total: Tensor, softcap: float = 0.0, *,
     losses: Tensor, row_max: Tensor | None, factor: Tensor | None, scratch: Scratch,
 ) -> None:  # fmt: skip
-    """losses = nll · inv_total of the capped logits l. row_max and factor, if they are not None, give the probabilities:
-    p · inv_total = exp(l − row_max) · factor. A row without a target has row_max = ∞ and factor = 0."""
     v = logits.shape[1]
     constants = {"BY_ROW": False, **_tile(v, gradient=False)}
     terms = {"SOFTCAP": softcap, "SMOOTHING": 0.0, "Z_LOSS": 0.0}

@@ -43,11 +43,3 @@ def dropout_fwd(
         y.copy_(x)
     else:
         DROPOUT.run("fwd", Problem(x), x, seed, dropout_p, layer_counter, y=y, **where)
-
-
-@op()
-def dropout_bwd(
-    dy: Tensor, seed: int | Tensor, dropout_p: float, layer_counter: int, *, dx: Tensor, **where: Unpack[Where]
-) -> None:
-    """dx = dy ∘ keep / (1 − dropout_p), with the same keep as the forward; dx may be dy."""
-    dropout_fwd(dy, seed, dropout_p, layer_counter, y=dx, **where)

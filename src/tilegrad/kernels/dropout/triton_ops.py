@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..gpu import ceil_div, launch, padded
-from ..philox import NO_SEQUENCE, threshold
+from ..philox import NO_SEQUENCE, signed, threshold
 from ..scratch import Scratch, Shapes, TensorLike
 
 TILE, WARPS = 1024, 4  # TILE: most columns per program
@@ -51,7 +51,7 @@ def workspace(x: TensorLike) -> Shapes:
 def fwd(x: Tensor, seed: int | Tensor, dropout_p: float, layer_counter: int, *, y: Tensor, scratch: Scratch) -> None:
     n, c = x.shape
     if isinstance(seed, int):
-        seed = scratch["seed"].fill_(seed - 2**64 if seed >= 2**63 else seed)
+        seed = scratch["seed"].fill_(signed(seed))
     elif seed.device != x.device:
         seed = scratch["seed"].copy_(seed)
     tile = min(padded(c), TILE)

@@ -4,10 +4,9 @@
     dx = dy w    dw += dyᵀ x     db += Σ_n dy              accumulate=False: dw = dyᵀ x, db = Σ_n dy
     scale=s: y = s x wᵀ, dx = s dy w                       only without b, and with accumulate=False
 
-`linear_bwd` is the whole backward. `linear_bwd_input` computes only dx, and may add to it. `linear_bwd_weight` computes only dw
-and db. A program may run other ops between these two. Rows may be strided, columns must be contiguous. For bfloat16, dw and
-db are float32. On a CPU w and b may be float32 too. On CUDA y may be float32 (the logits of a loss). db is computed by
-`column_sum`, which has its own table.
+`linear_bwd_input` computes dx, and may add to it. `linear_bwd_weight` computes dw and db. Rows may be strided, columns must be
+contiguous. For bfloat16, dw and db are float32. On a CPU w and b may be float32 too. On CUDA y may be float32 (the logits of a
+loss). db is computed by `column_sum`, which has its own table.
 
 invariant=True: the bits of a row of y depend only on that row of x, on w and on b, not on the other rows, their number or the
 number of threads. The order in which a BLAS adds depends on the number of rows, so only kernels with a fixed order take such a
@@ -203,19 +202,6 @@ def linear_fwd(
     LINEAR.run("fwd", Problem(x, w, invariant), x, w, b, options=options, y=y, scale=scale, **where)
 
 
-@op(accumulates=("dw", "db"))
-def linear_bwd(
-    dy: Tensor, x: Tensor, w: Tensor, *,
-    dx: Tensor | None = None, dw: Tensor | None = None, db: Tensor | None = None, accumulate: bool = True,
-    **where: Unpack[Where],
-) -> None:  # fmt: skip
-    """dx = dy w   dw += dyᵀ x   db += Σ_n dy; accumulate=False: dw and db are overwritten."""
-    check_given(x.device, ("dx", dx, tuple(x.shape), x.dtype))
-    linear_bwd_weight(dy, x, w, dw=dw, db=db, accumulate=accumulate, **where)
-    if dx is not None:
-        linear_bwd_input(dy, w, dx=dx, accumulate=False, **where)
-
-
 @op(accumulates=("dx",))
 def linear_bwd_input(
     dy: Tensor, w: Tensor, *, dx: Tensor, accumulate: bool, scale: float = 1.0, **where: Unpack[Where]
@@ -256,18 +242,6 @@ def per_head_linear_fwd(
     _check_heads(x, w, b=b, y=y)
     for h, columns in _heads(w):
         linear_fwd(x[:, columns], w[h], None if b is None else b[h], y=y[:, columns], invariant=invariant, **where)
-
-
-@op(accumulates=("dw", "db"))
-def per_head_linear_bwd(
-    dy: Tensor, x: Tensor, w: Tensor, *,
-    dx: Tensor | None = None, dw: Tensor | None = None, db: Tensor | None = None, accumulate: bool = True,
-    **where: Unpack[Where],
-) -> None:  # fmt: skip
-    """`linear_bwd` of each head: dx is overwritten, dw (H, D, D) and db (H, D) are accumulated unless accumulate is False."""
-    per_head_linear_bwd_weight(dy, x, w, dw=dw, db=db, accumulate=accumulate, **where)
-    if dx is not None:
-        per_head_linear_bwd_input(dy, w, dx=dx, accumulate=False, **where)
 
 
 @op(accumulates=("dx",))

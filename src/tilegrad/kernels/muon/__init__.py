@@ -35,7 +35,7 @@ from typing import Literal, NamedTuple, Unpack, get_args
 import torch
 from torch import Tensor
 
-from ..checks import check_max_norm, check_range, check_tensor
+from ..checks import check_max_norm, check_range, check_tensor, is_number
 from ..op import op
 from ..scratch import Shapes, TensorLike
 from ..table import Kernel, Table, Where, takes_all
@@ -98,7 +98,7 @@ class MuonConfig:
             ("learning_rate_factor", math.inf, "a finite number ≥ 0"),
         ):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value < most:
+            if not is_number(value) or not 0.0 <= value < most:
                 raise ValueError(f"{name}: got {value!r}; accepted: {range_}")
         if type(self.momentum_warmup) is not int or not 0 <= self.momentum_warmup <= 10**9:
             raise ValueError(f"momentum_warmup: got {self.momentum_warmup!r}; accepted: an int, 0 to 1,000,000,000")

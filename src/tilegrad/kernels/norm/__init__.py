@@ -85,18 +85,10 @@ def norm_workspace(x: TensorLike, *, backward: bool, kernel: str | None = None) 
 
 @op(one_kernel=True)
 def layernorm_fwd(
-    x: Tensor, w: Tensor, b: Tensor | None, eps: float, *, y: Tensor, mean: Tensor, rstd: Tensor, **where: Unpack[Where]
-) -> None:
-    """Writes y, mean and rstd."""
-    _fwd(x, None, w, b, eps, where, Outputs(None, y, mean, rstd))
-
-
-@op(one_kernel=True)
-def add_layernorm_fwd(
-    x: Tensor, f: Tensor, w: Tensor, b: Tensor | None, eps: float, *,
-    x1: Tensor, y: Tensor, mean: Tensor, rstd: Tensor, **where: Unpack[Where],
+    x: Tensor, w: Tensor, b: Tensor | None, eps: float, f: Tensor | None = None, *,
+    x1: Tensor | None = None, y: Tensor, mean: Tensor, rstd: Tensor, **where: Unpack[Where],
 ) -> None:  # fmt: skip
-    """x1 = x + f, then y, mean and rstd of x1; x1 may be x."""
+    """Writes y, mean and rstd; with f first x1 = x + f, whose norm y is. x1 may be x."""
     _fwd(x, f, w, b, eps, where, Outputs(x1, y, mean, rstd))
 
 
@@ -111,16 +103,11 @@ def layernorm_bwd(
 
 
 @op(one_kernel=True)
-def rmsnorm_fwd(x: Tensor, w: Tensor, eps: float, *, y: Tensor, rstd: Tensor, **where: Unpack[Where]) -> None:
-    """Writes y and rstd."""
-    _fwd(x, None, w, None, eps, where, Outputs(None, y, None, rstd))
-
-
-@op(one_kernel=True)
-def add_rmsnorm_fwd(
-    x: Tensor, f: Tensor, w: Tensor, eps: float, *, x1: Tensor, y: Tensor, rstd: Tensor, **where: Unpack[Where]
-) -> None:
-    """x1 = x + f, then y and rstd of x1; x1 may be x."""
+def rmsnorm_fwd(
+    x: Tensor, w: Tensor, eps: float, f: Tensor | None = None, *,
+    x1: Tensor | None = None, y: Tensor, rstd: Tensor, **where: Unpack[Where],
+) -> None:  # fmt: skip
+    """Writes y and rstd; with f first x1 = x + f, whose norm y is. x1 may be x."""
     _fwd(x, f, w, None, eps, where, Outputs(x1, y, None, rstd))
 
 

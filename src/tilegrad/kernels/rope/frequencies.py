@@ -15,6 +15,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from ..checks import is_number
+
 Kind = Literal["linear", "llama3", "yarn"]
 _ROTATIONS = ("low", "high", "beta_fast", "beta_slow")
 _MOST = 1e9  # the limit of every field; the largest published `original` is 262,144
@@ -46,7 +48,7 @@ class RopeScaling:
             value = getattr(self, name)
             if value is None and name == "attention_factor":
                 continue
-            if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= _MOST:
+            if not is_number(value) or not least <= value <= _MOST:
                 raise ValueError(
                     f"rope_scaling.{name}: got {value!r}; accepted: a number ≥ {least:g}, at most {_MOST:g}"
                 )

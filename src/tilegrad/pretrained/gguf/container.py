@@ -11,6 +11,7 @@ table of tensors have at most MAX_HEADER_BYTES. Every error is a ValueError with
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -192,9 +193,7 @@ def _entries(header: _Header, table: Mapping[str, tuple[tuple[int, ...], int, in
         if size is None:
             raise header.refuse(f"got {what} of type {_type_name(gguf, kind)}", "types that gguf dequantizes")
         count, n_bytes = size
-        elements = 1
-        for n in shape:
-            elements *= n
+        elements = math.prod(shape)
         if elements < 1 or shape[-1] % count:
             raise header.refuse(f"got {what} of shape {shown(shape)}", f"rows of whole blocks of {count}, none empty")
         entry = Entry(shape, kind, start + offset, elements // count * n_bytes)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ...data.chat_template import load_chat_template, token_text
 from ...data.tokenizer import BpeTokenizer, find_eos, load_tokenizer
-from ...text.untrusted import file_in, read_json, shown
+from ...text.untrusted import file_in, naming, read_json, shown
 from .container import Value
 from .sentencepiece import Json, is_sentencepiece, parts_of, values_of
 
@@ -112,7 +112,7 @@ def tokenizer_values(
         vocab = {character: byte for byte, character in enumerate(byte_characters())}
         content = {**_new_json({"vocab": vocab, "merges": []}), "pre_tokenizer": PRE["gpt-2"].pre_tokenizer}
     tokens, types = _tokens(content, vocab_size, tokenizer)
-    try:
+    with naming(tokenizer):
         if is_sentencepiece(content):
             out, notes = values_of(content, tokens, types)
             out |= {"tokenizer.ggml.model": "llama", "tokenizer.ggml.pre": "default"}
@@ -120,8 +120,6 @@ def tokenizer_values(
             merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in content["model"]["merges"]]
             out, notes = {"tokenizer.ggml.merges": [*(merges or [_NO_MERGE])]}, []
             out |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": _pre_name(content)}
-    except ValueError as error:
-        raise ValueError(f"{tokenizer}: {error}") from error
     out |= {"tokenizer.ggml.tokens": [*tokens], "tokenizer.ggml.token_type": [*types]}
     folder = tokenizer.parent if origin is None else origin
     special = _named_ids(_settings(folder), tokens)
