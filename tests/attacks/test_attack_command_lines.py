@@ -374,7 +374,7 @@ def test_every_drawn_value_belongs_to_an_existing_argument() -> None:
     """A key or a flag that is renamed is drawn under its new name only when it is renamed here too."""
     actions = [action for _, parser in leaves(build_parser()) for action in parser._actions]
     assert {*VALID, *DAMAGED} <= {action.dest for action in actions}
-    assert {action.type for action in actions if action.type} <= {int, float, flag_value, dtype_name}
+    assert {action.type for action in actions if action.type} <= {int, float, Path, flag_value, dtype_name}
     assert {*ALWAYS} | NEVER <= {name for name, _ in leaves(build_parser())}
 
 
