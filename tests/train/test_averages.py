@@ -308,5 +308,7 @@ def test_a_checkpoint_with_half_an_average_is_damaged(runs: Path) -> None:
     for name, x in (("ema.wte.weight", None), ("ema.other", torch.ones(1)), ("ema.wte.weight", torch.ones(2))):
         tensors = {n: y for n, y in newest.tensors.items() if n != name} | ({} if x is None else {name: x})
         path = save_checkpoint(Path("run/checkpoints"), newest.step, tensors, newest.state)
-        with pytest.raises(DamagedCheckpoint, match=rf"got {name} of dtype and shape .*; accepted: .*, as its parameter"):
+        with pytest.raises(
+            DamagedCheckpoint, match=rf"got {name} of dtype and shape .*; accepted: .*, as its parameter"
+        ):
             load_model(path)

@@ -55,7 +55,8 @@ from .state import RunState, adapters_of, check_shapes
 
 _NAME = re.compile(r"(\d{6,})-step-(\d+)")
 STAGED, _GONE = ".staged", ".gone-"
-_OWN_FILE = re.compile(rf"{re.escape(MANIFEST)}|{re.escape(TENSORS)}|{SHARD.pattern}|\.tmp\w{{6}}")  # safetensors' temporary
+_TEMPORARY = r"\.tmp\w{6}"  # a name of safetensors, for a file that it has not finished
+_OWN_FILE = re.compile(rf"{re.escape(MANIFEST)}|{re.escape(TENSORS)}|{SHARD.pattern}|{_TEMPORARY}")
 _OPTIMIZER = re.compile(r"[mv]\.|ema\.|scale\.|adam_step$")  # names of tensors that are not parameters
 
 
@@ -225,7 +226,9 @@ def _load_trained(
         for name in sorted({*wanted} | average):
             if wanted.get(name) != file.headers.get(name):
                 got, accepted = (of.get(name, "none") for of in (file.headers, wanted))
-                raise DamagedCheckpoint(path, f"got {name} of dtype and shape {got}; accepted: {accepted}, as its parameter")
+                raise DamagedCheckpoint(
+                    path, f"got {name} of dtype and shape {got}; accepted: {accepted}, as its parameter"
+                )
         kind = "ema." if average and averaged else ""
         tensors = {name: _widened(file.read(f"{kind}{name}")) for name in shapes if name in trained}
     return Checkpoint(path, manifest["step"], tensors, manifest["state"], "averaged" if kind else "raw")
