@@ -131,17 +131,8 @@ class Sampler:
         if self.softcap:
             softcap_fwd(self.logits, self.softcap, y=self.logits, invariant=self.invariant)
         s = self.state
-        sample_fwd(
-            self.logits,
-            s.settings,
-            s.seeds,
-            s.sequences,
-            self.draws,
-            tokens=s.tokens,
-            logprobs=s.logprobs,
-            seen=s.seen,
-            scratch=self.scratch,
-        )
+        reads = self.logits, s.settings, s.seeds, s.sequences, self.draws
+        sample_fwd(*reads, tokens=s.tokens, logprobs=s.logprobs, seen=s.seen, scratch=self.scratch)
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,14 +47,7 @@ class ValueEmbedding:
         """The gradients of the table and of s; dv does not change."""
         table, scalar = self.table, self.scalar
         if table.grad is not None or scalar.grad is not None:
-            value_embedding_bwd(
-                drows,
-                self.tokens,
-                table.value,
-                scalar.value,
-                dtable=table.grad,
-                dscalar=scalar.grad,
-                accumulate=scalar.accumulate,
-                scratch=self.backward_scratch,
-            )
+            reads, dtable, dscalar = (drows, self.tokens, table.value, scalar.value), table.grad, scalar.grad
+            accumulate, scratch = scalar.accumulate, self.backward_scratch
+            value_embedding_bwd(*reads, dtable=dtable, dscalar=dscalar, accumulate=accumulate, scratch=scratch)
             table.keep()
