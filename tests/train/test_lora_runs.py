@@ -175,7 +175,7 @@ def test_a_loaded_run_is_merged() -> None:
 def test_different_base_weights_are_refused_and_moved_ones_are_found(capsys: pytest.CaptureFixture[str]) -> None:
     text = tilegrad.load("run").generate("the", 4)
     Path("base").rename("moved")
-    moved = r"base: no such folder or file; .*--init says where these are now"
+    moved = r"base: no such folder or file; .*pass their folder with --init"
     for act in (lambda: tilegrad.load("run"), lambda: tilegrad.train({"train": {"steps": 6}}, resume="run")):
         with pytest.raises(FileNotFoundError, match=moved):
             act()

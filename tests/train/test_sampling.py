@@ -17,7 +17,7 @@ from tilegrad.kernels.sampling import sample_fwd, sample_workspace
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"temperature": -0.1}, "temperature: got -0.1; accepted: a number ≥ 0, 0 = always the likeliest"),
+        ({"temperature": -0.1}, "temperature: got -0.1; accepted: a finite number ≥ 0, 0 = always the likeliest"),
         ({"temperature": math.nan}, "temperature: got nan"),
         ({"temperature": math.inf}, "temperature: got inf"),
         ({"temperature": True}, "temperature: got True"),

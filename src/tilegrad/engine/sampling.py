@@ -35,7 +35,7 @@ class Sampling:
         t, k, p, min_p, penalty = self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty
         seed, most = self.seed, sys.float_info.max
         for name, valid, accepted in (
-            ("temperature", is_number(t) and 0.0 <= t <= most, "a number ≥ 0, 0 = always the likeliest"),
+            ("temperature", is_number(t) and 0.0 <= t <= most, "a finite number ≥ 0, 0 = always the likeliest"),
             ("top_k", k is None or is_count(k), "None or an int ≥ 1"),
             ("top_p", is_number(p) and 0.0 < p <= 1.0, "a number in (0, 1], 1 = all"),
             ("min_p", is_number(min_p) and 0.0 <= min_p <= 1.0, "a number in [0, 1], 0 = all"),

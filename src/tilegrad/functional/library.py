@@ -3,7 +3,7 @@
     tilegrad::attention_fwd(q, k, v, …mask) → (o, lse)
     tilegrad::attention_bwd(q, k, v, o, lse, do, dlse, …mask) → (dq, dk, dv, dbias, dsinks)      empty if not wanted
 
-An op takes a mask as the flat list of its fields, because a schema has only tensors and numbers. grad and jacrev of
+An op takes a mask as the flat list of its fields, because a schema cannot have a dataclass. grad and jacrev of
 torch.func run attention_bwd (differentiable.py). vmap folds its dimension into B, or makes one call per sample
 (`_vmap`).
 """
@@ -153,8 +153,9 @@ _keep_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a
 
 
 def _vmap(op: Callable[..., Any], tensors: int) -> Callable[..., Any]:
-    """Folds samples into B if q, k and v all have the vmap dimension, and no tensor of the mask has the vmap dimension or B.
-    With sinks, a seed, cu_seqlens or dbias, each sample is a separate call."""
+    """Folds samples into B if q, k and v all have the vmap dimension, and the tensors of the mask are the same for all samples:
+    none has the vmap dimension or a dimension B other than 1. With sinks, a seed, cu_seqlens or dbias, each sample is a call of
+    its own."""
 
     def folds(in_dims: tuple[Any, ...], arguments: tuple[Any, ...]) -> bool:
         bias, alibi_slopes, sinks, seed, cu_seqlens_q, _, intervals = arguments[tensors : tensors + 7]

@@ -5,8 +5,9 @@
     w = 0                                    else
     ema += w · (params − ema)
 
-So the average begins with the parameters after the first update, and early averages decay faster than with d. A step whose norm
-is not finite changes neither the parameters nor the average. The device decides this, so the host does not wait.
+So the average begins with the parameters after the first update, and in the first updates it forgets older parameters
+faster than with d. A step whose norm is not finite changes neither the parameters nor the average. The device decides this,
+so the host does not wait.
 
 `swap` exchanges the bits of two ranges by three exclusive ors: it needs no memory, and a second swap restores every bit.
 """

@@ -4,9 +4,9 @@ A row that refuses gives a reason, and there is no silent fallback: a kernel req
 rows are public.
 
 A problem describes a call to the table. It is a NamedTuple, whose fields are the positional arguments of a kernel's
-`workspace`. The first field is a tensor on the call's device. The table reads only shapes, dtypes, devices and options, so a
-kernel can be selected before a tensor exists. `NORM.explain(Problem(x))` says which kernel would run; `tilegrad
-doctor --kernels` prints this for every op.
+`workspace`. The first field is a tensor on the call's device. The table reads shapes, dtypes, devices and options, and for
+attention also strides and addresses if there are any, but never values. So a kernel can be selected before a tensor exists.
+`NORM.explain(Problem(x))` says which kernel would run; `tilegrad doctor --kernels` prints this for every op.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class Kernel:
     """A row. `refuses` returns the reason why this kernel cannot run a problem, or None. A kernel with
     `by_name_only` runs only when it is requested by name, and `by_name_only` says why.
 
-    `module`, a dotted name below tilegrad.kernels, offers `workspace` and the functions that the op's `__init__` lists.
+    `module`, a dotted name below tilegrad.kernels, offers `workspace` and the functions that the docstring of the op's
+    `__init__.py` lists.
     """
 
     name: str
@@ -61,7 +62,8 @@ def _load(module: str) -> ModuleType:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The kernel that would run ("none" if no kernel takes the call), and a reason for every kernel. str() is a table."""
+    """The kernel that would run ("none" if no kernel takes the call without being named), and a reason for every kernel. str()
+    is a table."""
 
     kernel: str
     reasons: dict[str, str]
@@ -98,7 +100,8 @@ class Table:
         )
 
     def explain(self, problem: Any, kernel: str | None = None) -> Explanation:
-        """The name of the row that `select` returns ("none" for a call that no row takes), and a reason for every row."""
+        """The name of the row that `select` returns ("none" if no row takes the call without being named), and a reason for
+        every row."""
         if kernel is None and not any(row.by_name_only is None and row.refuses(problem) is None for row in self.rows):
             return Explanation("none", {row.name: row.refuses(problem) or row.by_name_only or "" for row in self.rows})
         chosen = self.select(problem, kernel).name

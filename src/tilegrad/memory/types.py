@@ -28,17 +28,19 @@ class BufferType(StrEnum):
 
 
 class BufferStateError(RuntimeError):
-    """Misuse of a buffer: it was freed twice, is not from this manager, has another type, or is part of an autograd graph."""
+    """Misuse of a buffer. For example, it was freed twice or written after it was freed, is not from this manager, has another
+    type, or is part of an autograd graph."""
 
 
 @dataclass(frozen=True, slots=True)
 class BufferConfig:
     """How buffers of one type are used. `AttentionBufferManager` chooses their allocation strategy by these values.
 
-    typical_size_mb   in MiB; requests for more than twice this size use the best-fit slab
-    reuse_frequency   high: 10 buffers cached per (type, device), and size classes below 1 MiB; medium, low: 5 buffers
+    typical_size_mb   in MiB; requests for more than twice this size use the best-fit slab, unless size classes or NUMA apply
+    reuse_frequency   the most buffers that are cached per (type, device): high 10, medium and low 5. With high and
+                      prefer_bucketed, requests below 1 MiB are rounded to size classes
     lifetime          how long a buffer is in use; this is documentation only, and has no effect
-    alignment         a power of two in bytes; None: the allocator's alignment (64 on CPU, 512 on CUDA)
+    alignment         a power of two in bytes; None: at least 64
     """
 
     typical_size_mb: float

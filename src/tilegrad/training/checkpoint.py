@@ -7,7 +7,7 @@
 A checkpoint is written into a folder with a hidden name, every file is synced to disk, and then the folder is renamed. Only
 then are older checkpoints deleted, each after it was renamed to a hidden name. So every visible checkpoint is whole, and if a
 process is killed or the disk is full, at most the checkpoint being saved is lost. The next save deletes hidden leftovers. Only
-one process writes into a folder.
+one process writes into a folder. start.py decides what a resumed run reads, and checkpointer.py restores it.
 
 Several ranks write shards instead of one file (pieces.py); both formats are read the same way. If the same tensors are
 saved in two folders, the second checkpoint hard-links the files of the first, and either can be deleted.

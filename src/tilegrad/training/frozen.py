@@ -1,4 +1,4 @@
-"""The frozen parameters of a run. Checkpoints do not contain them, only digests that identify them.
+"""The frozen parameters of a run. Checkpoints do not contain them, but digests that identify them.
 
 base        the base weights of adapters stay in the folder that --init named. A checkpoint has the name of the folder and a
             digest of the weights in it. If the folder has moved, --init says where it is now.
@@ -37,7 +37,7 @@ class BaseWeights:
 
 
 def open_base(config: ModelConfig, folder: Path) -> BaseWeights:
-    """The weights in `folder` for a new run of this model."""
+    """The weights in `folder`, for this model."""
     weights = replace(open_weights(folder), config=config)
     return BaseWeights(weights, weights.sha256())
 
@@ -51,12 +51,12 @@ def base_of(config: ModelConfig, state: RunState, init: Path | None) -> BaseWeig
         base = open_base(config, folder)
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"{error}; adapters need the weights that they were trained on: --init says where these are now"
+            f"{error}; adapters need the weights that they were trained on; pass their folder with --init"
         ) from error
     if base.sha256 != saved["sha256"]:
         raise ValueError(
             f"init: got {folder}, weights of sha256 {base.sha256[:12]}…; accepted: those that the adapters were trained on, "
-            f"{saved['sha256'][:12]}… (--init says where they are)"
+            f"{saved['sha256'][:12]}…; pass their folder with --init"
         )
     return base
 

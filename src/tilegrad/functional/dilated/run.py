@@ -1,16 +1,17 @@
-"""Forward and backward of dilated attention on plain tensors. A plan lists the calls of attention; there is one per signature.
+"""Forward and backward of dilated attention on plain tensors. A plan lists the calls of attention. Each signature
+has one plan, which is cached.
 
     "head_groups", G branches: y = o_g / G in the heads of group g
     "longnet", branches b that cover a position: y = Σ_b softmax_b(lse_b) o_b in every head
 
 The sum in "longnet" is one softmax over the keys of all branches: softmax_b(lse_b) exp(s − lse_b) = exp(s − lse) with
 lse = log Σ_b exp lse_b. So its exact gradient is attention's backward over each branch, with y and this lse instead of o_b and
-lse_b: ds = exp(s − lse) (dy·v − dy·y). Neither o_b nor its gradient is stored. The backward of "head_groups" is attention's
-backward with do = dy / G and o = G y.
+lse_b: ds = exp(s − lse) (dy·v − dy·y). Neither o_b nor its gradient is saved for the backward. The backward of "head_groups" is
+attention's backward with do = dy / G and o = G y.
 
-Tensors that are returned or saved for the backward come from torch: y, lse (B, H, T), and the gradients. Everything else comes
-from the manager: one TEMP buffer per pass and, in a forward of "longnet", one OUTPUT buffer. Both are as large as the largest
-call needs.
+Tensors that are returned or saved for the backward come from torch: y, lse (B, H, T), and the gradients. So do the seeds of
+dropout, and a copy of dy if its layout is not y's. Scratch comes from the manager, if there is one: a TEMP buffer per pass and,
+in a forward of "longnet", an OUTPUT buffer. Both are as large as the largest call needs.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class Job(NamedTuple):
     prepared: dict[object, Run]
 
     def run(self, call: Forward | Backward, temp: Tensor) -> None:
-        """Runs the kernel, which is prepared at the first call with these outputs and this alignment of `temp`."""
+        """Runs the kernel. It is prepared once for each direction, set of wanted gradients and alignment of `temp`."""
         backward = isinstance(call, Backward)
         wanted = (call.dq is None, call.dk is None, call.dv is None) if isinstance(call, Backward) else None
         key = wanted, temp.data_ptr() % ALIGNED_BYTES

@@ -130,14 +130,14 @@ class Mask:
         return self.alibi_slopes[None] if self.alibi_slopes.ndim == 1 else self.alibi_slopes[batch.start : batch.stop]
 
     def columns_of(self, rows: range, tq: int, tk: int) -> range:
-        """The columns that some row of `rows` attends to, as one range."""
+        """The columns that the band lets some row of `rows` attend to, as one range."""
         left, right = self.band
         first = 0 if left is None else max(0, rows.start + tk - tq - left)
         last = tk if right is None else min(tk, rows.stop + tk - tq + right)
         return range(first, max(first, last))
 
     def rows_of(self, columns: range, tq: int, tk: int) -> range:
-        """The rows that attend to some column of `columns`, as one range."""
+        """The rows that the band lets attend to some column of `columns`, as one range."""
         left, right = self.band
         first = 0 if right is None else max(0, columns.start - (tk - tq) - right)
         last = tq if left is None else min(tq, columns.stop - (tk - tq) + left)
@@ -176,8 +176,8 @@ def masked_by(intervals: Tensor, rows: Tensor) -> Tensor:
 
 
 def edges_of_tile(columns: Tensor, *, empty: Tensor, edges: Tensor) -> None:
-    """edges (B, H, n, 4) of a tile of N columns: least start, largest start, least end and largest end of the n intervals of a
-    column. `columns` (B, H, N, n, 2) has the intervals and is overwritten.
+    """edges (B, H, n, 4): for each of the n intervals, its least start, largest start, least end and largest end over the N
+    columns of a tile. `columns` (B, H, N, n, 2) has the intervals and is overwritten.
 
     Rows a … b − 1 of the tile are all masked out if largest start ≤ a and b ≤ least end for one of the n intervals. No interval
     masks any of them out if b ≤ least start or largest end ≤ a for all n. An empty interval counts as start = 2³¹ − 1 and

@@ -1,12 +1,13 @@
 """The memory of a planned program: one allocation (arena) per role. Every buffer is a view of an arena.
 
-`plan_memory` computes the arenas of a trace. Buffers of a persistent role follow each other in the order of declaration, so
-params, grads and each optimizer moment of one model have the same layout. `flat` is a handle over a range of such buffers, for
-example a bucket of gradients. Activations that are never alive together may share addresses. A flat range of activations is at
-the start of the arena, and its buffers have live ranges of their own. `Arenas` then allocates exactly `peak_bytes`.
+`plan_memory` computes the arenas of a trace; plan.py packs the buffers of an arena. Buffers of a persistent role follow
+each other in the order of declaration, so params, grads and each optimizer moment of one model have the same layout. `flat`
+is a handle over a range of such buffers, for example a bucket of gradients. Activations that are never alive together may
+share addresses. There may be one flat range of activations, at the start of the arena; other activations may share the
+address of one of its buffers while that buffer is not alive. `Arenas` allocates a plan: exactly its `peak_bytes`.
 
-To check a plan, `Arenas.poison` before a step and `poison_dead` during the step overwrite every byte without a live value. If
-this changes the result of the step, a live range in the plan is wrong.
+To check a plan, `Arenas.poison` before a step and `poison_dead` during the step overwrite every byte of the activations
+that has no live value. If this changes the result of the step, a live range in the plan is wrong.
 """
 
 from __future__ import annotations
@@ -81,8 +82,8 @@ def plan_memory(trace: Trace, *, align: int | None = None, share: bool = True) -
     devices = {handle.device for handle in trace.handles.values()}
     if len(devices) > 1:
         raise ValueError(
-            f"the traced program has buffers on {', '.join(sorted(map(str, devices)))}; accepted: one device, "
-            "trace one program for each"
+            f"the traced program has buffers on {', '.join(sorted(map(str, devices)))}; accepted: buffers on "
+            "one device; trace one program per device"
         )
     device = devices.pop() if devices else torch.device("cpu")
     if align is None:
@@ -119,7 +120,8 @@ class Arenas:
             align = memory.arenas[role].align
             if allocation.data_ptr() % align:
                 raise ValueError(
-                    f"align: got {align}, but torch aligns an allocation on {memory.device} less; plan with a smaller align"
+                    f"align: got {align}, but the address that torch allocated on {memory.device} is not a multiple of it; "
+                    "plan with a smaller align"
                 )
 
     @property
@@ -137,7 +139,7 @@ class Arenas:
         return elements.view(handle.shape)
 
     def poison(self, role: Role = "activations") -> None:
-        """Fills an arena with bytes that are NaN in every float format and −1 as integers."""
+        """Fills an arena with bytes that are NaN in every IEEE-like float format and −1 as signed integers."""
         if role in self.bytes:
             self.bytes[role].fill_(_POISON_FLOAT)
 
