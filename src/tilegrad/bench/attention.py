@@ -103,17 +103,14 @@ def bench_attention(
         raise ValueError(f"preset: got {preset!r}; accepted: one of {', '.join(map(repr, PRESETS))}")
     if shapes and preset:
         raise ValueError(f"shapes: got {list(shapes)} and the preset {preset!r}; accepted: one of the two")
-    problems = (
-        tuple(map(_parsed, shapes or ())) or PRESETS[preset or ("training" if where.type == "cuda" else "laptop")]
-    )
+    usual = "training" if where.type == "cuda" else "laptop"
+    problems = tuple(map(_parsed, shapes or ())) or PRESETS[preset or usual]
     if repeats < 2:
         raise ValueError(f"repeats: got {repeats}; accepted: at least 2")
     ours = tuple(kernels or kernels_on(where, torch_dtype))
-    unknown = set(ours) - {row.name for row in ATTENTION.rows}
-    if unknown:
-        raise ValueError(
-            f"kernels: got {sorted(unknown)}; accepted: names among {', '.join(row.name for row in ATTENTION.rows)}"
-        )
+    names = [row.name for row in ATTENTION.rows]
+    if unknown := {*ours} - {*names}:
+        raise ValueError(f"kernels: got {sorted(unknown)}; accepted: names among {', '.join(names)}")
     settings = environment(where, torch_dtype) | {"deterministic": deterministic, "calls": _calls_on(where)}
     theirs = peers_on(where) if peers is None else tuple(peers)
     if set(theirs) - set(peers_on(where)):

@@ -266,16 +266,9 @@ class AttentionLayer:
         first: LinearLayer | None = None
         projections: tuple[LinearLayer, ...] = ()
         for part, width in widths.items():
+            sizes = f"{name}.{part}", c.n_embd, width
             projection = LinearLayer.declare(
-                at,
-                f"{name}.{part}",
-                c.n_embd,
-                width,
-                bias=c.qkv_bias,
-                per_head=per_head,
-                parts=fused_widths,
-                shared=first,
-                keeps_x=keeps_x,
+                at, *sizes, bias=c.qkv_bias, per_head=per_head, parts=fused_widths, shared=first, keeps_x=keeps_x
             )
             first, projections = first or projection, (*projections, projection)
         proj = LinearLayer.declare(at, f"{name}.proj", c.n_head * d, c.n_embd, at.onto_stream, bias=c.proj_bias)
