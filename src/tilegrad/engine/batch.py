@@ -151,7 +151,7 @@ def check_decay(name: str, decay: float) -> None:
 
 
 def check_seed(seed: object) -> None:
-    if not isinstance(seed, int) or isinstance(seed, bool) or not -(2**63) <= seed < 2**64:
+    if not is_count(seed, 2**64 - 1, -(2**63)):
         raise ValueError(f"seed: got {shown(seed)}; accepted: an int, −2⁶³ … 2⁶⁴ − 1, as torch.Generator takes it")
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from ..kernels.checks import is_count, is_number
 from ..kernels.sampling import MOST_TOKENS
+from .batch import check_seed
 
 _LARGEST, _TINY = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
 
@@ -33,17 +34,17 @@ class Sampling:
 
     def __post_init__(self) -> None:
         t, k, p, min_p, penalty = self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty
-        seed, most = self.seed, sys.float_info.max
+        most = sys.float_info.max
         for name, valid, accepted in (
             ("temperature", is_number(t) and 0.0 <= t <= most, "a finite number ≥ 0, 0 = always the likeliest"),
             ("top_k", k is None or is_count(k), "None or an int ≥ 1"),
             ("top_p", is_number(p) and 0.0 < p <= 1.0, "a number in (0, 1], 1 = all"),
             ("min_p", is_number(min_p) and 0.0 <= min_p <= 1.0, "a number in [0, 1], 0 = all"),
             ("repetition_penalty", is_number(penalty) and 0 < penalty <= most, "a finite number > 0, 1 = no penalty"),
-            ("seed", is_count(seed, 2**64 - 1, -(2**63)), "an int, −2⁶³ … 2⁶⁴ − 1, as torch.Generator takes it"),
         ):
             if not valid:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}; accepted: {accepted}")
+        check_seed(self.seed)
 
     def row(self) -> tuple[float, float, float, float, float]:
         """The settings as `sample_fwd` reads them, rounded to float32. A temperature or repetition_penalty above the largest
